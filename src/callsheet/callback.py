@@ -1,0 +1,259 @@
+"""What a callback is: an object with methods named after events, and a few words on how it wants to be called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from callsheet.distributed import RankGate, read_ranks
+from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
+from callsheet.hooks import Hooks
+from callsheet.time import Interval, Time, TimeUnit
+
+if TYPE_CHECKING:
+    from callsheet.context import Context
+
+PHASES = ("change", "measure", "decide", "save", "report", "restore")
+"""The order within one event; within a phase, the order of registration."""
+
+LANES = ("inline", "background", "process")
+ERROR_POLICIES = ("raise", "isolate")
+
+
+class Callback(Hooks):
+    """The base of all callbacks: override the methods of the events you want to hear; each takes the context.
+
+    `on_event` hears every event instead; a class overrides either it or methods of single events. Class attributes say the rest, and an
+    instance may have its own. Everything is checked when the callback is added, not when an event is told.
+
+    Example:
+        >>> class Greeter(Callback):
+        ...     def on_train_start(self, ctx):
+        ...         print(f"training {ctx.run.name} from step {ctx.step}")
+    """
+
+    name: str = ""
+    """Under which state is kept and errors are reported; the class's name where it is empty."""
+    phase: str = "measure"
+    """Where in each event's order its methods stand: one of `PHASES`. `change` and `decide` are for what acts on training."""
+    ranks: RankGate = "all"
+    """Which ranks it is told on: `all`, `zero`, `local_zero`, or a set of ranks."""
+    lane: str = "inline"
+    """Where it runs: `inline` on the training thread, `background`, or `process`."""
+    on_error: str = ""
+    """`raise`, the default inline: its error ends the run. `isolate`: it is reported; after three in a row it is switched off."""
+    collective: bool = False
+    """It calls collectives, so it must run inline on every rank."""
+    samples: bool = False
+    """It draws random numbers: the random states are put back after its methods, so that training does not notice."""
+    keep: tuple[str, ...] = ()
+    """Fields whose window it wants as long as can be, such as `outputs`."""
+    needs: tuple[str, ...] = ()
+    """Fields that its lane's snapshots hold."""
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the constructor's arguments, so that a `CallbackSpec` can say how this object was made."""
+        self = super().__new__(cls)
+        self._arguments = (args, kwargs)
+        return self
+
+    def on_event(self, ctx: Context) -> None:
+        """Told at every event; `ctx.event` says which."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What must survive a resume, as plain data and tensors; read when a checkpoint is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    @property
+    def label(self) -> str:
+        """The callback's name in tables, errors and checkpoints."""
+        return self.name or type(self).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What `every`, `at` and the rank gates wrote on a function; None leaves the callback's own."""
+
+    every: Interval | None = None
+    phase: str | None = None
+    ranks: RankGate | None = None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
+    """Tell the method only each `interval`, such as `"100ba"`, `"1ep"` or `"10m"`; a whole number means batches.
+
+    On `on_train_step_end` it is told at 100, 200, ...; elsewhere an interval compares with the event's previous telling. With
+    `at_end` it is told also when `max_duration` is reached.
+
+    Raises:
+        ConfigError: an interval that is none, or not above zero.
+    """
+    return _mark(every=Interval(interval, default=TimeUnit.BATCH, at_end=at_end))
+
+
+def at(phase: str) -> Callable[[F], F]:
+    """Put the method in this phase instead of the callback's own.
+
+    Raises:
+        ConfigError: an unknown phase.
+    """
+    return _mark(phase=one_of("phase", phase, PHASES))
+
+
+def rank_zero_only(function: F) -> F:
+    """Run the function on the first process of all, and nowhere else. What it returns elsewhere is None.
+
+    The rank is read when the call sheet is compiled, or at the call, never at import.
+    """
+    return _gated("zero", function)
+
+
+def local_rank_zero_only(function: F) -> F:
+    """Run the function on the first process of each machine. See `rank_zero_only`."""
+    return _gated("local_zero", function)
+
+
+def marks(function: Any) -> Marks:
+    """What the decorators wrote on a function or bound method."""
+    found: Marks = getattr(function, "__callsheet__", Marks())
+    return found
+
+
+def one_of(what: str, word: str, words: tuple[str, ...]) -> str:
+    """`word`, if it is one of `words`; else a `ConfigError` that names the nearest."""
+    if word not in words:
+        raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
+    return word
+
+
+def _mark(**changes: Any) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        function.__callsheet__ = replace(marks(function), **changes)  # type: ignore[attr-defined]  # functions take attributes
+        return function
+
+    return decorate
+
+
+def _gated(gate: str, function: F) -> F:
+    @wraps(function)
+    def on_those_ranks(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if read_ranks().passes(gate) else None
+
+    return _mark(ranks=gate)(on_those_ranks)  # type: ignore[return-value]  # a wrapper has the signature of what it wraps
+
+
+_GATE = _gated("zero", lambda: None).__code__
+
+
+def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside a rank gate: the call sheet does the gating, once, when it is compiled."""
+    function: Any = getattr(handler, "__func__", handler)
+    if getattr(function, "__code__", None) is not _GATE:
+        return handler
+    inner: Callable[..., Any] = function.__wrapped__
+    return inner.__get__(handler.__self__) if hasattr(handler, "__self__") else inner
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackSpec:
+    """A callback as data: what the YAML, the run's folder, the report and the transport share.
+
+    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is one that was given to the instance;
+    `state` is its `state_dict`.
+    """
+
+    class_path: str
+    init_args: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+
+    _KEYS: ClassVar[tuple[str, ...]] = ("class_path", "init_args", "name", "state")
+
+    @classmethod
+    def of(cls, callback: Callback) -> Self:
+        """How `callback` was made, and the state it has now."""
+        kind = type(callback)
+        args, kwargs = callback._arguments
+        bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
+        init_args: dict[str, Any] = {}
+        for name, value in list(bound.arguments.items())[1:]:
+            parameter = inspect.signature(kind.__init__).parameters[name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                init_args.update(value)
+            elif parameter.kind is parameter.VAR_POSITIONAL and value:
+                raise ConfigError(
+                    f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot carry by name; make them a list"
+                )
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                init_args[name] = value
+        name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
+        return cls(f"{kind.__module__}.{kind.__qualname__}", init_args, name, dict(callback.state_dict()))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The spec that `to_dict` gave; raises `ConfigError` on keys it does not know."""
+        for key in data:
+            one_of("key of a callback spec", key, cls._KEYS)
+        if not isinstance(data.get("class_path"), str):
+            raise ConfigError("a callback spec needs a class_path, such as 'callsheet.callbacks.LRMonitor'")
+        return cls(data["class_path"], dict(data.get("init_args") or {}), data.get("name") or "", dict(data.get("state") or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what is empty is left out."""
+        full = {"class_path": self.class_path, "init_args": self.init_args, "name": self.name, "state": self.state}
+        return {key: value for key, value in full.items() if value}
+
+    def build(self) -> Callback:
+        """A callback made from the spec, with its name and state.
+
+        The class is imported, which runs its module: build only specs whose origin you trust.
+
+        Raises:
+            ConfigError: the class cannot be found, or does not take these arguments.
+            NotACallbackError: what was found is no `Callback` class.
+        """
+        kind = import_path(self.class_path)
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise NotACallbackError(f"{self.class_path} is not a subclass of callsheet.Callback")
+        try:
+            inspect.signature(kind).bind(**self.init_args)
+        except TypeError as error:
+            parameters = ", ".join(inspect.signature(kind).parameters) or "nothing"
+            raise ConfigError(f"{self.class_path}: {error}; it takes {parameters}") from None
+        callback = kind(**self.init_args)
+        if self.name:
+            callback.name = self.name
+        if self.state:
+            callback.load_state_dict(self.state)
+        return callback
+
+
+def import_path(path: str) -> Any:
+    """The object at `package.module.Name`, nested names included; `ConfigError` says which part is missing."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                continue
+            raise  # the module is there, and misses one of its own
+        for depth, part in enumerate(parts[cut:], cut):
+            if not hasattr(found, part):
+                raise ConfigError(f"{'.'.join(parts[:depth])} has no {part!r}{did_you_mean(part, dir(found))} (in {path!r})")
+            found = getattr(found, part)
+        return found
+    raise ConfigError(f"cannot import {path!r}: there is no module {parts[0]!r}, or it is not a dotted path")

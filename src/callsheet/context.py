@@ -1,0 +1,304 @@
+"""The context: what a callback is given to read.
+
+One instance a loop (training, evaluation, test, prediction), reused for every event. A field that is not told has an empty slot, and
+reading it raises `FieldNotTold`: nothing stale is ever read, and a field that is told costs no more than an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from callsheet import distributed
+from callsheet.control import Control
+from callsheet.distributed import Ranks
+from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
+from callsheet.events import Event
+from callsheet.lifecycle import ALWAYS, FIELDS
+from callsheet.time import Time, Timestamp, TimeUnit, elapsed_fraction
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """The run: its name, where it writes, what it was configured with, and where this process stands in it."""
+
+    name: str
+    folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+    restart_count: int = 0
+    device: str = "cpu"
+    outcome: Outcome | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine, from 0."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all, from 0."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.ranks.world_size
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """This is the first process of all."""
+        return self.ranks.rank == 0
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        """This is the first process of its machine."""
+        return self.ranks.local_rank == 0
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far training is.
+
+    `timestamp` counts what is completed and moves just before each end event; `previous_timestamp` is the one before the last step.
+    Its samples, tokens and seconds are those of the last log boundary and stand still between. `baseline` is where this process began.
+    """
+
+    max_duration: Time | None = None
+    timestamp: Timestamp = field(default_factory=Timestamp)
+    previous_timestamp: Timestamp = field(default_factory=Timestamp)
+    baseline: Timestamp = field(default_factory=Timestamp)
+
+    @property
+    def elapsed(self) -> float | None:
+        """The completed fraction of `max_duration`, or None where no duration is known."""
+        return elapsed_fraction(self.timestamp, self.max_duration)
+
+    @property
+    def unit(self) -> TimeUnit | None:
+        """The unit in which this run's length is given."""
+        return self.max_duration.unit if self.max_duration is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """What was logged since the last boundary, as floats; speeds are of training alone, evaluation and saving left out."""
+
+    step: int
+    values: dict[str, float]
+    elapsed_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint. `kind` is periodic, best, final, preempt or requested; `size_bytes` is 0 until it is written."""
+
+    path: str
+    step: int
+    epoch: int
+    kind: str
+    train_loss: float | None = None
+    val_losses: dict[str, float] = field(default_factory=dict)
+    best_metric_key: str | None = None
+    size_bytes: int = 0
+
+
+class Accumulator(Protocol):
+    """Where logged values go until the next boundary; see `callsheet.metrics`."""
+
+    def log(self, values: Mapping[str, Any], *, over: str, across: str, weight: Any) -> None: ...
+
+
+class LoggerLine(Protocol):
+    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.tell_loggers`."""
+
+    def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
+
+
+class Context:
+    """What callbacks read, and the few methods with which they write.
+
+    The fields are those of `callsheet.lifecycle.FIELDS`, which says what each means and when it is told. Attributes that are no fields
+    are for the loop that owns the context.
+
+    Raises:
+        FieldNotTold: on reading a field outside its window; the message names the window.
+    """
+
+    __slots__ = (*FIELDS, "_accumulator", "_loggers", "kept")
+
+    event: Event | None
+    run: RunInfo
+    state: TrainState
+    step: int
+    epoch: int
+    model: Any
+    user_state: dict[str, Any]
+    control: Control
+    optimizer: Any
+    scheduler: Any
+    batch: Any
+    microbatch: Any
+    outputs: Any
+    loss: Any
+    loss_dict: dict[str, Any]
+    grad_norm: Any
+    learning_rate: float
+    step_skipped: bool
+    record: LogRecord
+    boundary: str
+    eval_name: str
+    standalone: bool
+    eval_losses: dict[str, Any]
+    eval_results: dict[str, dict[str, float]]
+    checkpoint: CheckpointInfo | None
+    exception: BaseException
+    span: str
+
+    def __init__(
+        self,
+        run: RunInfo,
+        *,
+        state: TrainState | None = None,
+        model: Any = None,
+        user_state: dict[str, Any] | None = None,
+        control: Control | None = None,
+        accumulator: Accumulator | None = None,
+        loggers: LoggerLine | None = None,
+    ) -> None:
+        self.event = None
+        self.run = run
+        self.state = state if state is not None else TrainState()
+        self.step = 0
+        self.epoch = 0
+        self.model = model
+        self.user_state = user_state if user_state is not None else {}
+        self.control = control if control is not None else Control()
+        self._accumulator = accumulator
+        self._loggers = loggers
+        self.kept: frozenset[str] = frozenset()
+
+    def sibling(self) -> Context:
+        """A context for another loop of the same run, such as an evaluation: it shares all but the fields of a window."""
+        other = Context(
+            self.run,
+            state=self.state,
+            model=self.model,
+            user_state=self.user_state,
+            control=self.control,
+            accumulator=self._accumulator,
+            loggers=self._loggers,
+        )
+        other.step, other.epoch = self.step, self.epoch
+        for name in ("optimizer", "scheduler"):
+            if self.has(name):
+                setattr(other, name, getattr(self, name))
+        return other
+
+    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Log numbers for the next record; tensors stay on their device until the boundary.
+
+        Args:
+            values: numbers or scalar tensors by name, names as `family/name`.
+            over: what becomes of several values of one name until the boundary: `last`, `mean` or `sum`.
+            across: how the data-parallel ranks' values become one: `mean`, `sum`, `max`, or `same` where they are equal already.
+            weight: of each value in a mean, a number or scalar tensor; 1 where it is None.
+
+        Raises:
+            ConfigError: an unknown `over` or `across`, or one that differs from the name's earlier one.
+        """
+        if self._accumulator is not None:
+            self._accumulator.log(values, over=over, across=across, weight=weight)
+
+    def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Give the run's settings to every logger."""
+        self._to_loggers("log_hyperparameters", values=dict(values))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Give a table to every logger: one sequence of cells a row, as long as `columns`."""
+        self._to_loggers("log_table", name=name, columns=list(columns), rows=[list(row) for row in rows])
+
+    def log_images(self, name: str, images: Sequence[Any]) -> None:
+        """Give images to every logger: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        self._to_loggers("log_images", name=name, images=list(images))
+
+    def log_file(self, name: str, path: str | Path) -> None:
+        """Give a file that was written to every logger that can store one."""
+        self._to_loggers("log_file", name=name, path=Path(path))
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in the order of ranks. A collective: every rank must reach it.
+
+        Raises:
+            RequestRefused: in a handler that runs on some ranks only.
+        """
+        if self.control.in_gate:
+            raise RequestRefused(
+                "ctx.gather() in a handler that runs on some ranks only would hang the others; let it run on all ranks, and gate the writing"
+            )
+        return distributed.gather(value)
+
+    def has(self, name: str) -> bool:
+        """Whether the field `name` can be read now. `hasattr` says the same."""
+        return hasattr(self, name)
+
+    def close(self, event: str) -> None:
+        """For the loop: `event` has been told, and the windows that end with it are shut."""
+        for name in _CLOSED_BY.get(event, ()):
+            if name in self.kept and event != FIELDS[name].kept_until:
+                continue
+            try:
+                delattr(self, name)
+            except AttributeError:  # it was not told this time
+                continue
+
+    def close_all(self) -> None:
+        """For the loop: every window is shut, as after an exception."""
+        for name in FIELDS:
+            if name not in ALWAYS and hasattr(self, name):
+                delattr(self, name)
+
+    def _to_loggers(self, method: str, **payload: Any) -> None:
+        if self._loggers is not None:
+            self._loggers(method, self, **payload)
+
+    if not TYPE_CHECKING:  # a type checker should know the fields, and no others
+
+        def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
+            if name in FIELDS:
+                raise FieldNotTold(_not_told(name, self.event))
+            raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
+
+
+def _not_told(name: str, event: str | None) -> str:
+    windows = " and ".join(
+        f"at {opens}" if opens == closes else f"from {opens} to {closes}" for opens, closes in FIELDS[name].windows
+    )
+    return f"ctx.{name} is not told {f'at {event}' if event else 'here'}: it can be read {windows or 'once the loop has set it'}"
+
+
+_CLOSED_BY: dict[str, tuple[str, ...]] = {}
+for _field in FIELDS.values():
+    for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
+        _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), _field.name)

@@ -1,0 +1,123 @@
+"""What callbacks may ask of the loop.
+
+A request is sticky: it stays until the loop has carried it out, and no later callback can take it back. The loop looks at its
+boundaries, never in the middle of a step. One process for now: a request acts at the next boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from callsheet.errors import ConfigError, RequestRefused, did_you_mean
+
+SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
+"""Kinds of checkpoints; where several are asked for at one boundary, one is written, of the kind that stands last here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: `by` is the qualified name of the function that asked, `step` the step in hand."""
+
+    what: str
+    why: str
+    by: str
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.by}: {self.why}"
+
+
+class Control:
+    """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `accumulate` and `load`.
+
+    `able` names what the loop behind it can carry out; anything else is refused when it is asked for, not ignored.
+    """
+
+    __slots__ = ("_able", "_evaluate", "_saves", "_stop", "accumulation", "in_gate", "load_path")
+
+    def __init__(self, able: frozenset[str] = frozenset({"stop", "save", "evaluate"})) -> None:
+        self._able = able
+        self._stop: Request | None = None
+        self._evaluate: Request | None = None
+        self._saves: list[Request] = []
+        self.accumulation: int | None = None
+        self.load_path: str | None = None
+        self.in_gate = False  # the manager says here that the handler being told does not run on every rank
+
+    def stop(self, why: str, *, replicated: bool = False) -> None:
+        """Ask that training end at the next boundary, outcome `stopped`.
+
+        `replicated=True` says that every rank makes the same request, from replicated or reduced fields alone.
+
+        Raises:
+            RequestRefused: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
+        """
+        self._check("stop", replicated)
+        if self._stop is None:  # the first asker is remembered
+            self._stop = Request("stop", why, _asker())
+
+    def save(self, why: str, *, kind: str = "requested", replicated: bool = False) -> None:
+        """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does."""
+        if kind not in SAVE_KINDS:
+            raise ConfigError(
+                f"unknown kind of checkpoint {kind!r}{did_you_mean(kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
+            )
+        self._check("save", replicated)
+        self._saves.append(Request("save", why, _asker(), kind))
+
+    def evaluate(self, why: str, *, replicated: bool = False) -> None:
+        """Ask that all evaluators run at the next boundary. Raises as `stop` does."""
+        self._check("evaluate", replicated)
+        if self._evaluate is None:
+            self._evaluate = Request("evaluate", why, _asker())
+
+    def accumulate(self, batches: int) -> None:
+        """From the next step on, accumulate gradients over so many fetched batches. Raises as `stop` does."""
+        if batches < 1:
+            raise ConfigError(f"a step needs at least one batch, not {batches}")
+        self._check("accumulate", False)
+        self.accumulation = batches
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """At `on_checkpoint_load_start`: load this checkpoint instead of the one that was found. Raises as `stop` does."""
+        self._check("load", False)
+        self.load_path = os.fspath(path)
+
+    @property
+    def stop_requested(self) -> Request | None:
+        """Who asked first that training stop, and why."""
+        return self._stop
+
+    @property
+    def save_requested(self) -> Request | None:
+        """The save request that the next boundary will carry out."""
+        return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
+
+    @property
+    def evaluate_requested(self) -> Request | None:
+        """The evaluation request that the next boundary will carry out."""
+        return self._evaluate
+
+    def done(self, what: str) -> None:
+        """For the loop: the pending requests of this kind have been carried out."""
+        if what == "save":
+            self._saves.clear()
+        elif what == "evaluate":
+            self._evaluate = None
+        else:
+            self._stop = None
+
+    def _check(self, what: str, replicated: bool) -> None:
+        if what not in self._able:
+            raise RequestRefused(f"this loop cannot {what} on request here; it can {', '.join(sorted(self._able))}")
+        if replicated and self.in_gate:
+            raise RequestRefused(
+                f"control.{what}(replicated=True) in a handler that runs on some ranks only: the others would not ask; leave replicated out"
+            )
+
+
+def _asker() -> str:
+    """The qualified name of the function that called the request, read from its frame: asking is rare, telling is not."""
+    return sys._getframe(2).f_code.co_qualname

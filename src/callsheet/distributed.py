@@ -1,0 +1,94 @@
+"""Which rank this process is, and which ranks a gate names. Nothing here communicates but `gather`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.errors import ConfigError, did_you_mean
+
+RankGate = str | Collection[int]
+"""`"all"`, `"zero"` (the first process of all), `"local_zero"` (the first of each machine), or a set of ranks."""
+
+GATES = ("all", "zero", "local_zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands among those of the run; a single process is rank 0 of 1."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+
+    def passes(self, gate: RankGate) -> bool:
+        """Whether this rank is one of those that `gate` names."""
+        if gate == "all":
+            return True
+        if gate == "zero":
+            return self.rank == 0
+        if gate == "local_zero":
+            return self.local_rank == 0
+        return self.rank in gate
+
+
+def read_ranks() -> Ranks:
+    """The ranks as they are now: torchrun's environment variables, with torch.distributed's own word over them where it runs.
+
+    Read when a run starts, never at import: a process group may be made in between.
+
+    Raises:
+        ConfigError: an environment variable does not hold a whole number.
+    """
+
+    def number(variable: str, default: int) -> int:
+        text = os.environ.get(variable, "")
+        if text and not text.isdigit():
+            raise ConfigError(f"the environment variable {variable} should be a whole number, not {text!r}; unset or mend it")
+        return int(text) if text else default
+
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+    distributed = initialised_distributed()
+    if distributed is not None:
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    return Ranks(rank, number("LOCAL_RANK", rank), number("GROUP_RANK", 0), world_size)
+
+
+def initialised_distributed() -> Any | None:
+    """The module torch.distributed, if the program has imported it and made a process group; else None."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed
+    return None
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of ranks. A collective: every rank must reach it."""
+    distributed = initialised_distributed()
+    if distributed is None or distributed.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def check_gate(gate: object) -> str | frozenset[int]:
+    """`gate` as it is stored.
+
+    Raises:
+        ConfigError: it is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.
+    """
+    if isinstance(gate, str):
+        if gate in GATES:
+            return gate
+        raise ConfigError(
+            f"unknown ranks {gate!r}{did_you_mean(gate, GATES)} (one of {', '.join(GATES)}, or a set like {{3, 7}})"
+        )
+    if isinstance(gate, Collection) and gate:
+        if all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in gate):
+            return frozenset(gate)
+    raise ConfigError(f"unknown ranks {gate!r} (one of {', '.join(GATES)}, or a set of rank numbers like {{3, 7}})")

@@ -1,0 +1,82 @@
+"""What callsheet raises, and how it words it.
+
+Every error says what was wrong, where, and the mend. All share the base `CallsheetError`; those that a caller may want to
+tell apart have a class of their own, which is also the built-in kind that a caller would expect (`ValueError`, `TypeError`, ...).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class CallsheetError(Exception):
+    """The base of everything that callsheet raises on purpose."""
+
+
+class UnknownEventError(CallsheetError, ValueError):
+    """An event name that the lifecycle does not have."""
+
+
+class RegistrationError(CallsheetError, ValueError):
+    """A callback that cannot be added as it stands: the message names it, its source line and the mend."""
+
+
+class NotACallbackError(CallsheetError, TypeError):
+    """Something was given in the place of a callback that is none."""
+
+
+class FieldNotTold(CallsheetError, AttributeError):
+    """A context field was read outside the window in which the lifecycle tells it."""
+
+
+class MixedUnitsError(CallsheetError, TypeError):
+    """Two times in different units were compared or added."""
+
+
+class RequestRefused(CallsheetError, RuntimeError):
+    """A request to the loop that cannot be carried out from where it was made."""
+
+
+class RunEndedError(CallsheetError, RuntimeError):
+    """A run that has ended was asked to go on."""
+
+
+class LaneNotAvailable(CallsheetError, RuntimeError):
+    """A callback chose a lane that nothing in this run serves."""
+
+
+class CheckpointError(CallsheetError, RuntimeError):
+    """A checkpoint that cannot be written, or does not hold when it is read."""
+
+
+class NonFiniteError(CallsheetError, FloatingPointError):
+    """A loss, norm or weight that is NaN or infinite."""
+
+
+class ConfigError(CallsheetError, ValueError):
+    """An argument or a configuration value that cannot work: the message names it and the mend."""
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the valid name nearest to `name`, or the empty string where none is near."""
+    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def where(thing: object) -> str:
+    """`file.py:12` of the function, method or class `thing`, or `<unknown source>` where it has none (a notebook's, a builtin)."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    function = inspect.unwrap(thing) if callable(thing) else thing
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    try:
+        kind = function if inspect.isclass(function) else type(function)
+        return f"{Path(inspect.getsourcefile(kind) or '?').name}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError):  # defined where there is no source file
+        return "<unknown source>"

@@ -1,0 +1,82 @@
+"""The life of a run: its start told once, its exception once, and its end exactly once, on every way out."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import TracebackType
+
+from callsheet.context import Context, Outcome
+from callsheet.errors import RunEndedError
+from callsheet.events import Event
+from callsheet.manager import CallbackManager
+
+logger = logging.getLogger("callsheet")
+
+
+class Lifetime:
+    """Tells `on_run_start`, `on_exception` and `on_run_end`.
+
+    Whatever a loop does stands in `with lifetime:`. An exception that leaves the outermost such block is told and ends the run, and
+    comes out as it was. It may be entered inside itself.
+
+    Raises:
+        RunEndedError: on entering it when the run has ended.
+    """
+
+    def __init__(self, manager: CallbackManager, ctx: Context) -> None:
+        self.outcome: Outcome = Outcome.FINISHED
+        """What the run's end will be told as, if nothing goes wrong; a loop says here that it was stopped or preempted."""
+        self._manager = manager
+        self._ctx = ctx
+        self._depth = 0
+        self._ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """`on_run_end` has been told."""
+        return self._ended
+
+    def start(self) -> None:
+        """Compile the call sheet for this run, and tell its start."""
+        self._manager.open(self._ctx)
+        self._manager.fire(Event.RUN_START, self._ctx)
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Tell the end, if it has not been told; everybody hears it, and the first error among them comes out."""
+        if self._ended:
+            return
+        self._ended = True
+        self._ctx.close_all()
+        self._ctx.run.outcome = outcome or self.outcome
+        try:
+            self._manager.fire(Event.RUN_END, self._ctx)
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> None:
+        if self._ended:
+            raise RunEndedError(
+                f"the run {self._ctx.run.name!r} has ended ({self._ctx.run.outcome}); make a new trainer, with resume= to go on"
+            )
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        self._depth -= 1
+        if error is not None and self._depth == 0 and not self._ended:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        unwinding = self._manager.unwinding
+        here = unwinding.error is error
+        ctx = unwinding.ctx if here and unwinding.ctx is not None else self._ctx
+        ctx.exception, ctx.span = error, unwinding.span if here else "run"
+        outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
+        for tell in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
+            try:
+                tell()
+            except BaseException as another:
+                logger.error("while the run was ending: %s: %s", type(another).__name__, another, exc_info=another)
+                error.add_note(f"while the run was ending, another error came: {type(another).__name__}: {another}")
+        ctx.close_all()
+        unwinding.forget()

@@ -1,0 +1,120 @@
+"""What is logged between two boundaries, and how it becomes one record of floats.
+
+Tensors stay where they are until the boundary; there, those of a device cross in one copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.callback import one_of
+from callsheet.errors import ConfigError
+
+OVER = ("last", "mean", "sum")
+ACROSS = ("mean", "sum", "max", "same")
+
+_FOLD = 256  # so many values are kept before they are added up, so that a loop that never reads a record does not grow
+
+
+class Series:
+    """The values of one name since the last boundary."""
+
+    __slots__ = ("across", "over", "values", "weights")
+
+    def __init__(self, over: str, across: str) -> None:
+        self.over = over
+        self.across = across
+        self.values: list[Any] = []
+        self.weights: list[Any] = []
+
+    def add(self, value: Any, weight: Any) -> None:
+        """Take one more value."""
+        if self.over == "last":
+            self.values = [value]
+            return
+        self.values.append(value if weight is None else value * weight)
+        self.weights.append(1 if weight is None else weight)
+        if len(self.values) >= _FOLD:
+            self.values, self.weights = [_total(self.values)], [_total(self.weights)]
+
+    def result(self) -> Any:
+        """A number or a scalar tensor."""
+        if self.over == "mean":
+            return _total(self.values) / _total(self.weights)
+        return _total(self.values)
+
+
+class MetricLog:
+    """Collects what is logged, and gives it out at a boundary."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, Series] = {}
+
+    def __bool__(self) -> bool:
+        return any(series.values for series in self._series.values())
+
+    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Take values by name; see `Context.log`.
+
+        Raises:
+            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is no scalar.
+        """
+        for name, value in values.items():
+            series = self._series.get(name)
+            if series is None or series.over != over or series.across != across:
+                series = self._new_series(name, over, across, series)
+            if type(value) is not float and type(value) is not int:
+                value = _scalar(name, value)
+            series.add(value, weight)
+
+    def take(self) -> dict[str, float]:
+        """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors."""
+        results = {name: series.result() for name, series in self._series.items() if series.values}
+        for series in self._series.values():
+            series.values, series.weights = [], []
+        by_device: dict[Any, list[str]] = {}
+        for name, value in results.items():
+            if hasattr(value, "device"):
+                by_device.setdefault(value.device, []).append(name)
+        for device, names in by_device.items():
+            torch = sys.modules["torch"]
+            wide = torch.float32 if device.type == "mps" else torch.float64  # large counts must survive
+            stacked = torch.stack([results[name].to(wide) for name in names]).tolist()  # the boundary's one copy
+            results.update(zip(names, stacked, strict=True))
+        return {name: float(value) for name, value in results.items()}
+
+    def _new_series(self, name: str, over: str, across: str, old: Series | None) -> Series:
+        one_of("over", over, OVER)
+        one_of("across", across, ACROSS)
+        if old is not None:
+            raise ConfigError(
+                f"the metric {name!r} was logged with over={old.over!r}, across={old.across!r} before, and now with "
+                f"over={over!r}, across={across!r}; use one, or another name"
+            )
+        self._series[name] = series = Series(over, across)
+        return series
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """`value` as a number or a detached scalar tensor."""
+    if hasattr(value, "detach"):
+        if value.dim() and value.numel() == 1:
+            value = value.reshape(())
+        if value.dim():
+            raise ConfigError(
+                f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
+            )
+        return value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the metric {name!r} is {value!r}, not a number") from None
+
+
+def _total(values: list[Any]) -> Any:
+    """The sum; of tensors in one stack, not a chain of additions."""
+    if len(values) > 1 and all(hasattr(value, "device") for value in values):
+        return sys.modules["torch"].stack(values).sum()
+    return sum(values[1:], start=values[0])

@@ -1,0 +1,47 @@
+"""The random states of the process: Python's, and NumPy's and torch's where the program has imported them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+
+def random_state() -> dict[str, Any]:
+    """Every random state of this process, as plain data, arrays and tensors.
+
+    CUDA's states are read only where CUDA is already initialised; reading them waits for the device.
+    """
+    state: dict[str, Any] = {"python": random.getstate()}
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch is not None:
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` read; what this process does not have is left out."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    random.setstate(state["python"])
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    if torch is not None and "torch" in state:
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two readings of `random_state` are equal, in what both hold."""
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, (tuple, list)):
+            return len(a) == len(b) and all(map(equal, a, b))
+        same = a == b
+        return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+    return all(equal(one[key], other[key]) for key in one.keys() & other.keys())

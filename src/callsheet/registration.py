@@ -1,0 +1,153 @@
+"""What is checked before a callback may stand on the call sheet. A mistake fails here, not a thousand steps later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, marks, one_of
+from callsheet.distributed import RankGate, check_gate
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
+from callsheet.lifecycle import EVENTS, FIELDS
+from callsheet.time import Interval
+
+_EVENTS = frozenset(EVENTS)
+_NO_EVENTS = frozenset({"on_event", "on_error"})
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a handler wants to be called, checked."""
+
+    phase: str
+    ranks: RankGate
+    lane: str
+    on_error: str
+    every: Interval | None
+    samples: bool
+    collective: bool
+
+
+def check_callback(callback: object) -> Callback:
+    """`callback`, if it is an instance of `Callback` with nothing misspelt.
+
+    Raises:
+        NotACallbackError: it is a class, or no callback at all.
+        UnknownEventError: a method is named like an event that does not exist.
+        RegistrationError: anything else that could not work.
+    """
+    if isinstance(callback, type):
+        hint = (
+            f"add an instance of it, {callback.__name__}()"
+            if issubclass(callback, Callback)
+            else "callbacks derive from callsheet.Callback"
+        )
+        raise NotACallbackError(f"{callback.__name__} is a class ({where(callback)}); {hint}")
+    if not isinstance(callback, Callback):
+        if callable(callback):
+            raise NotACallbackError(
+                f"{callback!r} is a function ({where(callback)}); give it an event with manager.register(event, function)"
+            )
+        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback")
+    for name in _public_names(callback):
+        if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
+            raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
+        if (
+            marks(getattr(callback, name, None)) != Marks()
+            and name not in _EVENTS
+            and marks(getattr(callback, name)).ranks is None
+        ):
+            raise RegistrationError(
+                _at(f"{name!r} has an interval or a phase and is no event", callback, getattr(callback, name))
+            )
+    for what, names in (("keep", callback.keep), ("needs", callback.needs)):
+        for name in names:
+            if name not in FIELDS:
+                raise RegistrationError(_at(f"{what}: the context has no field {name!r}{did_you_mean(name, FIELDS)}", callback))
+    if not isinstance(callback.name, str):
+        raise RegistrationError(_at(f"the name of a callback is a string, not {callback.name!r}", callback))
+    return callback
+
+
+def heard_by(callback: Callback) -> dict[str, Callable[..., Any]]:
+    """The handlers of a checked callback by event; all events where it overrides `on_event`."""
+    events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
+    if not is_inherited(callback.on_event, "on_event"):
+        if events:
+            raise RegistrationError(
+                _at(f"overrides both on_event and {next(iter(events))}; on_event hears that too, keep one of them", callback)
+            )
+        return dict.fromkeys(EVENTS, callback.on_event)
+    if not events:
+        for name in _public_names(callback):
+            if f"on_{name}" in _EVENTS and callable(getattr(callback, name)):
+                raise RegistrationError(
+                    _at(f"hears nothing; did you mean on_{name!s} where it says {name}?", callback, getattr(callback, name))
+                )
+    return events
+
+
+def is_inherited(handler: object, name: str) -> bool:
+    """Whether `handler` is the method that does nothing, of the base class."""
+    return getattr(handler, "__func__", None) is getattr(Callback, name)
+
+
+def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> Wishes:
+    """How `handler` wants to be called: by what was given at registration, its own decorators, then its callback's class.
+
+    Raises:
+        RegistrationError: an unknown word, or two wishes that forbid each other; the message names the callback and its line.
+    """
+    own = marks(handler)
+    try:
+        phase = one_of("phase", given.get("phase") or own.phase or owner.phase, PHASES)
+        lane = one_of("lane", given.get("lane") or owner.lane, LANES)
+        ranks = check_gate(given.get("ranks") or own.ranks or owner.ranks)
+        default_policy = "raise" if lane == "inline" else "isolate"
+        on_error = one_of("on_error", given.get("on_error") or owner.on_error or default_policy, ERROR_POLICIES)
+        every = given.get("every") or own.every
+        if owner.collective and ranks != "all":
+            raise ConfigError(
+                f"it calls collectives, so it must run on all ranks, not on {ranks}: gate the writing inside it instead"
+            )
+        if owner.collective and lane != "inline":
+            raise ConfigError(f"it calls collectives, so it must run inline, not in the lane {lane!r}")
+        if inspect.iscoroutinefunction(inspect.unwrap(handler)) and lane == "inline":
+            raise ConfigError(
+                "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`, or make it a plain function"
+            )
+    except ConfigError as error:
+        raise RegistrationError(f"{error} (callback {label}, {where(handler)})") from None
+    _check_signature(handler, label)
+    return Wishes(phase, ranks, lane, on_error, every, owner.samples, owner.collective)
+
+
+def _check_signature(handler: Callable[..., Any], label: str) -> None:
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):  # a builtin without a signature: the first call will tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(handler, "__name__", repr(handler))
+        raise RegistrationError(
+            f"{name}{signature} cannot be called with the context alone: write `def {name}(ctx)`, with self in a class "
+            f"(callback {label}, {where(handler)})"
+        ) from None
+
+
+def _public_names(callback: Callback) -> Iterator[str]:
+    """Names of the callback's own attributes, properties left out: to read one would run it."""
+    base = set(dir(Callback))
+    for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
+        known_event = name in _EVENTS
+        if not name.startswith("_") and (known_event or name not in base):
+            if not isinstance(inspect.getattr_static(callback, name, None), property):
+                yield name
+
+
+def _at(message: str, callback: Callback, thing: object = None) -> str:
+    return f"{message} (callback {callback.label}, {where(thing if thing is not None else type(callback))})"

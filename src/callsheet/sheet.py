@@ -1,0 +1,241 @@
+"""The call sheet: who is called when, in which order, and how it is compiled to plain tuples of functions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from callsheet.callback import PHASES, Callback
+from callsheet.distributed import RankGate, Ranks
+from callsheet.errors import CallsheetError, LaneNotAvailable
+from callsheet.events import Event, as_event
+from callsheet.lifecycle import EVENTS
+from callsheet.randomness import random_state, restore_random_state, same_random_state
+from callsheet.time import Interval, Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from callsheet.context import Context
+
+logger = logging.getLogger("callsheet")
+
+Handler = Callable[["Context"], Any]
+
+FAILURES_ALLOWED = 3
+"""So many failures in a row switch an isolated callback off."""
+
+_LAST_WORDS = frozenset({Event.RUN_END, Event.EXCEPTION})
+_ALWAYS_TOLD = frozenset({"report", "restore"})
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A callback or function of the call sheet, and how it fares."""
+
+    thing: Callback | Handler
+    label: str
+    source: str
+    failures: int = 0
+    failures_in_a_row: int = 0
+    is_off: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One line of the call sheet: a handler of one event. `previous` is the event's last telling, as its interval counts."""
+
+    event: str
+    handler: Handler
+    member: Member
+    phase: str
+    ranks: RankGate
+    lane: str
+    on_error: str
+    every: Interval | None
+    samples: bool
+    number: int
+    previous: int | None = None
+    added_at: Timestamp | None = None
+    was_end: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By phase, then by registration."""
+        return PHASES.index(self.phase), self.number
+
+
+class Handlers(tuple[Handler, ...]):
+    """The compiled functions of one event, in order; `entries` are the lines they come from."""
+
+    event: Event
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSheet:
+    """The printable table: event x phase x callback x ranks x lane x interval, in the order in which all is told."""
+
+    entries: tuple[Entry, ...] = field(default=())
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Event, phase, callback, ranks, lane and interval of every line, as text."""
+        return [
+            (entry.event, entry.phase, entry.member.label, _ranks_text(entry.ranks), entry.lane, str(entry.every or ""))
+            for entry in self.entries
+        ]
+
+    def __str__(self) -> str:
+        heads = ("event", "phase", "callback", "ranks", "lane", "every")
+        rows = [(*row[:5], row[5].removeprefix("every ")) for row in self.rows()]
+        shown = [(row[0] if i == 0 or rows[i - 1][0] != row[0] else "", *row[1:]) for i, row in enumerate(rows)]
+        widths = [max(map(len, column)) for column in zip(heads, *shown, strict=True)]
+        lines = (heads, *shown) if shown else (heads, ("nobody is called", "", "", "", "", ""))
+        return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def compiled(event: str, entries: Iterable[Entry], ranks: Ranks, *, checking: bool) -> Handlers:
+    """The functions to call for one event on this rank.
+
+    Raises:
+        LaneNotAvailable: an entry chose a lane that this version does not serve.
+    """
+    here = [
+        entry for entry in sorted(entries, key=lambda entry: entry.order) if not entry.member.is_off and ranks.passes(entry.ranks)
+    ]
+    for entry in here:
+        if entry.lane != "inline":
+            raise LaneNotAvailable(
+                f"{entry.member.label} ({entry.member.source}) chose the lane {entry.lane!r}, which nothing serves yet; "
+                "make its methods plain functions and leave the lane 'inline'"
+            )
+    handlers = Handlers(_wrapped(entry, checking=checking) for entry in here)
+    handlers.event, handlers.entries = as_event(event), tuple(here)
+    return handlers
+
+
+def _wrapped(entry: Entry, *, checking: bool) -> Handler:
+    """The entry's handler inside what it asked for; a plain handler stays as it is and costs nothing more."""
+    handler = entry.handler
+    if entry.samples:
+        handler = partial(_keeping_randomness, handler)
+    elif checking and entry.phase not in ("change", "restore"):
+        handler = partial(_checking_randomness, handler, entry)
+    if entry.ranks != "all":
+        handler = partial(_in_gate, handler)
+    if entry.on_error == "isolate":
+        handler = partial(_isolated, handler, entry)
+    if entry.every is not None:
+        handler = partial(_when_due, handler, entry, entry.every)
+    return handler
+
+
+def _when_due(handler: Handler, entry: Entry, every: Interval, ctx: Context) -> None:
+    state = ctx.state
+    elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
+    now = every.index(state.timestamp, elapsed)
+    if entry.previous is None:  # the first telling of this process
+        entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
+    is_end = every.at_end and elapsed is not None and elapsed >= 1.0
+    due = now > entry.previous or (is_end and not entry.was_end)
+    entry.previous, entry.was_end = now, is_end
+    if due:
+        handler(ctx)
+
+
+def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
+    state = ctx.state
+    elapsed = None
+    if every.every.unit is TimeUnit.DURATION and state.max_duration is not None:
+        elapsed = since.count(state.max_duration.unit) / state.max_duration.value
+    return every.index(since, elapsed)
+
+
+def _in_gate(handler: Handler, ctx: Context) -> None:
+    ctx.control.in_gate = True
+    try:
+        handler(ctx)
+    finally:
+        ctx.control.in_gate = False
+
+
+def _keeping_randomness(handler: Handler, ctx: Context) -> None:
+    before = random_state()
+    try:
+        handler(ctx)
+    finally:
+        restore_random_state(before)
+
+
+def _checking_randomness(handler: Handler, entry: Entry, ctx: Context) -> None:
+    before = random_state()
+    handler(ctx)
+    if not same_random_state(before, random_state()):
+        restore_random_state(before)
+        raise CallsheetError(
+            f"{entry.member.label} ({entry.member.source}) drew random numbers at {entry.event}, which changes training; "
+            "let its class say `samples = True`, or its phase be 'change' if it means to"
+        )
+
+
+def _isolated(handler: Handler, entry: Entry, ctx: Context) -> None:
+    if entry.member.is_off:
+        return
+    try:
+        handler(ctx)
+    except Exception as error:
+        count_failure(entry.member, error, entry.event, ctx)
+    else:
+        entry.member.failures_in_a_row = 0
+
+
+def count_failure(member: Member, error: Exception, event: str, ctx: Context) -> None:
+    """An isolated callback failed: say so, and switch it off when it happens too often in a row."""
+    member.failures += 1
+    member.failures_in_a_row += 1
+    logger.error(
+        "callback %s (%s) failed at %s, step %d, rank %d; training goes on: %s: %s",
+        *(member.label, member.source, event, ctx.step, ctx.run.rank, type(error).__name__, error),
+        exc_info=error,
+    )
+    if member.failures_in_a_row >= FAILURES_ALLOWED and not member.is_off:
+        member.is_off = True
+        logger.error("callback %s is switched off after %d failures in a row", member.label, member.failures_in_a_row)
+
+
+def recover(handlers: Handlers, told: int, error: BaseException, ctx: Context) -> NoReturn:
+    """A handler, the `told`-th of the event, raised: tell who must hear the event all the same, then let the error out.
+
+    Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
+    first error.
+    """
+    event, entry = handlers.event, handlers.entries[told - 1]
+    error.add_note(
+        f"raised by callback {entry.member.label} ({entry.member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}"
+    )
+    for handler, later in zip(handlers[told:], handlers.entries[told:], strict=True):
+        if event in _LAST_WORDS or later.phase in _ALWAYS_TOLD:
+            try:
+                handler(ctx)
+            except Exception as another:
+                logger.error(
+                    "callback %s (%s) failed as well at %s: %s",
+                    later.member.label,
+                    later.member.source,
+                    event,
+                    another,
+                    exc_info=another,
+                )
+    raise error
+
+
+def all_entries(by_event: dict[str, list[Entry]]) -> CallSheet:
+    """The call sheet of all ranks, in the lifecycle's order."""
+    return CallSheet(tuple(entry for event in EVENTS for entry in sorted(by_event[event], key=lambda entry: entry.order)))
+
+
+def _ranks_text(ranks: RankGate) -> str:
+    if isinstance(ranks, str):
+        return {"zero": "0", "local_zero": "local 0"}.get(ranks, ranks)
+    return ",".join(map(str, sorted(ranks)))

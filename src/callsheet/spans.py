@@ -1,0 +1,196 @@
+"""Spans: the loop is written with them, so that it reads like the lifecycle.
+
+    with spans.train_step:
+        ...
+
+A span that nobody hears does nothing but note its name when an exception passes. Handlers are looked up when an edge is told, so a
+callback that is added inside a span hears its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import length_hint
+from types import TracebackType
+
+from callsheet.context import Context
+from callsheet.lifecycle import EVENTS, SPANS
+from callsheet.sheet import Handlers, recover
+
+
+class Unwinding:
+    """The innermost span that an exception passed, and the context of its loop; one for all contexts of a run."""
+
+    __slots__ = ("ctx", "error", "span")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.span = "run"
+        self.ctx: Context | None = None
+
+    def note(self, error: BaseException, span: str, ctx: Context) -> None:
+        """`error` left `span`; the first span that says so was the innermost."""
+        if self.error is not error:
+            self.error, self.span, self.ctx = error, span, ctx
+
+    def forget(self) -> None:
+        """The exception has been dealt with; keep no frame alive for it."""
+        self.error, self.span, self.ctx = None, "run", None
+
+
+class Span:
+    """One span of one context: a context manager that tells its start and its end."""
+
+    __slots__ = ("_ctx", "_unwinding", "ends", "name", "starts")
+
+    def __init__(self, name: str, ctx: Context, unwinding: Unwinding) -> None:
+        self.name = name
+        self.starts = self.ends = Handlers()
+        self._ctx = ctx
+        self._unwinding = unwinding
+
+    def __enter__(self) -> None:
+        if self.starts:
+            self._tell(self.starts)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if error is not None:
+            self._unwinding.note(error, self.name, self._ctx)
+        elif self.ends:
+            self._tell(self.ends)
+
+    def _tell(self, handlers: Handlers) -> None:
+        ctx = self._ctx
+        outer = ctx.event
+        ctx.event = handlers.event
+        rest = iter(handlers)
+        try:
+            for handler in rest:
+                handler(ctx)
+        except BaseException as error:
+            self._unwinding.note(error, self.name, ctx)
+            recover(handlers, len(handlers) - length_hint(rest), error, ctx)
+        finally:
+            ctx.event = outer
+
+
+class Spans:
+    """The spans of one context, as attributes of their names."""
+
+    __slots__ = ("__weakref__", "ctx", *SPANS)
+
+    ctx: Context
+    # generated: spans
+    run: Span
+    checkpoint_load: Span
+    data_init: Span
+    train: Span
+    round: Span
+    epoch: Span
+    fetch: Span
+    train_step: Span
+    forward_backward: Span
+    microbatch: Span
+    forward: Span
+    loss: Span
+    backward: Span
+    clip_gradients: Span
+    optimizer_step: Span
+    eval_all: Span
+    eval: Span
+    eval_step: Span
+    eval_forward: Span
+    test: Span
+    test_step: Span
+    test_forward: Span
+    predict: Span
+    predict_step: Span
+    predict_forward: Span
+    checkpoint_save: Span
+    # end of generated: spans
+
+    def __init__(self, ctx: Context, unwinding: Unwinding) -> None:
+        self.ctx = ctx
+        for name in SPANS:
+            setattr(self, name, Span(name, ctx, unwinding))
+
+    def link(self, told: Callable[[str], Handlers]) -> None:
+        """Point every span at the handlers that a new call sheet has for its edges."""
+        for name, span in SPANS.items():
+            linked: Span = getattr(self, name)
+            linked.starts, linked.ends = told(span.start_event), told(span.end_event)
+
+
+class Heard:
+    """Whether anybody hears an event, as an attribute of its name: `if heard.on_log:` costs what a flag costs."""
+
+    __slots__ = EVENTS
+
+    # generated: heard
+    on_run_start: bool
+    on_checkpoint_load_start: bool
+    on_checkpoint_load_end: bool
+    on_data_init_start: bool
+    on_data_init_end: bool
+    on_train_start: bool
+    on_round_start: bool
+    on_epoch_start: bool
+    on_fetch_start: bool
+    on_fetch_end: bool
+    on_train_step_start: bool
+    on_forward_backward_start: bool
+    on_microbatch_start: bool
+    on_forward_start: bool
+    on_forward_end: bool
+    on_loss_start: bool
+    on_loss_end: bool
+    on_backward_start: bool
+    on_backward_end: bool
+    on_microbatch_end: bool
+    on_forward_backward_end: bool
+    on_clip_gradients_start: bool
+    on_clip_gradients_end: bool
+    on_optimizer_step_start: bool
+    on_optimizer_step_end: bool
+    on_train_step_end: bool
+    on_log: bool
+    on_eval_all_start: bool
+    on_eval_start: bool
+    on_eval_step_start: bool
+    on_eval_forward_start: bool
+    on_eval_forward_end: bool
+    on_eval_step_end: bool
+    on_eval_end: bool
+    on_eval_all_end: bool
+    on_checkpoint_due: bool
+    on_checkpoint_save_start: bool
+    on_checkpoint_save_end: bool
+    on_epoch_end: bool
+    on_round_end: bool
+    on_train_end: bool
+    on_test_start: bool
+    on_test_step_start: bool
+    on_test_forward_start: bool
+    on_test_forward_end: bool
+    on_test_step_end: bool
+    on_test_end: bool
+    on_predict_start: bool
+    on_predict_step_start: bool
+    on_predict_forward_start: bool
+    on_predict_forward_end: bool
+    on_predict_step_end: bool
+    on_predict_end: bool
+    on_checkpoint_published: bool
+    on_preempt: bool
+    on_exception: bool
+    on_run_end: bool
+    # end of generated: heard
+
+    def __init__(self) -> None:
+        for event in EVENTS:
+            setattr(self, event, False)
+
+    def link(self, told: Callable[[str], Handlers]) -> None:
+        """Take the answers of a new call sheet."""
+        for event in EVENTS:
+            setattr(self, event, bool(told(event)))

@@ -1,0 +1,377 @@
+"""How long, how far, and how often: durations with a unit, what a run has completed, and "every N of a unit"."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar, overload
+
+from callsheet.errors import ConfigError, MixedUnitsError, did_you_mean
+
+T = TypeVar("T")
+
+
+class TimeUnit(StrEnum):
+    """What a time counts. Its value is the suffix in a string: `"10ba"` is ten batches.
+
+    Rounds, epochs, batches, samples and tokens are whole; `dur` (a fraction of `max_duration`) and `sec` are floats.
+    The units and their suffixes are Composer's.
+    """
+
+    ROUND = "iter"
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"
+    DURATION = "dur"
+    SECOND = "sec"
+
+
+_FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
+_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # "10steps": meant 'ba'
+
+_COUNT = re.compile(r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)  # int() and float() judge the rest
+_CLOCK = re.compile(
+    r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def _unit(word: str) -> TimeUnit:
+    try:
+        return TimeUnit(word.lower())
+    except ValueError:
+        meant = next((unit for name, unit in _SPELLED_OUT.items() if word.lower().startswith(name)), word.lower())
+        units = [unit.value for unit in TimeUnit]
+        near = did_you_mean(meant, units)
+        raise ConfigError(
+            f"unknown unit {word!r}{near or ';'} (the units are {', '.join(units)}; wall-clock is '1h30m15s')"
+        ) from None
+
+
+def _number(text: str, unit: TimeUnit, whole: str) -> float:
+    try:
+        return float(text) if unit in _FRACTIONAL else int(text)
+    except ValueError:
+        kind = "number" if unit in _FRACTIONAL else f"whole number, which {unit.value!r} needs (only dur and sec take fractions)"
+        raise ConfigError(f"{text!r} in {whole!r} is no {kind}") from None
+
+
+def _read(text: str) -> tuple[float, TimeUnit]:
+    """The number and the unit in `"10ba"`, `"0.5dur"` or `"1h30m"`; ConfigError for anything else."""
+    bare = text.strip()
+    if bare and (clock := _CLOCK.fullmatch(bare)):
+        hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
+        return 3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND
+    count = _COUNT.fullmatch(bare)
+    if count is None:
+        raise ConfigError(f"{text!r} is no time; write a number and a unit, as in '10ba', '0.5dur' or '1h30m'")
+    number, word = count.groups()
+    if not word:
+        raise ConfigError(f"{text!r} has no unit; write one after the number, as in '10ba'")
+    unit = _unit(word)
+    return _number(number, unit, text), unit
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """A number of one unit: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
+
+    Strings are a number and a unit in either case, spaces between them and underscores in the number allowed; or hours,
+    minutes and seconds, which become `sec` ("10m" is ten minutes, and "36h" is fine). `value` is an int, for `dur` and
+    `sec` a float; it may be negative, as a difference can be.
+
+    Times of one unit add, subtract, divide and order, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. By a number
+    they multiply and divide, whole units rounded down. `==` across units is False, and with a string asks for this
+    time's own spelling, `str(time)`: so what is equal has the same hash.
+
+    Raises ConfigError for what is no time, with the mend; MixedUnitsError when two units meet in anything but `==`.
+
+    >>> Time("7ba") / 2
+    Time("3ba")
+    >>> Time("1h30m") / Time("45m")
+    2.0
+    """
+
+    value: float
+    unit: TimeUnit
+
+    def __init__(self, value: str | float, unit: TimeUnit | str | None = None) -> None:
+        if isinstance(value, str):
+            if unit is not None:
+                raise ConfigError(
+                    f"{value!r} beside the unit {str(unit)!r}; give one string, as in '10ba', or a number and a unit"
+                )
+            value, unit = _read(value)
+        if unit is None:
+            raise ConfigError(f"{value!r} has no unit; write one, as in '10ba'")
+        unit = _unit(unit)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{value!r} is no number of {unit.value!r}; give a finite one, as in '10{unit.value}'")
+        if unit in _FRACTIONAL:
+            value = float(value) + 0.0  # -0.0 becomes 0.0, so that what is equal is also spelled alike
+        elif not isinstance(value, int):
+            raise ConfigError(f"{value!r} is no whole number, which {unit.value!r} needs (only dur and sec take fractions)")
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "unit", unit)
+
+    @classmethod
+    def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
+        """A Time from what a person may write; a bare int counts the `default` unit.
+
+        Raises ConfigError for a bool, and for an int where there is no default.
+        """
+        if isinstance(value, Time):
+            return value
+        return cls(value) if isinstance(value, str) else cls(value, default)
+
+    def _with(self, other: object, how: Callable[[float, float], T]) -> T:
+        """`how` of the two values, in one unit; NotImplemented for what is no time."""
+        if isinstance(other, str):
+            other = Time(other)
+        if not isinstance(other, Time):
+            return NotImplemented  # type: ignore[no-any-return]  # what an operator then hands on to `other`
+        if other.unit is not self.unit:
+            raise MixedUnitsError(
+                f"{self!r} and {other!r} have different units, {self.unit.value!r} and {other.unit.value!r}; use one"
+            )
+        return how(self.value, other.value)
+
+    def _scaled(self, value: float) -> Time:
+        return Time(value if self.unit in _FRACTIONAL else math.floor(value), self.unit)
+
+    def __lt__(self, other: Time | str) -> bool:
+        return self._with(other, lambda a, b: a < b)
+
+    def __le__(self, other: Time | str) -> bool:
+        return self._with(other, lambda a, b: a <= b)
+
+    def __gt__(self, other: Time | str) -> bool:
+        return self._with(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Time | str) -> bool:
+        return self._with(other, lambda a, b: a >= b)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return str(self) == other
+        if isinstance(other, Time):
+            return self.unit is other.unit and self.value == other.value
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __add__(self, other: Time | str) -> Time:
+        return self._with(other, lambda a, b: Time(a + b, self.unit))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Time | str) -> Time:
+        return self._with(other, lambda a, b: Time(a - b, self.unit))
+
+    def __rsub__(self, other: str) -> Time:
+        return self._with(other, lambda a, b: Time(b - a, self.unit))
+
+    def __mul__(self, number: float) -> Time:
+        return self._scaled(self.value * number) if isinstance(number, int | float) else NotImplemented
+
+    __rmul__ = __mul__
+
+    @overload
+    def __truediv__(self, other: float) -> Time: ...
+    @overload
+    def __truediv__(self, other: Time | str) -> float: ...
+    def __truediv__(self, other: float | Time | str) -> Time | float:
+        if isinstance(other, int | float):
+            return self._scaled(self.value / other)
+        return self._with(other, lambda a, b: a / b)
+
+    def __str__(self) -> str:
+        return f"{str(self.value).removesuffix('.0')}{self.unit.value}"
+
+    def __repr__(self) -> str:
+        return f'Time("{self}")'
+
+
+# Where `Timestamp` holds each unit: its first six fields.
+_SLOT = {
+    TimeUnit.ROUND: 0,
+    TimeUnit.EPOCH: 1,
+    TimeUnit.BATCH: 2,
+    TimeUnit.SAMPLE: 3,
+    TimeUnit.TOKEN: 4,
+    TimeUnit.SECOND: 5,
+}
+
+
+class Timestamp(NamedTuple):
+    """What a run has completed: rounds, epochs, batches, samples and tokens (over all ranks), and seconds of training.
+
+    Immutable. Orders against a Time or a string by the counter of that unit, `timestamp >= "10ba"`; two timestamps are
+    equal or not, but have no order (TypeError), since their counters need not agree on one.
+    """
+
+    # A named tuple because one is made at every step, and a frozen dataclass takes three times as long to make.
+    round: int = 0
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    seconds: float = 0.0
+    epoch_in_round: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    seconds_in_epoch: float = 0.0
+
+    def next_batch(self) -> Timestamp:
+        """After one more batch."""
+        # Unpacked, not `_replace`d, which takes twice as long.
+        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
+        return Timestamp(rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since)
+
+    def next_epoch(self) -> Timestamp:
+        """After one more epoch: what is counted within an epoch starts from 0."""
+        return self._replace(
+            epoch=self.epoch + 1,
+            epoch_in_round=self.epoch_in_round + 1,
+            batch_in_epoch=0,
+            sample_in_epoch=0,
+            token_in_epoch=0,
+            seconds_in_epoch=0.0,
+        )
+
+    def next_round(self) -> Timestamp:
+        """After one more round: its epochs are counted from 0."""
+        return self._replace(round=self.round + 1, epoch_in_round=0)
+
+    def settled(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
+        """With what the ranks have agreed on added, in all and within the epoch."""
+        return self._replace(
+            sample=self.sample + samples,
+            token=self.token + tokens,
+            seconds=self.seconds + seconds,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token_in_epoch=self.token_in_epoch + tokens,
+            seconds_in_epoch=self.seconds_in_epoch + seconds,
+        )
+
+    def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # not tuple.count: nobody counts equal fields
+        """The bare number completed of `unit`; ConfigError for `dur`, which a timestamp alone does not know."""
+        try:
+            return self[_SLOT[unit]]
+        except KeyError:
+            raise ConfigError(
+                f"a timestamp does not count {str(unit)!r}; for the fraction of max_duration use elapsed_fraction()"
+            ) from None
+
+    def get(self, unit: TimeUnit) -> Time:
+        """What is completed of `unit`, as a Time; ConfigError for `dur`."""
+        return Time(self.count(unit), unit)
+
+    def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
+        if not isinstance(other, Time | str):
+            raise TypeError(
+                f"a timestamp orders against a Time or a string like '10ba', not {other!r}; compare timestamp.count(unit)"
+            )
+        time = Time.parse(other)
+        return how(self.count(time.unit), time.value)
+
+    def __lt__(self, other: Time | str) -> bool:  # type: ignore[override]  # a tuple's order would compare rounds first
+        return self._against(other, lambda a, b: a < b)
+
+    def __le__(self, other: Time | str) -> bool:  # type: ignore[override]
+        return self._against(other, lambda a, b: a <= b)
+
+    def __gt__(self, other: Time | str) -> bool:  # type: ignore[override]
+        return self._against(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Time | str) -> bool:  # type: ignore[override]
+        return self._against(other, lambda a, b: a >= b)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON data."""
+        return self._asdict()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
+        """The timestamp that `to_dict` wrote; ConfigError for a key or a value that it would not have written."""
+        if set(data) != set(cls._fields):
+            missing, unknown = set(cls._fields) - set(data), set(data) - set(cls._fields)
+            raise ConfigError(f"this is no saved timestamp: missing {sorted(missing)}, unknown {sorted(unknown, key=str)}")
+        for name, zero in cls._field_defaults.items():
+            value = data[name]
+            kinds = (int,) if type(zero) is int else (int, float)
+            if type(value) not in kinds or not 0 <= value < math.inf:  # type(): a bool is no count
+                raise ConfigError(f"this is no saved timestamp: {name} is {value!r}, not a {type(zero).__name__} from 0 up")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Every so often: `Interval("100ba")`, `Interval(100, TimeUnit.BATCH)`, `Interval("0.1dur", at_end=True)`.
+
+    A bare int counts the `default` unit. With `at_end`, also due when training reaches its `max_duration`.
+    Raises ConfigError for what is no time, or not more than 0.
+    """
+
+    every: Time
+    at_end: bool
+    _slot: int | None = field(repr=False, compare=False)  # of the unit in a Timestamp; None for `dur`
+    _value: float = field(repr=False, compare=False)
+
+    def __init__(self, every: str | int | Time, default: TimeUnit | None = None, *, at_end: bool = False) -> None:
+        time = Time.parse(every, default)
+        if time.value <= 0:
+            raise ConfigError(f"an interval must be more than 0, not {str(time)!r}; to have it never due, leave it out")
+        for name, value in (
+            ("every", time),
+            ("at_end", at_end),
+            ("_slot", _SLOT.get(time.unit)),
+            ("_value", time.value),
+        ):
+            object.__setattr__(self, name, value)
+
+    def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
+        """How many whole intervals are complete; `elapsed` is `elapsed_fraction`, which only `dur` reads.
+
+        A `dur` interval that ends exactly now counts: elapsed, interval and their quotient are each rounded to a float, by
+        2**-53 at the most, so the quotient is lifted by 2**-50 before it is cut. Raises ConfigError if `dur` has no elapsed.
+        """
+        if self._slot is not None:
+            return int(timestamp[self._slot] // self._value)
+        if elapsed is None:
+            raise ConfigError(f"'{self}' needs a known max_duration; give the run one, or the interval another unit")
+        return math.floor(elapsed / self._value * (1 + 2**-50))
+
+    def is_due(
+        self,
+        previous: Timestamp,
+        now: Timestamp,
+        previous_elapsed: float | None = None,
+        elapsed: float | None = None,
+    ) -> bool:
+        """Whether an interval was completed since `previous`; with `at_end`, also whether the end was reached since then."""
+        if self.index(now, elapsed) != self.index(previous, previous_elapsed):
+            return True
+        ended = elapsed is not None and elapsed >= 1.0
+        return self.at_end and ended and (previous_elapsed is None or previous_elapsed < 1.0)
+
+    def __str__(self) -> str:
+        return f"every {self.every}{' and at the end' if self.at_end else ''}"
+
+
+def elapsed_fraction(timestamp: Timestamp, max_duration: Time | None) -> float | None:
+    """The fraction of `max_duration` that is completed, 1.0 at its end and more beyond; None where there is none.
+
+    Raises ConfigError for a `max_duration` in `dur`, which would be a fraction of itself, or not more than 0.
+    """
+    if max_duration is None:
+        return None
+    if max_duration.unit is TimeUnit.DURATION or max_duration.value <= 0:
+        raise ConfigError(f"max_duration cannot be {str(max_duration)!r}; give it in another unit than dur, and more than 0")
+    return timestamp.count(max_duration.unit) / max_duration.value

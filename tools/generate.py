@@ -1,0 +1,122 @@
+"""Write what is derived from the lifecycle table into the marked regions of the source and the docs.
+
+python tools/generate.py            write
+python tools/generate.py --check    exit 1 and name the files that would change
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from callsheet import lifecycle
+from callsheet.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_told
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def constant(event: str) -> str:
+    """`on_train_step_end` as the name of an enumeration's member."""
+    return event.removeprefix("on_").upper()
+
+
+def events() -> list[str]:
+    return [f'{constant(event)} = "{event}"' for event in EVENTS]
+
+
+def hooks() -> list[str]:
+    lines: list[str] = []
+    for event in EVENTS:
+        told = ", ".join(fields_told(event))
+        lines += [
+            f"def {event}(self, ctx: Context) -> None:",
+            f'    """{description(event)}' + ("" if told else '"""'),
+            *(["", f"    Told here: {told}.", '    """'] if told else []),
+            "",
+        ]
+    return lines[:-1]
+
+
+def heard() -> list[str]:
+    return [f"{event}: bool" for event in EVENTS]
+
+
+def spans() -> list[str]:
+    return [f"{span}: Span" for span in SPANS]
+
+
+def tree() -> list[str]:
+    return ["```text", *lifecycle.tree().splitlines(), "```"]
+
+
+def event_table() -> list[str]:
+    rows = [f"| `{event}` | {description(event)} | {', '.join(f'`{name}`' for name in fields_told(event))} |" for event in EVENTS]
+    return ["| event | told | fields told, besides those of every event |", "| --- | --- | --- |", *rows]
+
+
+def field_table() -> list[str]:
+    def window(name: str) -> str:
+        pairs = FIELDS[name].windows
+        return "; ".join(f"`{a}`" if a == b else f"`{a}` to `{b}`" for a, b in pairs) or "always"
+
+    rows = [
+        f"| `{field.name}` | `{field.type.replace('|', chr(92) + '|')}` | {field.meaning} | {field.kind} | {window(field.name)} |"
+        for field in FIELDS.values()
+    ]
+    return ["| field | type | meaning | ranks | readable |", "| --- | --- | --- | --- | --- |", *rows]
+
+
+def order_table() -> list[str]:
+    rows = [f"| `{span.name}` | `{span.order.replace('|', chr(92) + '|')}` |" for span in SPANS.values() if span.order]
+    anywhere = ", ".join(f"`{name}`" for name in POINTS if name in ANYWHERE)
+    return ["| span | what may stand directly inside |", "| --- | --- |", *rows, f"| any | {anywhere} |"]
+
+
+REGIONS: dict[str, Callable[[], list[str]]] = {
+    "events": events,
+    "hooks": hooks,
+    "heard": heard,
+    "spans": spans,
+    "tree": tree,
+    "event-table": event_table,
+    "field-table": field_table,
+    "order-table": order_table,
+}
+
+
+def filled(text: str) -> str:
+    """`text` with the content of every region between `generated: NAME` and `end of generated: NAME` made anew."""
+    result: list[str] = []
+    inside = ""
+    for line in text.splitlines():
+        marker = line.strip().removeprefix("<!--").removesuffix("-->").removeprefix("#").strip()
+        if marker.startswith("end of generated: "):
+            inside = ""
+        if not inside:
+            result.append(line)
+        if marker.startswith("generated: "):
+            inside = marker.removeprefix("generated: ")
+            indent = line[: len(line) - len(line.lstrip())]
+            gap = [""] if line.lstrip().startswith("<!--") else []
+            result += [*gap, *((indent + made).rstrip() for made in REGIONS[inside]()), *gap]
+    if inside:
+        raise SystemExit(f"the region {inside!r} has no end")
+    return "\n".join(result) + "\n"
+
+
+def main() -> int:
+    stale = []
+    for path in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]):
+        text = path.read_text() if path.exists() else ""
+        if "generated: " in text and (made := filled(text)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in sys.argv[1:]:
+                path.write_text(made)
+    if stale:
+        print("stale, run `make generate`:" if "--check" in sys.argv[1:] else "written:", ", ".join(stale))
+    return 1 if stale and "--check" in sys.argv[1:] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
