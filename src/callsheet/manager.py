@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
-from operator import length_hint
 from typing import Any, TypeVar, overload
 
 from callsheet.callback import Callback, ungated
@@ -16,7 +15,7 @@ from callsheet.errors import NotACallbackError, RegistrationError, where
 from callsheet.events import as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.registration import check_callback, heard_by, wishes
-from callsheet.sheet import CallSheet, Entry, Handler, Handlers, Member, all_entries, compiled, count_failure, recover
+from callsheet.sheet import CallSheet, Entry, Handler, Member, Told, all_entries, compiled, count_failure, recover
 from callsheet.spans import Heard, Spans, Unwinding
 from callsheet.time import Interval, Time, TimeUnit
 
@@ -24,7 +23,7 @@ logger = logging.getLogger("callsheet")
 
 F = TypeVar("F", bound=Callable[..., Any])
 Every = str | int | Time | Interval | None
-_NO_TELLING: dict[str, Handlers] = {}
+_NO_TELLING: dict[str, Told] = {}
 
 
 class CallbackManager:
@@ -144,6 +143,10 @@ class CallbackManager:
         label = name or getattr(function, "__qualname__", repr(function))
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
+        if any(entry.handler is function for told in events for entry in self._entries[told]):
+            raise RegistrationError(
+                f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
+            )
         member = Member(function, label, where(function))
         lines = [self._entry(told, function, member, Callback, given) for told in events]
         self._members.append(member)
@@ -176,7 +179,7 @@ class CallbackManager:
 
     def has_callbacks(self, event: str) -> bool:
         """Whether anybody on this rank hears `event`."""
-        return bool(self._lookup(as_event(event)))
+        return bool(self._lookup(as_event(event))[0])
 
     def call_sheet(self) -> CallSheet:
         """The printable table of all ranks."""
@@ -192,20 +195,22 @@ class CallbackManager:
             BaseException: what a callback raised, unless it is isolated; reports and restorations have been told by then.
         """
         try:
-            handlers = self._told[event]
+            told = self._told[event]
         except KeyError:
-            handlers = self._lookup(as_event(event))
+            told = self._lookup(as_event(event))
+        handlers, named, _ = told
         if handlers:
             outer = ctx.event
-            ctx.event = handlers.event
-            rest = iter(handlers)
+            ctx.event = named
             try:
-                for handler in rest:
+                for handler in handlers:
                     handler(ctx)
             except BaseException as error:
-                recover(handlers, len(handlers) - length_hint(rest), error, ctx)
-            finally:
-                ctx.event = outer
+                try:
+                    recover(told, handler, error, ctx)
+                finally:
+                    ctx.event = outer
+            ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
         """The spans with which a loop tells its events on `ctx`."""
@@ -309,7 +314,7 @@ class CallbackManager:
         if self._spans:  # a loop is running: its spans must know from the next event on
             self._compile()
 
-    def _lookup(self, event: str) -> Handlers:
+    def _lookup(self, event: str) -> Told:
         if not self._told:
             self._compile()
         return self._told[event]
@@ -317,9 +322,10 @@ class CallbackManager:
     def _compile(self) -> None:
         ranks = self._ranks or read_ranks()
         self._told = {event: compiled(event, entries, ranks, checking=self._checking) for event, entries in self._entries.items()}
-        self.heard.link(self._told.__getitem__)
+        heard = {event: told for event, told in self._told.items() if told[0]}
+        self.heard.link(heard.get)
         for spans in self._spans:
-            spans.link(self._told.__getitem__)
+            spans.link(heard.get)
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:

@@ -66,11 +66,9 @@ class Entry:
         return PHASES.index(self.phase), self.number
 
 
-class Handlers(tuple[Handler, ...]):
-    """The compiled functions of one event, in order; `entries` are the lines they come from."""
-
-    event: Event
-    entries: tuple[Entry, ...]
+Told = tuple[tuple[Handler, ...], Event, tuple[Entry, ...]]
+"""One event, compiled: the functions in order, the event, and the lines that the functions come from. A plain tuple, since it is
+unpacked at every telling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class CallSheet:
         return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def compiled(event: str, entries: Iterable[Entry], ranks: Ranks, *, checking: bool) -> Handlers:
+def compiled(event: str, entries: Iterable[Entry], ranks: Ranks, *, checking: bool) -> Told:
     """The functions to call for one event on this rank.
 
     Raises:
@@ -110,9 +108,7 @@ def compiled(event: str, entries: Iterable[Entry], ranks: Ranks, *, checking: bo
                 f"{entry.member.label} ({entry.member.source}) chose the lane {entry.lane!r}, which nothing serves yet; "
                 "make its methods plain functions and leave the lane 'inline'"
             )
-    handlers = Handlers(_wrapped(entry, checking=checking) for entry in here)
-    handlers.event, handlers.entries = as_event(event), tuple(here)
-    return handlers
+    return tuple(_wrapped(entry, checking=checking) for entry in here), as_event(event), tuple(here)
 
 
 def _wrapped(entry: Entry, *, checking: bool) -> Handler:
@@ -204,29 +200,23 @@ def count_failure(member: Member, error: Exception, event: str, ctx: Context) ->
         logger.error("callback %s is switched off after %d failures in a row", member.label, member.failures_in_a_row)
 
 
-def recover(handlers: Handlers, told: int, error: BaseException, ctx: Context) -> NoReturn:
-    """A handler, the `told`-th of the event, raised: tell who must hear the event all the same, then let the error out.
+def recover(told: Told, failed: Handler, error: BaseException, ctx: Context) -> NoReturn:
+    """`failed` raised `error`: tell who must hear the event all the same, then let the error out.
 
     Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
     first error.
     """
-    event, entry = handlers.event, handlers.entries[told - 1]
-    error.add_note(
-        f"raised by callback {entry.member.label} ({entry.member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}"
-    )
-    for handler, later in zip(handlers[told:], handlers.entries[told:], strict=True):
-        if event in _LAST_WORDS or later.phase in _ALWAYS_TOLD:
+    handlers, event, entries = told
+    place = next(i for i, handler in enumerate(handlers) if handler is failed)
+    member = entries[place].member
+    error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
+    for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
+        if event in _LAST_WORDS or entry.phase in _ALWAYS_TOLD:
             try:
                 handler(ctx)
             except Exception as another:
-                logger.error(
-                    "callback %s (%s) failed as well at %s: %s",
-                    later.member.label,
-                    later.member.source,
-                    event,
-                    another,
-                    exc_info=another,
-                )
+                label, source = entry.member.label, entry.member.source
+                logger.error("callback %s (%s) failed as well at %s: %s", label, source, event, another, exc_info=another)
     raise error
 
 

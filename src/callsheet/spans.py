@@ -10,12 +10,11 @@ callback that is added inside a span hears its end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import length_hint
 from types import TracebackType
 
 from callsheet.context import Context
 from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.sheet import Handlers, recover
+from callsheet.sheet import Told, recover
 
 
 class Unwinding:
@@ -45,33 +44,36 @@ class Span:
 
     def __init__(self, name: str, ctx: Context, unwinding: Unwinding) -> None:
         self.name = name
-        self.starts = self.ends = Handlers()
+        self.starts: Told | None = None
+        self.ends: Told | None = None
         self._ctx = ctx
         self._unwinding = unwinding
 
     def __enter__(self) -> None:
-        if self.starts:
+        if self.starts is not None:
             self._tell(self.starts)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if error is not None:
             self._unwinding.note(error, self.name, self._ctx)
-        elif self.ends:
+        elif self.ends is not None:
             self._tell(self.ends)
 
-    def _tell(self, handlers: Handlers) -> None:
+    def _tell(self, told: Told) -> None:  # the body of CallbackManager.fire, which a span cannot afford to call
+        handlers, event, _ = told
         ctx = self._ctx
         outer = ctx.event
-        ctx.event = handlers.event
-        rest = iter(handlers)
+        ctx.event = event
         try:
-            for handler in rest:
+            for handler in handlers:
                 handler(ctx)
         except BaseException as error:
             self._unwinding.note(error, self.name, ctx)
-            recover(handlers, len(handlers) - length_hint(rest), error, ctx)
-        finally:
-            ctx.event = outer
+            try:
+                recover(told, handler, error, ctx)
+            finally:
+                ctx.event = outer
+        ctx.event = outer
 
 
 class Spans:
@@ -114,7 +116,7 @@ class Spans:
         for name in SPANS:
             setattr(self, name, Span(name, ctx, unwinding))
 
-    def link(self, told: Callable[[str], Handlers]) -> None:
+    def link(self, told: Callable[[str], Told | None]) -> None:
         """Point every span at the handlers that a new call sheet has for its edges."""
         for name, span in SPANS.items():
             linked: Span = getattr(self, name)
@@ -190,7 +192,7 @@ class Heard:
         for event in EVENTS:
             setattr(self, event, False)
 
-    def link(self, told: Callable[[str], Handlers]) -> None:
+    def link(self, told: Callable[[str], Told | None]) -> None:
         """Take the answers of a new call sheet."""
         for event in EVENTS:
-            setattr(self, event, bool(told(event)))
+            setattr(self, event, told(event) is not None)

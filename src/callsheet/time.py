@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -31,13 +31,12 @@ class TimeUnit(StrEnum):
 
 
 _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
+_WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
 _SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # "10steps": meant 'ba'
 
-_COUNT = re.compile(r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)  # int() and float() judge the rest
-_CLOCK = re.compile(
-    r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?",
-    re.ASCII | re.IGNORECASE,
-)
+# Both are loose about the numbers, which int() and float() then judge.
+_COUNT = re.compile(r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_CLOCK = re.compile(r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?", re.ASCII | re.IGNORECASE)
 
 
 def _unit(word: str) -> TimeUnit:
@@ -47,17 +46,15 @@ def _unit(word: str) -> TimeUnit:
         meant = next((unit for name, unit in _SPELLED_OUT.items() if word.lower().startswith(name)), word.lower())
         units = [unit.value for unit in TimeUnit]
         near = did_you_mean(meant, units)
-        raise ConfigError(
-            f"unknown unit {word!r}{near or ';'} (the units are {', '.join(units)}; wall-clock is '1h30m15s')"
-        ) from None
+        raise ConfigError(f"unknown unit {word!r}{near} (one of {', '.join(units)}; or wall-clock: '1h30m')") from None
 
 
-def _number(text: str, unit: TimeUnit, whole: str) -> float:
+def _number(digits: str, unit: TimeUnit, text: str) -> float:
     try:
-        return float(text) if unit in _FRACTIONAL else int(text)
+        return float(digits) if unit in _FRACTIONAL else int(digits)
     except ValueError:
-        kind = "number" if unit in _FRACTIONAL else f"whole number, which {unit.value!r} needs (only dur and sec take fractions)"
-        raise ConfigError(f"{text!r} in {whole!r} is no {kind}") from None
+        kind = "number" if unit in _FRACTIONAL else f"whole number{_WHOLE}"
+        raise ConfigError(f"{digits!r} in {text!r} is no {kind}") from None
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
@@ -84,9 +81,9 @@ class Time:
     minutes and seconds, which become `sec` ("10m" is ten minutes, and "36h" is fine). `value` is an int, for `dur` and
     `sec` a float; it may be negative, as a difference can be.
 
-    Times of one unit add, subtract, divide and order, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. By a number
-    they multiply and divide, whole units rounded down. `==` across units is False, and with a string asks for this
-    time's own spelling, `str(time)`: so what is equal has the same hash.
+    Times of one unit add, subtract, divide and order, also with strings: `Time("10ba") + "5ba" < "1_000ba"`.
+    By a number they multiply and divide, whole units rounded down. `==` across units is False, and with a string asks
+    for this time's own spelling, `str(time)`: so what is equal has the same hash.
 
     Raises ConfigError for what is no time, with the mend; MixedUnitsError when two units meet in anything but `==`.
 
@@ -102,19 +99,17 @@ class Time:
     def __init__(self, value: str | float, unit: TimeUnit | str | None = None) -> None:
         if isinstance(value, str):
             if unit is not None:
-                raise ConfigError(
-                    f"{value!r} beside the unit {str(unit)!r}; give one string, as in '10ba', or a number and a unit"
-                )
+                raise ConfigError(f"{value!r} beside the unit {str(unit)!r}; give one string, as in '10ba'")
             value, unit = _read(value)
         if unit is None:
             raise ConfigError(f"{value!r} has no unit; write one, as in '10ba'")
         unit = _unit(unit)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise ConfigError(f"{value!r} is no number of {unit.value!r}; give a finite one, as in '10{unit.value}'")
         if unit in _FRACTIONAL:
             value = float(value) + 0.0  # -0.0 becomes 0.0, so that what is equal is also spelled alike
         elif not isinstance(value, int):
-            raise ConfigError(f"{value!r} is no whole number, which {unit.value!r} needs (only dur and sec take fractions)")
+            raise ConfigError(f"{value!r} {unit.value} is no whole number{_WHOLE}")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "unit", unit)
 
@@ -136,7 +131,7 @@ class Time:
             return NotImplemented  # type: ignore[no-any-return]  # what an operator then hands on to `other`
         if other.unit is not self.unit:
             raise MixedUnitsError(
-                f"{self!r} and {other!r} have different units, {self.unit.value!r} and {other.unit.value!r}; use one"
+                f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit"
             )
         return how(self.value, other.value)
 
@@ -197,15 +192,8 @@ class Time:
         return f'Time("{self}")'
 
 
-# Where `Timestamp` holds each unit: its first six fields.
-_SLOT = {
-    TimeUnit.ROUND: 0,
-    TimeUnit.EPOCH: 1,
-    TimeUnit.BATCH: 2,
-    TimeUnit.SAMPLE: 3,
-    TimeUnit.TOKEN: 4,
-    TimeUnit.SECOND: 5,
-}
+# Where a timestamp holds each unit: its first six fields, in the order of the units.
+_SLOT = {unit: slot for slot, unit in enumerate(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)}
 
 
 class Timestamp(NamedTuple):
@@ -231,19 +219,13 @@ class Timestamp(NamedTuple):
     def next_batch(self) -> Timestamp:
         """After one more batch."""
         # Unpacked, not `_replace`d, which takes twice as long.
-        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
-        return Timestamp(rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since)
+        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, *rest = self
+        return Timestamp(rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, *rest)
 
     def next_epoch(self) -> Timestamp:
         """After one more epoch: what is counted within an epoch starts from 0."""
-        return self._replace(
-            epoch=self.epoch + 1,
-            epoch_in_round=self.epoch_in_round + 1,
-            batch_in_epoch=0,
-            sample_in_epoch=0,
-            token_in_epoch=0,
-            seconds_in_epoch=0.0,
-        )
+        fresh = self._replace(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, seconds_in_epoch=0.0)
+        return fresh._replace(epoch=self.epoch + 1, epoch_in_round=self.epoch_in_round + 1)
 
     def next_round(self) -> Timestamp:
         """After one more round: its epochs are counted from 0."""
@@ -265,9 +247,7 @@ class Timestamp(NamedTuple):
         try:
             return self[_SLOT[unit]]
         except KeyError:
-            raise ConfigError(
-                f"a timestamp does not count {str(unit)!r}; for the fraction of max_duration use elapsed_fraction()"
-            ) from None
+            raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
         """What is completed of `unit`, as a Time; ConfigError for `dur`."""
@@ -275,9 +255,7 @@ class Timestamp(NamedTuple):
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
         if not isinstance(other, Time | str):
-            raise TypeError(
-                f"a timestamp orders against a Time or a string like '10ba', not {other!r}; compare timestamp.count(unit)"
-            )
+            raise TypeError(f"a timestamp orders against a Time or a string like '10ba', not {other!r}")
         time = Time.parse(other)
         return how(self.count(time.unit), time.value)
 
@@ -300,14 +278,13 @@ class Timestamp(NamedTuple):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
         """The timestamp that `to_dict` wrote; ConfigError for a key or a value that it would not have written."""
-        if set(data) != set(cls._fields):
-            missing, unknown = set(cls._fields) - set(data), set(data) - set(cls._fields)
-            raise ConfigError(f"this is no saved timestamp: missing {sorted(missing)}, unknown {sorted(unknown, key=str)}")
+        if not isinstance(data, Mapping) or set(data) != set(cls._fields):
+            keys = sorted(map(str, data)) if isinstance(data, Mapping) else repr(data)
+            raise ConfigError(f"no saved timestamp: it has {keys}, and needs {sorted(cls._fields)}")
         for name, zero in cls._field_defaults.items():
-            value = data[name]
-            kinds = (int,) if type(zero) is int else (int, float)
+            value, kinds = data[name], {int, type(zero)}  # a whole number of seconds may come back as an int
             if type(value) not in kinds or not 0 <= value < math.inf:  # type(): a bool is no count
-                raise ConfigError(f"this is no saved timestamp: {name} is {value!r}, not a {type(zero).__name__} from 0 up")
+                raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)
 
 
@@ -321,41 +298,32 @@ class Interval:
 
     every: Time
     at_end: bool
-    _slot: int | None = field(repr=False, compare=False)  # of the unit in a Timestamp; None for `dur`
-    _value: float = field(repr=False, compare=False)
 
     def __init__(self, every: str | int | Time, default: TimeUnit | None = None, *, at_end: bool = False) -> None:
         time = Time.parse(every, default)
         if time.value <= 0:
             raise ConfigError(f"an interval must be more than 0, not {str(time)!r}; to have it never due, leave it out")
-        for name, value in (
-            ("every", time),
-            ("at_end", at_end),
-            ("_slot", _SLOT.get(time.unit)),
-            ("_value", time.value),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "every", time)
+        object.__setattr__(self, "at_end", at_end)
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
         """How many whole intervals are complete; `elapsed` is `elapsed_fraction`, which only `dur` reads.
 
-        A `dur` interval that ends exactly now counts: elapsed, interval and their quotient are each rounded to a float, by
-        2**-53 at the most, so the quotient is lifted by 2**-50 before it is cut. Raises ConfigError if `dur` has no elapsed.
+        A `dur` interval that ends just now counts: elapsed, interval and quotient are each rounded to a float, by a
+        2**-53 of it at most, so the quotient is lifted by 2**-50 of it before it is cut.
+        Raises ConfigError for `dur` without elapsed.
         """
-        if self._slot is not None:
-            return int(timestamp[self._slot] // self._value)
+        slot = _SLOT.get(self.every.unit)
+        if slot is not None:
+            return int(timestamp[slot] // self.every.value)
         if elapsed is None:
             raise ConfigError(f"'{self}' needs a known max_duration; give the run one, or the interval another unit")
-        return math.floor(elapsed / self._value * (1 + 2**-50))
+        return math.floor(elapsed / self.every.value * (1 + 2**-50))
 
     def is_due(
-        self,
-        previous: Timestamp,
-        now: Timestamp,
-        previous_elapsed: float | None = None,
-        elapsed: float | None = None,
+        self, previous: Timestamp, now: Timestamp, previous_elapsed: float | None = None, elapsed: float | None = None
     ) -> bool:
-        """Whether an interval was completed since `previous`; with `at_end`, also whether the end was reached since then."""
+        """Whether an interval was completed since `previous`; with `at_end`, also whether the end was reached."""
         if self.index(now, elapsed) != self.index(previous, previous_elapsed):
             return True
         ended = elapsed is not None and elapsed >= 1.0
@@ -373,5 +341,5 @@ def elapsed_fraction(timestamp: Timestamp, max_duration: Time | None) -> float |
     if max_duration is None:
         return None
     if max_duration.unit is TimeUnit.DURATION or max_duration.value <= 0:
-        raise ConfigError(f"max_duration cannot be {str(max_duration)!r}; give it in another unit than dur, and more than 0")
+        raise ConfigError(f"max_duration cannot be {str(max_duration)!r}; give more than 0, in a unit other than dur")
     return timestamp.count(max_duration.unit) / max_duration.value
