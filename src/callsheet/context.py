@@ -199,15 +199,18 @@ class Context:
         self._loggers = loggers
         self.kept: frozenset[str] = frozenset()
 
-    def sibling(self) -> Context:
-        """A context for another loop of the same run, such as an evaluation: it shares all but the fields of a window."""
+    def sibling(self, accumulator: Accumulator | None = None) -> Context:
+        """A context for another loop of the same run, such as an evaluation: it shares all but the fields of a window.
+
+        What is logged on it goes to `accumulator`, or where this context's goes.
+        """
         other = Context(
             self.run,
             state=self.state,
             model=self.model,
             user_state=self.user_state,
             control=self.control,
-            accumulator=self._accumulator,
+            accumulator=accumulator if accumulator is not None else self._accumulator,
             loggers=self._loggers,
         )
         other.step, other.epoch = self.step, self.epoch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from callsheet.errors import ConfigError, RequestRefused, did_you_mean
@@ -32,13 +33,13 @@ class Request:
 class Control:
     """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `accumulate` and `load`.
 
-    `able` names what the loop behind it can carry out; anything else is refused when it is asked for, not ignored.
+    `able` names what the loop behind it can carry out now; anything else is refused when it is asked for, not ignored.
     """
 
-    __slots__ = ("_able", "_evaluate", "_saves", "_stop", "accumulation", "in_gate", "load_path")
+    __slots__ = ("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "load_path")
 
-    def __init__(self, able: frozenset[str] = frozenset({"stop", "save", "evaluate"})) -> None:
-        self._able = able
+    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate")) -> None:
+        self.able = set(able)
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
@@ -110,8 +111,8 @@ class Control:
             self._stop = None
 
     def _check(self, what: str, replicated: bool) -> None:
-        if what not in self._able:
-            raise RequestRefused(f"this loop cannot {what} on request here; it can {', '.join(sorted(self._able))}")
+        if what not in self.able:
+            raise RequestRefused(f"this loop cannot {what} on request here; it can {', '.join(sorted(self.able))}")
         if replicated and self.in_gate:
             raise RequestRefused(
                 f"control.{what}(replicated=True) in a handler that runs on some ranks only: the others would not ask; leave replicated out"

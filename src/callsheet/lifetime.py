@@ -63,10 +63,13 @@ class Lifetime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         self._depth -= 1
-        if error is not None and self._depth == 0 and not self._ended:
-            self._fail(error)
+        if error is not None and self._depth == 0:
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """`error` leaves the trainer: tell it and the end, if the end has not been told. What goes wrong meanwhile is noted on it."""
+        if self._ended:
+            return
         unwinding = self._manager.unwinding
         here = unwinding.error is error
         ctx = unwinding.ctx if here and unwinding.ctx is not None else self._ctx

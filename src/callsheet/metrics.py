@@ -72,8 +72,7 @@ class MetricLog:
     def take(self) -> dict[str, float]:
         """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors."""
         results = {name: series.result() for name, series in self._series.items() if series.values}
-        for series in self._series.values():
-            series.values, series.weights = [], []
+        self.clear()
         by_device: dict[Any, list[str]] = {}
         for name, value in results.items():
             if hasattr(value, "device"):
@@ -84,6 +83,25 @@ class MetricLog:
             stacked = torch.stack([results[name].to(wide) for name in names]).tolist()  # the boundary's one copy
             results.update(zip(names, stacked, strict=True))
         return {name: float(value) for name, value in results.items()}
+
+    def clear(self) -> None:
+        """Forget everything since the last `take`, without waiting for anything."""
+        for series in self._series.values():
+            series.values, series.weights = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was logged since the last boundary, as plain data and tensors: a resumed run's next record is that of an unbroken one."""
+        return {
+            name: {"over": series.over, "across": series.across, "values": list(series.values), "weights": list(series.weights)}
+            for name, series in self._series.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._series = {}
+        for name, saved in state.items():
+            series = self._new_series(name, saved["over"], saved["across"], None)
+            series.values, series.weights = list(saved["values"]), list(saved["weights"])
 
     def _new_series(self, name: str, over: str, across: str, old: Series | None) -> Series:
         one_of("over", over, OVER)

@@ -35,6 +35,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state_all(state["cuda"])
 
 
+def seed_all(seed: int) -> None:
+    """Seed Python's random states, and NumPy's and torch's where the program has imported them."""
+    random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    if torch is not None:
+        torch.manual_seed(seed)
+
+
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two readings of `random_state` are equal, in what both hold."""
 

@@ -130,9 +130,7 @@ class Time:
         if not isinstance(other, Time):
             return NotImplemented  # type: ignore[no-any-return]  # what an operator then hands on to `other`
         if other.unit is not self.unit:
-            raise MixedUnitsError(
-                f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit"
-            )
+            raise MixedUnitsError(f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit")
         return how(self.value, other.value)
 
     def _scaled(self, value: float) -> Time:
@@ -193,7 +191,8 @@ class Time:
 
 
 # Where a timestamp holds each unit: its first six fields, in the order of the units.
-_SLOT = {unit: slot for slot, unit in enumerate(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)}
+_COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
+_SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
 
 class Timestamp(NamedTuple):
@@ -219,8 +218,8 @@ class Timestamp(NamedTuple):
     def next_batch(self) -> Timestamp:
         """After one more batch."""
         # Unpacked, not `_replace`d, which takes twice as long.
-        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, *rest = self
-        return Timestamp(rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, *rest)
+        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
+        return Timestamp(rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since)
 
     def next_epoch(self) -> Timestamp:
         """After one more epoch: what is counted within an epoch starts from 0."""
@@ -278,9 +277,9 @@ class Timestamp(NamedTuple):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
         """The timestamp that `to_dict` wrote; ConfigError for a key or a value that it would not have written."""
-        if not isinstance(data, Mapping) or set(data) != set(cls._fields):
-            keys = sorted(map(str, data)) if isinstance(data, Mapping) else repr(data)
-            raise ConfigError(f"no saved timestamp: it has {keys}, and needs {sorted(cls._fields)}")
+        odd = set(cls._fields).symmetric_difference(data if isinstance(data, Mapping) else ())
+        if odd:
+            raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
             value, kinds = data[name], {int, type(zero)}  # a whole number of seconds may come back as an int
             if type(value) not in kinds or not 0 <= value < math.inf:  # type(): a bool is no count

@@ -1,0 +1,211 @@
+"""State trees as JSON and tensors, and back: reading one runs no code.
+
+Plain values stand in the document as themselves. What JSON lacks is an object of one key that starts with `$`:
+
+    {"$tensor": name}          a tensor, kept beside the document under its path ("model.layers.0.weight")
+    {"$tuple": [...]}          {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}
+    {"$float": "inf"}          inf, -inf and nan: strict JSON has none of them
+    {"$int": "0x..."}          an integer past 64 bits, which other readers would round
+    {"$bytes": base64}         {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}: NumPy's
+
+A dict whose keys are strings is a JSON object; one that has other keys, or a key that starts with `$`, is a `$dict`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from callsheet.errors import CheckpointError
+
+Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
+
+_DEEPEST = 100  # levels; a tree deeper than this is a mistake, and JSON readers recurse
+_NUMBERS_AND_TIMES = re.compile(
+    r"[<>|][biufcmM]\d+(\[\w+\])?"
+)  # NumPy dtypes whose bytes are their values: no objects, no records
+
+
+def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
+    """Part a state tree into a JSON document and its tensors, named by their path.
+
+    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars of numbers and times; in lists, tuples,
+    Counters and dicts, whose keys may be any of the plain values and tuples of them. Tensors that are the same view of the
+    same storage (tied weights) stand once. The tensors are the tree's own: nothing is copied or moved. An OrderedDict comes
+    back as a dict.
+
+    Raises `CheckpointError` for anything else, also for subclasses of these, and for a tree that contains itself.
+    """
+    parting = _Parting()
+    document = parting.document(tree, "")
+    return document, parting.tensors
+
+
+def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that `flatten` parted; tied tensors come back as one tensor.
+
+    Raises `CheckpointError` naming the path where the document is none that `flatten` makes, or a tensor is missing.
+    """
+    return _joined(document, tensors, "", 0)
+
+
+class _Parting:
+    """One walk over a tree: the tensors found so far, and the containers that are open."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Hashable, str] = {}
+        self._open: set[int] = set()
+
+    def document(self, value: Any, path: str) -> Json:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._name(value, path)}
+        if kind in (list, tuple, dict, OrderedDict, Counter):
+            return self._container(value, path)
+        numpy = sys.modules.get("numpy")  # where nobody imported it, nothing is an array
+        if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            dtype, data = value.dtype.str, base64.b64encode(value.tobytes()).decode()
+            if _NUMBERS_AND_TIMES.fullmatch(dtype):
+                return {"$array": [dtype, list(value.shape), data]} if kind is numpy.ndarray else {"$scalar": [dtype, data]}
+            raise CheckpointError(f"{_at(path)}: a NumPy {value.dtype} is not plain data; give its .tolist()")
+        raise CheckpointError(
+            f"{_at(path)}: a {kind} is not plain data; a state may hold None, bool, int, float, str, bytes, tensors, "
+            "NumPy arrays, and plain lists, tuples and dicts of them (not subclasses): turn it into one of these"
+        )
+
+    def _container(self, value: Any, path: str) -> Json:
+        if id(value) in self._open:
+            raise CheckpointError(f"{_at(path)}: the {type(value).__name__} contains itself; leave the inner reference out")
+        if len(self._open) == _DEEPEST:
+            raise CheckpointError(f"{_at(path)}: nested deeper than {_DEEPEST} levels; flatten the state")
+        self._open.add(id(value))
+        document: Json
+        if isinstance(value, list | tuple):
+            items = [self.document(item, _step(path, i)) for i, item in enumerate(value)]
+            document = items if isinstance(value, list) else {"$tuple": items}
+        elif isinstance(value, Counter) or not all(type(key) is str and not key.startswith("$") for key in value):
+            pairs = [[self._key(key, path), self.document(item, _step(path, key))] for key, item in value.items()]
+            document = {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+        else:
+            document = {key: self.document(item, _step(path, key)) for key, item in value.items()}
+        self._open.remove(id(value))
+        return document
+
+    def _key(self, key: object, path: str) -> Json:
+        if not _is_key(key):
+            raise CheckpointError(f"{_at(path)}: a key of {type(key)} is not plain data; use strings or integers as keys")
+        return self.document(key, path)
+
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
+        view = _view(tensor)
+        if view not in self._names:
+            name = path = path.encode(errors="backslashreplace").decode() or "tensor"  # lone surrogates have no UTF-8
+            nth = 1
+            while name in self.tensors or name == "__metadata__":  # {"a.b": t, "a": {"b": t}}; safetensors' own word
+                name = f"{path}#{(nth := nth + 1)}"
+            self._names[view], self.tensors[name] = name, tensor
+        return self._names[view]
+
+
+def _view(tensor: torch.Tensor) -> Hashable:
+    """What two tensors have in common when one of them can stand for both."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
+        return id(tensor)  # no address, or one that says nothing
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return id(tensor)  # a subclass may keep its data elsewhere
+    # A conjugate is a lazy bit on the same storage: without it `z` and `z.conj()` would be taken for one.
+    marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
+
+
+def _is_key(key: object) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_key, key))
+    return key is None or type(key) in (bool, int, float, str, bytes)
+
+
+def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, depth: int) -> Any:
+    def items(documents: Iterable[Json]) -> list[Any]:
+        return [_joined(item, tensors, _step(path, i), depth + 1) for i, item in enumerate(documents)]
+
+    def mapping(pairs: list[Json]) -> dict[Any, Any]:
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError("its pairs are not all pairs")
+        keys = [_joined(key, {}, path, depth + 1) for key, _ in pairs]
+        if not all(map(_is_key, keys)):
+            raise ValueError("its keys are not all plain")
+        values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
+        return dict(zip(keys, values, strict=True))
+
+    if depth > 2 * _DEEPEST:  # a tagged container is two levels of JSON at the most
+        raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
+    try:
+        match document:
+            case None | bool() | int() | float() | str():
+                return document
+            case list():
+                return items(document)
+            case dict() if not any(isinstance(key, str) and key.startswith("$") for key in document):
+                return {key: _joined(item, tensors, _step(path, key), depth + 1) for key, item in document.items()}
+            case {"$tensor": str(name), **more} if not more and name in tensors:
+                return tensors[name]
+            case {"$tensor": str(name), **more} if not more:
+                raise ValueError(f"there is no tensor {name!r}")
+            case {"$tuple": list(inner), **more} if not more:
+                return tuple(items(inner))
+            case {"$dict": list(pairs), **more} if not more:
+                return mapping(pairs)
+            case {"$counter": list(pairs), **more} if not more:
+                return Counter(mapping(pairs))
+            case {"$float": ("inf" | "-inf" | "nan") as name, **more} if not more:
+                return float(name)
+            case {"$int": str(digits), **more} if not more:
+                return int(digits, 16)
+            case {"$bytes": str(data), **more} if not more:
+                return base64.b64decode(data, validate=True)
+            case {"$array": [str(dtype), list(shape), str(data)], **more} if not more:
+                return _array(dtype, shape, data)
+            case {"$scalar": [str(dtype), str(data)], **more} if not more:
+                return _array(dtype, [], data)[()]
+            case dict():
+                raise ValueError(f"{', '.join(map(repr, document))} is no tag with its content")
+            case _:
+                raise ValueError(f"{type(document)} is not JSON")
+    except (ValueError, TypeError, OverflowError, ImportError) as error:
+        raise CheckpointError(f"{_at(path)}: malformed state document: {error}; use another checkpoint") from error
+
+
+def _array(dtype: str, shape: list[Any], data: str) -> Any:
+    import numpy
+
+    content = base64.b64decode(data, validate=True)
+    if not _NUMBERS_AND_TIMES.fullmatch(dtype) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"no NumPy array of {dtype!r}, {shape}")
+    if len(content) != math.prod(shape) * numpy.dtype(dtype).itemsize:
+        raise ValueError(f"{len(content)} bytes for an array of {dtype}, {shape}")
+    return numpy.ndarray(shape, numpy.dtype(dtype), buffer=content).copy()
+
+
+def _step(path: str, key: object) -> str:
+    name = key if isinstance(key, str) else repr(key)
+    return f"{path}.{name}" if path else name
+
+
+def _at(path: str) -> str:
+    return path or "the state"

@@ -1,0 +1,235 @@
+"""The lifecycle's grammar as a checker: which event may follow which, and which fields are told with it.
+
+Every `order` of the lifecycle's table is a regular expression over names; it is read into derivatives (Brzozowski, "Derivatives of
+regular expressions", 1964): after each name, what remains of the expression. So a violation is found at the very event, and the
+message can say what could have stood there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from callsheet.errors import CallsheetError
+from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
+
+
+class GrammarError(CallsheetError, AssertionError):
+    """A sequence of events that the lifecycle does not allow; the message names the event, its place, and what could have stood there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A regular expression over names. `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`."""
+
+    kind: str
+    name: str = ""
+    parts: tuple[Order, ...] = ()
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether nothing at all matches."""
+        if self.kind == "then":
+            return all(part.may_be_empty for part in self.parts)
+        if self.kind == "or":
+            return any(part.may_be_empty for part in self.parts)
+        return self.kind in ("empty", "many")
+
+    def after(self, name: str) -> Order:
+        """What remains once `name` has been seen."""
+        if self.kind == "name":
+            return EMPTY if self.name == name else NONE
+        if self.kind == "or":
+            return _either(*(part.after(name) for part in self.parts))
+        if self.kind == "many":
+            return _then(self.parts[0].after(name), self)
+        if self.kind == "then":
+            first, rest = self.parts
+            remains = _then(first.after(name), rest)
+            return _either(remains, rest.after(name)) if first.may_be_empty else remains
+        return NONE
+
+    def first(self) -> set[str]:
+        """The names that could stand next."""
+        if self.kind == "name":
+            return {self.name}
+        if self.kind == "then" and not self.parts[0].may_be_empty:
+            return self.parts[0].first()
+        return {name for part in self.parts for name in part.first()}
+
+
+NONE = Order("none")
+EMPTY = Order("empty")
+
+
+def _then(first: Order, rest: Order) -> Order:
+    if NONE in (first, rest):
+        return NONE
+    if EMPTY in (first, rest):
+        return rest if first == EMPTY else first
+    return Order("then", parts=(first, rest))
+
+
+def _either(*parts: Order) -> Order:
+    flat = [each for part in parts for each in (part.parts if part.kind == "or" else (part,)) if each != NONE]
+    unique = tuple(dict.fromkeys(flat))
+    return unique[0] if len(unique) == 1 else Order("or", parts=unique) if unique else NONE
+
+
+@lru_cache
+def read_order(text: str) -> Order:
+    """The expression that an `order` of the lifecycle's table spells.
+
+    Raises:
+        ValueError: a bracket is missing, or a sign stands where none may.
+    """
+    words = re.findall(r"[a-z_]+|[()|?*+]", text)
+
+    def either() -> Order:
+        parts = [sequence()]
+        while words[:1] == ["|"]:
+            words.pop(0)
+            parts.append(sequence())
+        return _either(*parts)
+
+    def sequence() -> Order:
+        items = []
+        while words and words[0] not in "|)":
+            items.append(repeated())
+        result = EMPTY
+        for item in reversed(items):
+            result = _then(item, result)
+        return result
+
+    def repeated() -> Order:
+        word = words.pop(0)
+        if word == "(":
+            item = either()
+            if words[:1] != [")"]:
+                raise ValueError(f"a bracket is missing in {text!r}")
+            words.pop(0)
+        elif word in "?*+":
+            raise ValueError(f"{word!r} repeats nothing in {text!r}")
+        else:
+            item = Order("name", word)
+        while words and words[0] in "?*+":
+            sign = words.pop(0)
+            many = Order("many", parts=(item,))
+            item = _either(item, EMPTY) if sign == "?" else many if sign == "*" else _then(item, many)
+        return item
+
+    order = either()
+    if words:
+        raise ValueError(f"a bracket too many in {text!r}")
+    return order
+
+
+class GrammarChecker:
+    """Takes events one by one, and knows which may come next and which fields can be read.
+
+    Args:
+        orders: what may stand inside each span, where it differs from the lifecycle's own: a host that fetches ahead, say.
+        within: the span in which the sequence begins, such as `train` for a loop that tells no more; by default the run itself is told.
+
+    Example:
+        >>> checker = GrammarChecker()
+        >>> checker.tell("on_run_start")
+        >>> checker.tell("on_train_step_start")
+        Traceback (most recent call last):
+        callsheet.testing.grammar.GrammarError: event 2, on_train_step_start, cannot come inside run ...
+    """
+
+    def __init__(self, *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
+        self._orders = {name: read_order(span.order) for name, span in SPANS.items()}
+        self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
+        self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
+        self._base = len(self._open)
+        self._windows: dict[str, str] = {}  # open field -> the event that will close it
+        self._failed = False
+        self._count = 0
+
+    def tell(self, event: str) -> None:
+        """Take the next event.
+
+        Raises:
+            GrammarError: it cannot come here.
+        """
+        self._count += 1
+        name = SPAN_OF.get(event, event)
+        if event == "on_exception":
+            self._refuse_if(self._failed, event, "a second exception is told")
+            self._failed = True
+        elif self._failed:
+            self._refuse_if(event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is told")
+            if event == "on_run_end":
+                self._open = [("", EMPTY)]  # the open spans are unwound without their ends
+        elif event in POINTS:
+            if event not in ANYWHERE:
+                self._advance(event, name)
+        elif event == SPANS[name].start_event:
+            self._advance(event, name)
+            self._open.append((name, self._orders[name]))
+        else:
+            span, remains = self._open[-1]
+            self._refuse_if(span != name, event, f"{span or 'no span'} is open, not {name}")
+            self._refuse_if(not remains.may_be_empty, event, f"{span} still needs {_listed(remains)}")
+            self._open.pop()
+        self._follow_windows(event)
+
+    def readable(self, event: str) -> frozenset[str]:
+        """The fields that can be read at `event`, which has just been told."""
+        return frozenset(ALWAYS) | self._windows.keys()
+
+    def finish(self) -> None:
+        """The sequence is complete.
+
+        Raises:
+            GrammarError: spans are still open.
+        """
+        if len(self._open) > self._base or (self._open[0][0] == "" and not self._open[0][1].may_be_empty):
+            still = " > ".join(name for name, _ in self._open if name) or "the run, which was never told"
+            raise GrammarError(f"after {self._count} events there is no end of {still}")
+
+    def _advance(self, event: str, name: str) -> None:
+        span, remains = self._open[-1]
+        after = remains.after(name)
+        self._refuse_if(after == NONE, event, f"inside {span or 'nothing'} there could come {_listed(remains)}")
+        self._open[-1] = (span, after)
+
+    def _refuse_if(self, wrong: bool, event: str, why: str) -> None:
+        if wrong:
+            path = " > ".join(name for name, _ in self._open if name) or "nothing"
+            raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
+
+    def _follow_windows(self, event: str) -> None:
+        for field, closes in list(self._windows.items()):
+            if closes in self._past:
+                del self._windows[field]
+        self._past = {event}
+        for field in FIELDS.values():
+            for opens, closes in field.windows:
+                if event == opens:
+                    self._windows[field.name] = closes
+        if event == "on_run_end":
+            self._windows.clear()
+
+    _past: frozenset[str] | set[str] = frozenset()
+
+
+def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
+    """Hold a whole sequence of events against the grammar; see `GrammarChecker`.
+
+    Raises:
+        GrammarError: it is not one that the lifecycle allows.
+    """
+    checker = GrammarChecker(orders=orders, within=within)
+    for event in events:
+        checker.tell(event)
+    checker.finish()
+
+
+def _listed(order: Order) -> str:
+    names = sorted(order.first())
+    return ("nothing more" if not names else " or ".join(names)) + (", or its end" if order.may_be_empty and names else "")

@@ -1,0 +1,122 @@
+"""Evaluation, test and prediction: the loops that do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.context import Context
+from callsheet.lifecycle import SPANS
+from callsheet.manager import CallbackManager
+from callsheet.metrics import MetricLog
+from callsheet.randomness import random_state, restore_random_state
+from callsheet.spans import Span
+from callsheet.trainer.batches import to_device
+from callsheet.trainer.tasks import Task
+
+
+class Evaluation:
+    """Runs the model over data without training it, and tells what it does on a context of its own.
+
+    The mean losses are over what the task weighs by, samples or labelled tokens, not over batches. Random states and the modules'
+    modes are put back afterwards: training does not notice that it was evaluated.
+    """
+
+    def __init__(self, manager: CallbackManager, main: Context, model: nn.Module, task: Task, device: torch.device) -> None:
+        self.metrics = MetricLog()
+        self.ctx = main.sibling(self.metrics)
+        self._main = main
+        self._model = model
+        self._task = task
+        self._device = device
+        self._spans = manager.spans(self.ctx)
+
+    def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
+        """Evaluate every dataset; returns its losses by the dataset's name, which are also logged as `<dataset>/<loss>`."""
+        ctx, spans = self.ctx, self._spans
+        results: dict[str, dict[str, float]] = {}
+        with self._not_training():
+            ctx.standalone = standalone
+            with spans.eval_all:
+                for ctx.eval_name, loader in loaders.items():
+                    with spans.eval:
+                        losses = self._losses(loader, spans.eval_step, spans.eval_forward)
+                        ctx.eval_losses = losses
+                        results[ctx.eval_name] = _floats(losses)
+                        ctx.log({f"{ctx.eval_name}/{name}": value for name, value in results[ctx.eval_name].items()})
+                    ctx.close("on_eval_end")
+                ctx.eval_results = results
+            ctx.close("on_eval_all_end")
+        return results
+
+    def test(self, loader: Iterable[Any]) -> dict[str, float]:
+        """The mean losses over a test set, also logged as `test/<loss>`."""
+        with self._not_training():
+            with self._spans.test:
+                losses = self._losses(loader, self._spans.test_step, self._spans.test_forward)
+                self.ctx.eval_losses = losses
+                results = _floats(losses)
+                self.ctx.log({f"test/{name}": value for name, value in results.items()})
+            self.ctx.close("on_test_end")
+        return results
+
+    def predict(self, loader: Iterable[Any]) -> list[Any]:
+        """The model's outputs, a batch each, on the device."""
+        outputs: list[Any] = []
+        with self._not_training():
+            with self._spans.predict:
+                self._each(
+                    loader, self._spans.predict_step, self._spans.predict_forward, lambda: outputs.append(self.ctx.outputs)
+                )
+        return outputs
+
+    def _losses(self, loader: Iterable[Any], step: Span, forward: Span) -> dict[str, Tensor]:
+        totals: dict[str, Tensor] = {}
+        weights: list[Any] = []
+
+        def add() -> None:
+            losses = self._task.loss(self.ctx.outputs, self.ctx.batch)
+            weights.append(self._task.weight(self.ctx.batch))
+            for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
+                totals[name] = totals.get(name, 0) + loss.detach() * weights[-1]
+
+        self._each(loader, step, forward, add)
+        return {name: total / sum(weights) for name, total in totals.items()}
+
+    def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[], None]) -> None:
+        ctx, end = self.ctx, SPANS[step.name].end_event
+        with torch.no_grad():
+            for batch in loader:
+                ctx.batch = to_device(batch, self._device) if self._device.type != "cpu" else batch
+                with step:
+                    with forward:
+                        ctx.outputs = self._task.forward(self._model, ctx.batch)
+                    then()
+                ctx.close(end)
+
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
+        """The model in evaluation mode, the context up to date; both put back, also after an exception."""
+        self.ctx.step, self.ctx.epoch = self._main.step, self._main.epoch
+        for name in ("optimizer", "scheduler"):
+            if self._main.has(name):
+                setattr(self.ctx, name, getattr(self._main, name))
+        modes = [(module, module.training) for module in self._model.modules()]
+        random = random_state()
+        self._model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            restore_random_state(random)
+        self.ctx.close("on_train_end")
+
+
+def _floats(losses: dict[str, Tensor]) -> dict[str, float]:
+    """One copy from the device for all of them."""
+    return dict(zip(losses, torch.stack([loss.double() for loss in losses.values()]).tolist(), strict=True)) if losses else {}

@@ -1,0 +1,89 @@
+"""Microbatches: a batch in parts, and the means over them, which are those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.errors import ConfigError
+from callsheet.trainer.batches import like
+from callsheet.trainer.tasks import Losses, Task
+
+
+def split(batch: Any, size: int | None) -> list[Any]:
+    """The batch in microbatches of at most `size` samples, along the first dimension of its tensors.
+
+    Raises:
+        ConfigError: the batch holds nothing that can be split, or things of different lengths.
+    """
+    if size is None:
+        return [batch]
+    if isinstance(batch, Tensor):
+        return list(torch.split(batch, size))
+    if isinstance(batch, Mapping):
+        parts = _in_step(list(batch.values()), size)
+        return [dict(zip(batch, part, strict=True)) for part in parts]
+    if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (Tensor, Mapping, list, tuple)):
+        return [batch[start : start + size] for start in range(0, len(batch), size)]
+    if isinstance(batch, (list, tuple)) and batch:
+        return [like(batch, list(part)) for part in _in_step(list(batch), size)]
+    raise ConfigError(
+        f"a batch of type {type(batch).__name__} cannot be split; give microbatch_size=None, or tensors in tuples or dicts"
+    )
+
+
+def _in_step(values: list[Any], size: int) -> list[tuple[Any, ...]]:
+    columns = [split(value, size) for value in values]
+    if len({len(column) for column in columns}) > 1:
+        raise ConfigError(f"the batch's parts make different numbers of microbatches: {[len(column) for column in columns]}")
+    return list(zip(*columns, strict=True))
+
+
+def shared(microbatches: list[Any], task: Task) -> Iterable[tuple[Any, Any]]:
+    """Each microbatch with its share of the batch's mean, by the task's weights; None where there is only one."""
+    if len(microbatches) == 1:
+        return [(microbatches[0], None)]
+    weights = [task.weight(microbatch) for microbatch in microbatches]
+    total = sum(weights)
+    return [(microbatch, weight / total) for microbatch, weight in zip(microbatches, weights, strict=True)]
+
+
+def by_name(losses: Losses) -> dict[str, Tensor]:
+    """What a task's `loss` gave, by name.
+
+    Raises:
+        ConfigError: none is called `loss`, or that one is no scalar tensor.
+    """
+    named = dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
+    loss = named.get("loss")
+    if not isinstance(loss, Tensor) or loss.dim():
+        shape = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
+        raise ConfigError(f"the task's loss {shape}, and should be a scalar tensor; take its mean (losses: {', '.join(named)})")
+    return named
+
+
+class Means:
+    """The losses of a step by name, detached: the means over its microbatches."""
+
+    __slots__ = ("_parts", "_shares")
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+        self._shares: list[Any] = []
+
+    def add(self, losses: dict[str, Tensor], share: Any) -> None:
+        """The losses of one more microbatch, and its share."""
+        self._parts.append({name: loss.detach() for name, loss in losses.items()})
+        self._shares.append(share)
+
+    def losses(self) -> dict[str, Tensor]:
+        """The means, on the device."""
+        if self._shares == [None]:
+            return self._parts[0]
+        return {
+            name: torch.stack([part[name] * share for part, share in zip(self._parts, self._shares, strict=True)]).sum()
+            for name in self._parts[0]
+        }

@@ -1,0 +1,598 @@
+"""The Trainer: a loop written with the lifecycle's spans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from callsheet.callback import Callback
+from callsheet.checkpoint import all_finite
+from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
+from callsheet.control import Control
+from callsheet.distributed import read_ranks
+from callsheet.errors import CheckpointError, ConfigError, RequestRefused
+from callsheet.events import Event
+from callsheet.lifetime import Lifetime
+from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.metrics import MetricLog
+from callsheet.randomness import random_state, restore_random_state, seed_all
+from callsheet.signals import GRACE_SECONDS, SignalWatch
+from callsheet.time import Interval, Time, Timestamp, TimeUnit
+from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
+from callsheet.trainer.evaluation import Evaluation
+from callsheet.trainer.memory import memory_bytes
+from callsheet.trainer.microbatches import Means, by_name, shared, split
+from callsheet.trainer.store import Store
+from callsheet.trainer.tally import Tally
+from callsheet.trainer.tasks import Task, resolve_task
+
+logger = logging.getLogger("callsheet")
+
+
+class Trainer:
+    """Trains a model, and tells everything it does.
+
+    The constructor tells `on_run_start`, restores what `resume` names, and makes the data; `fit`, `evaluate`, `test` and `predict` tell
+    their own events; `close()`, leaving the `with` block, the interpreter's end, or an exception that leaves the trainer ends the run.
+
+    Args:
+        model: what is trained; it is moved to `device`.
+        task: what forward and loss are: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for Hugging Face
+            models, which compute their own loss.
+        train_dataloader: an iterable of batches, or a function that makes one, called inside `data_init`.
+        eval_dataloader: likewise, or a dictionary of several by name; one alone is called `validation`.
+        optimizer: over the model's parameters, or a function of them, called once the model has its final ones.
+        scheduler: of the learning rate, stepped after every optimizer step; or a function of the optimizer.
+        max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a whole number means epochs.
+        microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
+        clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
+        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`.
+        log_interval: how often a record is made of what was logged; a whole number means batches.
+        epochs_per_round: how many epochs make a round; None: all of them.
+        callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
+        loggers: more callbacks, told after the others in the phase `report`.
+        run_name: of the run and its folder; made from the time where it is None.
+        runs_folder: where the folders of runs stand. Nothing is written unless something asks for it, such as a checkpoint.
+        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
+        seed: of all random states, set before the factories are called; None leaves them as they are.
+        device: `"auto"` is CUDA where there is one, else the CPU.
+        preempt_signals: signals that ask the run to save and make way.
+        grace_seconds: how long after such a signal the process will be killed.
+        config: what the run was configured with, for the run's record: plain data.
+
+    Raises:
+        ConfigError: an argument that cannot work; the message names it and the mend.
+        CheckpointError: `resume` names a checkpoint that does not hold, or is not of this model.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3
+        >>> with Trainer(
+        ...     model, torch.nn.functional.mse_loss, data, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), max_duration="2ep"
+        ... ) as trainer:
+        ...     trainer.fit()
+        >>> trainer.state.timestamp.batch
+        6
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task | Callable[[Any, Any], Tensor] | None = None,
+        train_dataloader: Loader | None = None,
+        eval_dataloader: Loader | Mapping[str, Loader] | None = None,
+        *,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        scheduler: Any = None,
+        max_duration: str | int | Time = "1ep",
+        microbatch_size: int | None = None,
+        clip_grad_norm: float | None = None,
+        eval_interval: str | int | Time | None = "1ep",
+        log_interval: str | int | Time = "10ba",
+        epochs_per_round: int | None = None,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+        loggers: Iterable[Callback] = (),
+        run_name: str | None = None,
+        runs_folder: str | os.PathLike[str] = "runs",
+        resume: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        device: str | torch.device = "auto",
+        preempt_signals: Iterable[str | int] = ("SIGTERM",),
+        grace_seconds: float = GRACE_SECONDS,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        ranks = read_ranks()
+        if ranks.world_size > 1:
+            raise ConfigError(
+                f"this version trains in one process, and was launched as one of {ranks.world_size}; start it without a launcher"
+            )
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is {type(model).__name__}, not a torch.nn.Module")
+        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.model = model
+        self.task = resolve_task(task, model)
+        self.optimizer: Optimizer | None = None
+        self.scheduler: Any = None
+        self.microbatch_size = _positive("microbatch_size", microbatch_size)
+        self.clip_grad_norm = _positive("clip_grad_norm", clip_grad_norm)
+        self.epochs_per_round = _positive("epochs_per_round", epochs_per_round)
+        self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
+        self.callbacks.add(loggers)
+        self.state = TrainState(max_duration=_duration(max_duration))
+        self.control = Control(able={"stop", "save", "evaluate"})
+        self.run = RunInfo(
+            run_name if run_name is not None else time.strftime("run-%Y%m%d-%H%M%S"),
+            config=dict(config or {}),
+            ranks=ranks,
+            restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            device=str(self.device),
+        )
+        if not self.run.name or Path(self.run.name).name != self.run.name:
+            raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
+        self.run.folder = Path(runs_folder) / self.run.name
+
+        self._metrics = MetricLog()
+        self._tally = Tally()
+        self._log_every = Interval(log_interval, default=TimeUnit.BATCH)
+        if self._log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
+            raise ConfigError(
+                f"log_interval={log_interval!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
+            )
+        if self.state.unit is TimeUnit.ROUND and self.epochs_per_round is None:
+            raise ConfigError(f"max_duration={max_duration!r} counts rounds; say how many epochs make one with epochs_per_round")
+        self._eval_every = Interval(eval_interval, default=TimeUnit.EPOCH) if eval_interval is not None else None
+        self._logged, self._evaluated = 0, 0  # intervals that have passed
+        self._evaluated_at = self._recorded_at = 0  # steps
+        self._learning_rate = 0.0
+        self._last_loss: Tensor | None = None
+        self._last_results: dict[str, dict[str, float]] = {}
+        self._is_training = False
+        self._signals = SignalWatch(preempt_signals, grace=grace_seconds)
+        self.ctx = Context(
+            self.run,
+            state=self.state,
+            model=model,
+            control=self.control,
+            accumulator=self._metrics,
+            loggers=self.callbacks.tell_loggers,
+        )
+        self._store = Store(self.run)
+        self._resumed: dict[str, Any] | None = None  # until the resumed epoch has begun
+        self._lifetime = Lifetime(self.callbacks, self.ctx)
+        self.close: Callable[[], object] = weakref.finalize(self, self._lifetime.end)
+        """End the run, if it has not ended; may be called twice. It is also called when the trainer is collected, and at exit."""
+        with self._lifetime:
+            self._lifetime.start()
+            self._spans = self.callbacks.spans(self.ctx)
+            self._heard = self.callbacks.heard
+            if seed is not None:
+                seed_all(seed)
+            self.model.to(self.device)
+            self._make_optimizer(optimizer, scheduler)
+            self._load(resume)
+            self._open_training_fields()
+            with self._spans.data_init:
+                self._batches = TrainBatches(made(train_dataloader, "train_dataloader")) if train_dataloader is not None else None
+                named = eval_dataloader if isinstance(eval_dataloader, Mapping) else {"validation": eval_dataloader}
+                self.evaluators = {
+                    name: made(loader, f"eval_dataloader {name!r}") for name, loader in named.items() if loader is not None
+                }
+            self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device)
+
+    # --- training ---
+
+    def fit(self, max_duration: str | int | Time | None = None) -> None:
+        """Train until `max_duration`, the constructor's where it is None; called again with a longer one, training goes on.
+
+        Raises:
+            ConfigError: there is no training data, or no optimizer.
+            BaseException: what the model, the data or a callback raised, after the run has been ended.
+        """
+        with self._lifetime:
+            if self._is_training:
+                raise RequestRefused(
+                    "fit() was called inside fit(); a callback that wants more training asks for a longer max_duration"
+                )
+            optimizer, batches = self.optimizer, self._batches
+            if optimizer is None or batches is None:
+                raise ConfigError("fit() needs a train_dataloader and an optimizer; give both to the Trainer")
+            if max_duration is not None:
+                self.state.max_duration = _duration(max_duration)
+            self.control.done("stop")
+            self._open_training_fields()
+            ctx, spans, state = self.ctx, self._spans, self.state
+            self._is_training = True
+            self.model.train()
+            try:
+                with self._signals:
+                    with spans.train:
+                        while not self._is_over():
+                            with spans.round:
+                                while not self._is_over() and not self._round_is_full():
+                                    ctx.epoch = state.timestamp.epoch + 1
+                                    with spans.epoch:
+                                        is_whole = self._train_epoch(optimizer, batches)
+                                        self._tally.settle(state)
+                                        if is_whole:
+                                            state.timestamp = state.timestamp.next_epoch()
+                                    if is_whole:
+                                        self._boundary("epoch")
+                                is_full = self._round_is_full()
+                                if is_full:
+                                    state.timestamp = state.timestamp.next_round()
+                            if is_full:
+                                self._boundary("round")
+                        self._tally.settle(state)
+            finally:
+                self._tally.stop()
+                self._is_training = False
+            ctx.close("on_train_end")
+            if self._lifetime.outcome != Outcome.PREEMPTED:
+                self._lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
+
+    def _train_epoch(self, optimizer: Optimizer, batches: TrainBatches) -> bool:
+        """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
+        ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
+        state, tally, metrics = self.state, self._tally, self._metrics
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        on_cpu = self.device.type == "cpu"
+        epoch = self._epoch(batches)
+        tally.start()
+        while True:
+            with spans.fetch:
+                ctx.batch = batch = next(epoch, None)
+                if batch is not None and not on_cpu:
+                    ctx.batch = to_device(batch, self.device)
+            if batch is None:
+                ctx.close("on_train_step_end")
+                if not state.timestamp.batch_in_epoch:
+                    raise ConfigError(f"epoch {ctx.epoch} had no batches; is the dataset empty, or was an iterator used up?")
+                return True
+            ctx.step += 1
+            with spans.train_step:
+                with spans.forward_backward:
+                    parts = Means()
+                    for ctx.microbatch, share in shared(split(ctx.batch, self.microbatch_size), task):
+                        with spans.microbatch:
+                            with spans.forward:
+                                ctx.outputs = task.forward(model, ctx.microbatch)
+                            with spans.loss:
+                                losses = by_name(task.loss(ctx.outputs, ctx.microbatch))
+                                ctx.loss = losses["loss"]
+                            ctx.close("on_loss_end")
+                            losses["loss"] = ctx.loss  # as the callbacks left it
+                            with spans.backward:
+                                (ctx.loss if share is None else ctx.loss * share).backward()
+                            parts.add(losses, share)
+                        ctx.close("on_microbatch_end")
+                    means = parts.losses()
+                    ctx.loss = loss = means["loss"]
+                with spans.clip_gradients:
+                    ctx.grad_norm = None
+                    if self.clip_grad_norm is not None:
+                        ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+                        metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
+                ctx.learning_rate = self._learning_rate = optimizer.param_groups[0]["lr"]
+                with spans.optimizer_step:
+                    optimizer.step()
+                    ctx.step_skipped = False
+                if self.scheduler is not None:
+                    self.scheduler.step()
+                tally.samples += task.samples(ctx.batch)
+                tally.tokens += task.tokens(ctx.batch)
+                state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
+                metrics.log({f"train/{name}": mean for name, mean in means.items()}, over="mean")
+                ctx.loss_dict = means
+            self._last_loss = loss
+            ctx.close("on_train_step_end")
+            optimizer.zero_grad()
+            if self._boundary("step"):
+                return state.timestamp.batch_in_epoch == batches.length
+
+    def _epoch(self, batches: TrainBatches) -> Iterator[Any]:
+        """The batches of the epoch in hand; after a resume those that are left of it, and then the random states as they were."""
+        resumed, self._resumed = self._resumed, None
+        taken = self.state.timestamp.batch_in_epoch
+        if resumed is None:
+            return batches.epoch(self.ctx.epoch)
+        if not taken:
+            restore_random_state(resumed["random"])
+            return batches.epoch(self.ctx.epoch)
+        epoch = batches.epoch_from(self.ctx.epoch, taken, resumed["data"])
+        restore_random_state(resumed["random"])  # last: making the iterator has drawn from them
+        return epoch
+
+    def _boundary(self, boundary: str) -> bool:
+        """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
+        ctx, state, control = self.ctx, self.state, self.control
+        logged = self._log_every.index(state.timestamp)
+        is_preempted = self._signals.received is not None
+        if logged > self._logged or boundary != "step" or is_preempted or control.stop_requested is not None:
+            self._tally.settle(state)
+        is_over = self._is_over()
+        if is_preempted and self._lifetime.outcome != Outcome.PREEMPTED:
+            self._lifetime.outcome = Outcome.PREEMPTED
+            control.save(f"{self._signals.received}", kind="preempt")
+            self.callbacks.fire(Event.PREEMPT, ctx)
+        if logged > self._logged or is_over:
+            self._logged = logged
+            self._tell_record()
+        evaluators = self._due_evaluators(is_over) if not is_preempted else {}
+        if evaluators:
+            self._tell_checkpoint_due("before_eval")
+            with self._training_stopped():
+                self._last_results = self._evaluation.evaluate(evaluators, standalone=False)
+            self._tell_evaluation()
+            is_over = is_over or self._is_over()
+        self._tell_checkpoint_due(boundary)
+        return is_over or self._is_over()
+
+    def _is_over(self) -> bool:
+        elapsed = self.state.elapsed
+        return (
+            (elapsed is not None and elapsed >= 1.0)
+            or self.control.stop_requested is not None
+            or self._signals.received is not None
+        )
+
+    def _round_is_full(self) -> bool:
+        return self.epochs_per_round is not None and self.state.timestamp.epoch_in_round >= self.epochs_per_round
+
+    def _due_evaluators(self, is_over: bool) -> dict[str, Iterable[Any]]:
+        due = self.control.evaluate_requested is not None
+        self.control.done("evaluate")
+        if self._eval_every is not None:
+            index = self._eval_every.index(self.state.timestamp, self.state.elapsed)
+            due = due or index > self._evaluated or (is_over and self._evaluated_at != self.ctx.step)
+            self._evaluated = index
+        if due:
+            self._evaluated_at = self.ctx.step
+        return self.evaluators if due else {}
+
+    def _tell_record(self) -> None:
+        """Make a record of what was logged since the last one, if anything was."""
+        if self._recorded_at == self.ctx.step and not self._metrics:
+            return
+        self._recorded_at = self.ctx.step
+        samples, tokens, seconds = self._tally.since_record()
+        if not self._heard.on_log:
+            self._metrics.clear()  # nobody waits for the device, and neither do we
+            return
+        speeds = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds} if seconds else {}
+        now = self.state.timestamp
+        self._metrics.log(
+            {
+                "train/learning_rate": self._learning_rate,
+                **({"train/tokens_per_second": speeds["tokens_per_second"]} if speeds and tokens else {}),
+                "time/epoch": now.epoch,
+                "time/batch": now.batch,
+                "time/sample": now.sample,
+                "time/token": now.token,
+            },
+            across="same",
+        )
+        memory = memory_bytes(self.device)
+        self._log(LogRecord(self.ctx.step, self._metrics.take(), elapsed_seconds=now.seconds, memory_bytes=memory, **speeds))
+
+    def _tell_evaluation(self) -> None:
+        """A record of what was logged in an evaluation."""
+        if values := self._evaluation.metrics.take():
+            self._log(
+                LogRecord(
+                    self.ctx.step, values, elapsed_seconds=self.state.timestamp.seconds, memory_bytes=memory_bytes(self.device)
+                )
+            )
+
+    def _log(self, record: LogRecord) -> None:
+        self.ctx.record = record
+        self.callbacks.fire(Event.LOG, self.ctx)
+        self.ctx.close("on_log")
+
+    # --- evaluating ---
+
+    def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
+        """The losses of every evaluator, or of `dataloader`, by the dataset's name.
+
+        Raises:
+            ConfigError: there is nothing to evaluate.
+            RequestRefused: while training runs: `ctx.control.evaluate(why)` asks for it.
+        """
+        with self._lifetime:
+            self._refuse_while_training("evaluate")
+            named = dataloader if isinstance(dataloader, Mapping) else {"validation": dataloader}
+            loaders = {
+                name: made(loader, f"dataloader {name!r}") for name, loader in named.items() if loader is not None
+            } or self.evaluators
+            if not loaders:
+                raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
+            self._last_results = results = self._evaluation.evaluate(loaders, standalone=True)
+            self._tell_evaluation()
+            return results
+
+    def test(self, dataloader: Loader) -> dict[str, float]:
+        """The mean losses over a test set. Raises as `evaluate` does."""
+        with self._lifetime:
+            self._refuse_while_training("test")
+            results = self._evaluation.test(made(dataloader, "dataloader"))
+            self._tell_evaluation()
+            return results
+
+    def predict(self, dataloader: Loader) -> list[Any]:
+        """The model's outputs, one item a batch, on the device. Raises as `evaluate` does."""
+        with self._lifetime:
+            self._refuse_while_training("predict")
+            return self._evaluation.predict(made(dataloader, "dataloader"))
+
+    # --- checkpoints ---
+
+    def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
+        """Write a checkpoint, to the run's folder where `path` is None.
+
+        Raises:
+            RequestRefused: while training runs: `ctx.control.save(why)` asks for it.
+            CheckpointError: it cannot be written, or a callback's state is not plain data.
+        """
+        with self._lifetime:
+            self._refuse_while_training("save_checkpoint")
+            return self._save("requested", path)
+
+    def _tell_checkpoint_due(self, boundary: str) -> None:
+        if self._heard.on_checkpoint_due:
+            self.ctx.boundary = boundary
+            self.callbacks.fire(Event.CHECKPOINT_DUE, self.ctx)
+            self.ctx.close("on_checkpoint_due")
+        request = self.control.save_requested
+        if request is not None:
+            self.control.done("save")
+            with self._training_stopped():
+                self._save(request.kind)
+
+    def _save(self, kind: str, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
+        ctx, state = self.ctx, self.state
+        self._tally.settle(state)
+        epoch, step = state.timestamp.epoch, state.timestamp.batch
+        losses = {name: result["loss"] for name, result in self._last_results.items()}
+        ctx.checkpoint = info = CheckpointInfo(
+            path=os.fspath(path) if path is not None else str(self._store.path_for(epoch, step, kind)),
+            step=step,
+            epoch=epoch,
+            kind=kind,
+            train_loss=self._last_loss.item() if self._last_loss is not None else None,
+            val_losses=losses,
+        )
+        with self._spans.checkpoint_save:
+            captured = self._capture()
+            weights = [tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)]
+            is_finite = all_finite([*weights, *([self._last_loss] if self._last_loss is not None else [])])
+            if not is_finite:
+                logger.error(
+                    "the checkpoint %s has weights or a loss that are not finite; automatic resume will pass it by", info.path
+                )
+            size = self._store.write(captured, info, is_finite=is_finite)
+            ctx.checkpoint = info = replace(info, size_bytes=size)
+        self.callbacks.fire(Event.CHECKPOINT_PUBLISHED, ctx)
+        ctx.close("on_checkpoint_published")
+        return info
+
+    def _capture(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on as if nothing had happened, as plain data and tensors."""
+        in_epoch = self._batches is not None and self.state.timestamp.batch_in_epoch > 0
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "timestamp": self.state.timestamp.to_dict(),
+            "random": random_state(),
+            "data": self._batches.state_dict() if in_epoch and self._batches is not None else {},
+            "callbacks": self.callbacks.state_dict(),
+            "metrics": self._metrics.state_dict(),
+            "tally": self._tally.state_dict(),
+            "evaluated_at": self._evaluated_at,
+        }
+
+    def _load(self, resume: str | os.PathLike[str] | None) -> None:
+        """Restore what `resume`, or a callback, names: all but the random states, which come last, when the data has been opened."""
+        self.control.able.add("load")
+        with self._spans.checkpoint_load:
+            self.control.able.discard("load")
+            found = self._store.choose(self.control.load_path or resume)
+            self.ctx.checkpoint = found[1] if found is not None else None
+            if found is not None:
+                state, info = found
+                self._restore(state, info)
+                logger.info("resuming from %s, step %d", info.path, info.step)
+        self.ctx.close("on_checkpoint_load_end")
+
+    def _restore(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+        try:
+            self.model.load_state_dict(state["model"])
+            if self.optimizer is not None and state["optimizer"] is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None and state["scheduler"] is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{info.path} is not of this model, optimizer or scheduler: {error}") from error
+        timestamp = Timestamp.from_dict(state["timestamp"])
+        self.state.timestamp = self.state.previous_timestamp = self.state.baseline = timestamp
+        self.ctx.step, self.ctx.epoch = timestamp.batch, timestamp.epoch
+        self.callbacks.load_state_dict(state["callbacks"])
+        self._metrics.load_state_dict(state["metrics"])
+        self._tally.load_state_dict(state["tally"])
+        self._logged = self._log_every.index(timestamp)
+        self._evaluated = self._eval_every.index(timestamp, self.state.elapsed) if self._eval_every is not None else 0
+        self._evaluated_at, self._recorded_at = state["evaluated_at"], timestamp.batch
+        self._resumed = state
+
+    # --- set-up and small change ---
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if error is not None:
+            self._lifetime.fail(error)
+        self.close()
+
+    def _make_optimizer(self, optimizer: Any, scheduler: Any) -> None:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if optimizer is not None:
+            self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+            if not isinstance(self.optimizer, Optimizer):
+                raise ConfigError(
+                    f"optimizer gave {type(self.optimizer).__name__}; give a torch optimizer, or a function of the parameters"
+                )
+            ours = {id(parameter) for parameter in self.model.parameters()}
+            if any(id(parameter) not in ours for group in self.optimizer.param_groups for parameter in group["params"]):
+                raise ConfigError(
+                    "the optimizer holds parameters that are not the model's (was the model copied or moved after it was made?); "
+                    "give a function instead, which is called once the model is final: optimizer=lambda params: AdamW(params, lr=...)"
+                )
+        if scheduler is not None:
+            if self.optimizer is None:
+                raise ConfigError("a scheduler needs an optimizer; give the Trainer both")
+            self.scheduler = scheduler if hasattr(scheduler, "step") else scheduler(self.optimizer)
+
+    def _open_training_fields(self) -> None:
+        self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
+
+    def _refuse_while_training(self, what: str) -> None:
+        if self._is_training:
+            ask = {"evaluate": "ctx.control.evaluate(why)", "save_checkpoint": "ctx.control.save(why)"}.get(what)
+            raise RequestRefused(
+                f"{what}() inside fit() would change the step in hand" + (f"; ask the loop for it: {ask}" if ask else "")
+            )
+
+    @contextmanager
+    def _training_stopped(self) -> Iterator[None]:
+        """The clock of training stands still."""
+        self._tally.stop()
+        yield
+        self._tally.start()
+
+
+def _duration(given: str | int | Time) -> Time:
+    duration = Time.parse(given, TimeUnit.EPOCH)
+    if duration.value <= 0 or duration.unit is TimeUnit.DURATION:
+        raise ConfigError(
+            f"max_duration={str(duration)!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'"
+        )
+    return duration
+
+
+def _positive(name: str, value: Any) -> Any:
+    if value is not None and not value > 0:
+        raise ConfigError(f"{name}={value!r}: give more than 0, or None")
+    return value

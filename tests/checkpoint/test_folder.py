@@ -1,0 +1,485 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import callsheet
+from callsheet.checkpoint import (
+    Unsealed,
+    delete_checkpoint,
+    find_checkpoints,
+    measure,
+    newest,
+    point_latest,
+    read_checkpoint,
+    read_seal,
+    write_checkpoint,
+    write_seal,
+)
+from callsheet.checkpoint.folder import KIND
+from callsheet.errors import CheckpointError
+
+BAD: list[tuple[Any, dict[str, Any]]] = [
+    ({"a": object()}, {}),
+    ({"a": torch.ones(1).to_sparse()}, {}),
+    ({"a": 2}, {"bad": object()}),
+]
+STATE = {"model": {"weight": torch.arange(4.0), "tied": [1, 2]}, "rng": random.Random(0).getstate(), "best": float("inf")}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def run(script: str, *arguments: object) -> None:
+    """Run a script in a process of its own; its failed assertion is ours."""
+    env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "step-3"
+    size = write_checkpoint(path, STATE, {"step": 3, "kind": "regular"})
+    state, info = read_checkpoint(path)
+    assert info == {"step": 3, "kind": "regular"}
+    assert torch.equal(state["model"].pop("weight"), STATE["model"]["weight"])  # type: ignore[index]
+    assert state == {"model": {"tied": [1, 2]}, "rng": STATE["rng"], "best": float("inf")}
+    assert names(path) == {"checkpoint.txt", "state.json", "tensors.safetensors", "manifest.json"}
+    assert size == sum((path / name).stat().st_size for name in ("state.json", "tensors.safetensors"))
+
+
+def test_a_real_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = training()
+    step(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    write_checkpoint(tmp_path / "ck", state, {})
+    step(model, optimizer)
+
+    other, other_optimizer = training()
+    state, _ = read_checkpoint(tmp_path / "ck")
+    other.load_state_dict(state["model"])
+    other_optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    step(other, other_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_tensors_are_read_to_the_device(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ck", STATE, {})
+    state, _ = read_checkpoint(tmp_path / "ck", device="meta")
+    assert state["model"]["weight"].is_meta
+
+
+def test_others_may_read_the_files(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_checkpoint(tmp_path / "ck", STATE, {})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ck").iterdir()} == {0o644}
+
+
+def test_every_changed_or_missing_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    write_checkpoint(path, {"w": torch.ones(2), "b": [1, "x"]}, {"step": 1})
+    for name in ("state.json", "tensors.safetensors", "manifest.json"):
+        whole = (path / name).read_bytes()
+        for i in range(len(whole)):
+            for damaged in (whole[:i], whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :]):
+                (path / name).write_bytes(damaged)
+                with pytest.raises(CheckpointError, match="use another"):
+                    read_checkpoint(path)
+        (path / name).write_bytes(whole)
+    read_checkpoint(path)
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.mark),))
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+def test_a_pickle_under_a_true_seal_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
+    path, mark = tmp_path / "ck", tmp_path / "ran"
+    write_checkpoint(path, STATE, {})
+    for content in (pickle.dumps(Bomb(mark)), b"[" * 100_000, b'{"a": NaN}', b'{"$tensor": "gone"}', b"\xff", b""):
+        (path / name).write_bytes(content)
+        (path / "manifest.json").unlink()
+        write_seal(path, {each: measure(path, each) for each in ("state.json", "tensors.safetensors")}, {}, kind=KIND)
+        with pytest.raises(CheckpointError, match="use another checkpoint"):
+            read_checkpoint(path)
+    torch.save(Bomb(mark), path / name)
+    (path / "manifest.json").unlink()
+    write_seal(path, {each: measure(path, each) for each in ("state.json", "tensors.safetensors")}, {}, kind=KIND)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)
+    assert not mark.exists()
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shard").touch()
+    write_seal(tmp_path, {"shard": measure(tmp_path, "shard")}, {}, kind="callsheet.checkpoint.sharded")
+    with pytest.raises(CheckpointError, match=r"is a 'callsheet\.checkpoint\.sharded', not a"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_sealed_checkpoint_is_not_written_over_unasked(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ck", {"a": 1}, {})
+    with pytest.raises(CheckpointError, match="is a sealed checkpoint; choose a new folder or pass overwrite=True"):
+        write_checkpoint(tmp_path / "ck", {"a": 2}, {})
+    for value in (2, 3, 4):
+        write_checkpoint(tmp_path / "ck", {"a": value}, {"step": value}, overwrite=True)
+        assert read_checkpoint(tmp_path / "ck") == ({"a": value}, {"step": value})
+        assert len(names(tmp_path / "ck")) == 4
+
+
+def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ck", {"a": 1}, {"step": 1})
+    before = names(tmp_path / "ck")
+    for state, info in BAD:
+        with pytest.raises(CheckpointError):
+            write_checkpoint(tmp_path / "ck", state, info, overwrite=True)
+        assert read_checkpoint(tmp_path / "ck") == ({"a": 1}, {"step": 1})
+        assert names(tmp_path / "ck") == before
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    for state, info in BAD:
+        with pytest.raises(CheckpointError):
+            write_checkpoint(tmp_path / "ck", state, info)
+        assert not (tmp_path / "ck").exists()
+
+
+def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    write_checkpoint(path, STATE, {})
+    (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:50])
+    (path / "rank-7").mkdir()
+    (path / "rank-7" / "shard").touch()
+    write_checkpoint(path, {"a": 1}, {})
+    assert read_checkpoint(path) == ({"a": 1}, {})
+    assert len(names(path)) == 4
+
+
+def test_a_folder_of_other_files_is_neither_cleared_nor_deleted(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match=r"holds files that are no checkpoint's; choose a new folder"):
+        write_checkpoint(tmp_path, STATE, {}, overwrite=True)
+    with pytest.raises(CheckpointError, match="is not the folder of a checkpoint, so it is not deleted"):
+        delete_checkpoint(tmp_path)
+    assert names(tmp_path) == {"thesis.tex"}
+
+
+def test_a_checkpoint_of_a_newer_callsheet_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    write_checkpoint(path, STATE, {})
+    body = json.dumps({"format": 2})[1:].encode()
+    (path / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
+    before = names(path)
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="use a newer callsheet"):
+            write_checkpoint(path, STATE, {}, overwrite=overwrite)
+    assert names(path) == before
+
+
+def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert find_checkpoints(root) == ([], [])
+    assert newest(root) is None
+    for name, info in [
+        ("z", {"step": 9}),
+        ("a", {"step": 10}),
+        ("again", {"step": 10}),
+        ("stepless", {}),
+        ("odd", {"step": "x"}),
+    ]:
+        write_checkpoint(root / name, {}, info)
+    write_checkpoint(root / "killed", {}, {"step": 99})
+    (root / "killed" / "manifest.json").unlink()
+    write_checkpoint(root / "short", {}, {"step": 98})
+    (root / "short" / "state.json").unlink()
+    (root / "empty").mkdir()
+    (root / "best").symlink_to(root / "z")
+    (root / "metrics.jsonl").touch()
+    (root / "latest").write_text("killed\n")  # the hint says nothing
+
+    found = find_checkpoints(root)
+    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["again", "a", "z", "odd", "stepless"]
+    assert [checkpoint.step for checkpoint in found.checkpoints] == [10, 10, 9, -1, -1]
+    reasons = {path.name: reason for path, reason in found.skipped}
+    assert reasons.keys() == {"killed", "short", "empty"}
+    assert "its writer never finished" in reasons["killed"]
+    assert "state.json is missing" in reasons["short"]
+    first = newest(root)
+    assert first is not None
+    assert first.path == root / "again"
+
+
+def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "root").touch()
+    with pytest.raises(CheckpointError, match=r"cannot read .*root"):
+        find_checkpoints(tmp_path / "root")
+
+
+def test_delete(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "whole", STATE, {})
+    write_checkpoint(tmp_path / "left", STATE, {})
+    (tmp_path / "left" / "manifest.json").unlink()
+    delete_checkpoint(tmp_path / "whole")
+    delete_checkpoint(tmp_path / "left")
+    assert names(tmp_path) == set()
+
+
+def test_delete_refuses_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ck", STATE, {})
+    (tmp_path / "link").symlink_to(tmp_path / "ck")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("link", "empty", "file", "none"):
+        with pytest.raises(CheckpointError, match="is not the folder of a checkpoint"):
+            delete_checkpoint(tmp_path / name)
+    assert names(tmp_path) == {"ck", "link", "empty", "file"}
+    read_seal(tmp_path / "ck")
+
+
+def test_the_latest_hint_names_a_sealed_checkpoint(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name, STATE, {})
+        point_latest(tmp_path / name)
+        assert (tmp_path / "latest").read_text() == f"{name}\n"
+    delete_checkpoint(tmp_path / "a")
+    with pytest.raises(Unsealed):
+        point_latest(tmp_path / "a")
+    assert (tmp_path / "latest").read_text() == "b\n"
+    assert names(tmp_path) == {"b", "latest"}
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "ck"):
+        with pytest.raises(CheckpointError, match=f"cannot write {path}: .*; choose") as refusal:
+            write_checkpoint(path, STATE, {})
+        assert isinstance(refusal.value.__cause__, OSError)
+
+
+NO_PERMISSION = """
+import errno, os, sys
+from pathlib import Path
+from callsheet.checkpoint import write_checkpoint
+from callsheet.errors import CheckpointError
+
+root = Path(sys.argv[1])
+root.chmod(0o500)
+if os.geteuid() == 0:
+    os.seteuid(65534)
+try:
+    write_checkpoint(root / "ck", {"a": 1}, {})
+except CheckpointError as error:
+    assert error.__cause__.errno == errno.EACCES, error.__cause__
+    assert str(error) == f"cannot write {root / 'ck'}: Permission denied; check who may write and read there", error
+else:
+    raise AssertionError("written")
+"""
+
+
+def test_a_folder_that_we_may_not_write_to(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    run(NO_PERMISSION, tmp_path / "root")
+    assert not list((tmp_path / "root").iterdir())
+
+
+LIMITED_FILES = """
+import errno, resource, sys
+from pathlib import Path
+import torch
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.errors import CheckpointError
+
+root = Path(sys.argv[1])
+no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+write_checkpoint(root / "old", {"old": 1}, {"step": 1})
+
+def refused(name, limit, state, info):
+    for path, overwrite in ((root / "new", False), (root / "old", True)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, no_limit[1]))
+        try:
+            write_checkpoint(path, state, info, overwrite=overwrite)
+        except CheckpointError as error:
+            assert error.__cause__.errno == errno.EFBIG, error.__cause__
+            assert str(error).startswith(f"cannot write {path}/{name}"), error
+        else:
+            raise AssertionError("written")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+        assert not (root / "new").exists()
+        assert read_checkpoint(root / "old") == ({"old": 1}, {"step": 1})
+        assert len(list((root / "old").iterdir())) == 4
+
+refused("state", 2000, {"x": "x" * 100_000}, {})
+refused("tensors", 2000, {"x": torch.ones(100_000)}, {})
+refused("manifest.json", 2000, {}, {"x": "x" * 100_000})
+"""
+
+
+def test_a_file_that_the_system_cuts_off_leaves_nothing_and_the_old_one_whole(tmp_path: Path) -> None:
+    run(LIMITED_FILES, tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "callsheet-test", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs more rights than these tests have")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    write_checkpoint(small_disk / "old", {"w": torch.ones(1000)}, {"step": 1})
+    for path in (small_disk / "new", small_disk / "old"):
+        with pytest.raises(CheckpointError, match=f"cannot write {path}.*: No space left on device; free space") as refusal:
+            write_checkpoint(path, {"w": torch.ones(100_000)}, {}, overwrite=True)
+        assert isinstance(refusal.value.__cause__, OSError)
+        assert refusal.value.__cause__.errno == errno.ENOSPC
+    assert names(small_disk) == {"old"}
+    assert read_checkpoint(small_disk / "old")[1] == {"step": 1}
+    write_checkpoint(small_disk / "new", {"w": torch.ones(20_000)}, {})  # what was half written has been given back
+
+
+KILLED_BEFORE_EVERY_CALL = """
+import os, shutil, signal, sys
+from pathlib import Path
+import torch
+from callsheet.checkpoint import Unsealed, delete_checkpoint, find_checkpoints, point_latest, read_checkpoint, write_checkpoint
+
+root = Path(sys.argv[1])
+path = root / "ck"
+CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.listdir", "os.scandir"}
+
+def write(step, overwrite=True):
+    write_checkpoint(path, {"step": step, "w": torch.full((8,), step)}, {"step": step}, overwrite=overwrite)
+    point_latest(path)
+
+def killed_before_call(nth, act):
+    pid = os.fork()
+    if pid == 0:
+        left = nth
+        def hook(event, arguments):
+            nonlocal left
+            if event in CALLS:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        try:
+            act()
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status != 0
+
+def stands():
+    try:
+        state, info = read_checkpoint(path)
+    except Unsealed:
+        assert not find_checkpoints(root).checkpoints
+        return None
+    assert state["w"].tolist() == [state["step"]] * 8 and info["step"] == state["step"]
+    return state["step"]
+
+def all_kills(before, act, allowed):
+    seen, nth = set(), 1
+    while True:
+        shutil.rmtree(path, ignore_errors=True)
+        before()
+        killed = killed_before_call(nth, act)
+        seen.add(stands())
+        if not killed:
+            break
+        write(9)  # whatever was left, the next writer gets through
+        assert stands() == 9 and len(list(path.iterdir())) == 4
+        nth += 1
+    assert seen == allowed and nth > 8, (seen, nth)
+
+all_kills(lambda: None, lambda: write(1), {None, 1})
+all_kills(lambda: write(1), lambda: write(2), {1, 2})  # never a moment without one
+all_kills(lambda: write(1), lambda: delete_checkpoint(path), {None, 1})
+"""
+
+
+def test_a_kill_before_any_call_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
+    run(KILLED_BEFORE_EVERY_CALL, tmp_path)
+
+
+KILLED_AT_RANDOM = """
+import itertools, os, random, select, signal, sys
+from pathlib import Path
+import torch
+from callsheet.checkpoint import find_checkpoints, read_checkpoint, write_checkpoint
+
+root = Path(sys.argv[1])
+state = {"w": torch.ones(1 << 18), "more": list(range(1000))}
+torch.set_num_threads(1)
+chance = random.Random(0)
+sealed = 0
+for trial in range(10):
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for step in itertools.count():
+                write_checkpoint(root / f"{trial}" / f"step-{step % 5}", state | {"step": step}, {"step": step}, overwrite=True)
+        finally:
+            os.write(write_end, b"failed")
+            os._exit(3)
+    os.close(write_end)
+    failed, _, _ = select.select([read_end], [], [], chance.uniform(0, 0.1))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL and not failed
+    os.close(read_end)
+    found = find_checkpoints(root / f"{trial}")
+    for checkpoint in found.checkpoints:
+        back, info = read_checkpoint(checkpoint.path)
+        assert torch.equal(back["w"], state["w"]) and back["step"] == info["step"] == checkpoint.step
+    assert all("is not a checkpoint" in reason for _, reason in found.skipped), found.skipped
+    assert len(found.skipped) <= 1
+    sealed += len(found.checkpoints)
+assert sealed
+"""
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_or_none(tmp_path: Path) -> None:
+    run(KILLED_AT_RANDOM, tmp_path)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet.checkpoint import FileSeal, Unsealed, measure, read_manifest, read_seal, read_verified, verify, write_seal
+from callsheet.checkpoint.disk import write_file
+from callsheet.errors import CheckpointError
+
+KIND = "test"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two sealed files, one of them in a folder of its own."""
+    folder = tmp_path / "ck"
+    (folder / "rank-1").mkdir(parents=True)
+    (folder / "rank-1" / "shard").write_bytes(b"shard")
+    files = {"a": write_file(folder, "a", [b"con", memoryview(b"tent")]), "rank-1/shard": measure(folder, "rank-1/shard")}
+    write_seal(folder, files, {"step": 7}, kind=KIND)
+    return folder
+
+
+def craft(folder: Path, **changes: Any) -> None:
+    """Put a manifest there that holds against its own digest, whatever it says."""
+    content = {key: value for key, value in json.loads((folder / "manifest.json").read_bytes()).items() if key != "sha256"}
+    body = json.dumps(content | changes)[1:].encode()
+    (folder / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
+
+
+def test_a_seal_reads_back(folder: Path) -> None:
+    sealed = read_seal(folder)
+    assert sealed == read_manifest(folder)
+    assert sealed.kind == KIND
+    assert sealed.info == {"step": 7}
+    assert sealed.files["a"] == FileSeal(7, hashlib.sha256(b"content").hexdigest())
+    assert sealed.size_bytes == 12
+    assert read_verified(folder, "a", sealed.files["a"]) == b"content"
+    verify(folder, "rank-1/shard", sealed.files["rank-1/shard"])
+
+
+def test_a_manifest_is_json_for_everyone(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert content["format"] == 1
+    assert content["files"]["a"]["size_bytes"] == 7
+
+
+def test_info_is_plain_data_without_tensors(folder: Path) -> None:
+    info = {"loss": math.inf, "epoch": (1, 2), "best": {3: "x"}}
+    assert write_seal(folder, {}, info, kind=KIND, replace=True).info == info
+    assert read_seal(folder).info == info
+    for wrong, message in [(torch.ones(1), r"info\.a: a tensor .* \.item"), (object(), "a: a <class 'object'> is not plain")]:
+        with pytest.raises(CheckpointError, match=message):
+            write_seal(folder, {}, {"a": wrong}, kind=KIND, replace=True)
+    assert read_seal(folder).info == info
+
+
+def test_sealing_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="is sealed already; write to a new folder"):
+        write_seal(folder, {}, {}, kind=KIND)
+    assert read_seal(folder).info == {"step": 7}
+
+
+def test_sealing_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12")
+    for name, message in [("b", "b is missing"), ("a", "a has 2 bytes, not 3")]:
+        with pytest.raises(CheckpointError, match=message):
+            write_seal(tmp_path, {name: FileSeal(3, "")}, {}, kind=KIND)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_without_a_seal_does_not_exist(folder: Path) -> None:
+    for where in (folder / "none", folder / "a"):
+        with pytest.raises(Unsealed, match=r"is not a checkpoint: it has no manifest\.json"):
+            read_seal(where)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(Unsealed, match="its writer never finished"):
+        read_seal(folder)
+
+
+def test_every_truncation_of_the_manifest_is_refused(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    whole = manifest.read_bytes()
+    for size in range(len(whole)):
+        manifest.write_bytes(whole[:size])
+        with pytest.raises(Unsealed, match="truncated or was changed"):
+            read_seal(folder)
+
+
+def test_every_changed_bit_of_the_manifest_is_refused(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    whole = manifest.read_bytes()
+    for i in range(len(whole) * 8):
+        changed = bytearray(whole)
+        changed[i // 8] ^= 1 << i % 8
+        manifest.write_bytes(changed)
+        with pytest.raises(Unsealed, match="truncated or was changed"):
+            read_seal(folder)
+    for more in (b" ", b"\n", b"{}"):
+        manifest.write_bytes(whole + more)
+        with pytest.raises(Unsealed):
+            read_seal(folder)
+
+
+def test_a_newer_format_says_so_and_is_no_leftover(folder: Path) -> None:
+    craft(folder, format=2)
+    with pytest.raises(
+        CheckpointError, match=r"has format 2, and this callsheet knows up to 1; use a newer callsheet"
+    ) as refusal:
+        read_seal(folder)
+    assert not isinstance(refusal.value, Unsealed)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", ".", "..", "a/../../x", "a//b", "./a", "C:\\x", "a\\b", "x\0"])
+def test_a_name_that_leads_outside_is_refused(folder: Path, name: str) -> None:
+    (folder.parent / "x").write_bytes(b"outside")
+    craft(folder, files={name: {"size_bytes": 7, "sha256": hashlib.sha256(b"outside").hexdigest()}})
+    with pytest.raises(CheckpointError, match="is not the name of a file inside a checkpoint"):
+        read_seal(folder)
+    with pytest.raises(CheckpointError, match="inside a checkpoint"):
+        read_verified(folder, name, FileSeal(7, ""))
+    with pytest.raises(CheckpointError, match="inside a checkpoint"):
+        write_seal(folder, {name: FileSeal(7, "")}, {}, kind=KIND, replace=True)
+    with pytest.raises(CheckpointError, match="inside a checkpoint"):
+        write_file(folder, name, [b""])
+
+
+@pytest.mark.parametrize("name", ["a", "rank-1"])
+def test_a_link_is_refused(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "outside")
+    (folder / name).symlink_to(folder.parent / "outside")
+    with pytest.raises(CheckpointError, match="is a symbolic link; a checkpoint holds its files itself"):
+        read_seal(folder)
+
+
+def test_a_manifest_that_is_a_link_or_a_pipe_is_refused_without_waiting(folder: Path) -> None:
+    (folder / "manifest.json").rename(folder.parent / "outside")
+    (folder / "manifest.json").symlink_to(folder.parent / "outside")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_seal(folder)
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_seal(folder)
+
+
+def test_a_missing_or_different_file_is_refused(folder: Path) -> None:
+    sealed = read_seal(folder)
+    (folder / "a").write_bytes(b"conTent")
+    assert read_seal(folder) == sealed  # the size is right: the digest is for the reader
+    for read in (read_verified, verify):
+        with pytest.raises(CheckpointError, match="was changed or damaged after it was sealed"):
+            read(folder, "a", sealed.files["a"])
+    (folder / "a").write_bytes(b"content and more")
+    with pytest.raises(CheckpointError, match="a has 16 bytes, not 7"):
+        read_seal(folder)
+    (folder / "a").unlink()
+    with pytest.raises(CheckpointError, match="a is missing"):
+        read_seal(folder)
+    (folder / "a").mkdir()
+    with pytest.raises(CheckpointError, match="a is not a regular file"):
+        read_seal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": []},
+        {"files": {"a": 1}},
+        {"files": {"a": {}}},
+        {"files": {"a": {"size_bytes": "x", "sha256": ""}}},
+        {"info": []},
+        {"info": {"$tensor": "x"}},
+        {"sealed_at": None},
+        {"format": True},
+        {"format": None},
+        {"format": 0},
+        {"files": {"a": {"size_bytes": -1, "sha256": ""}}},
+    ],
+)
+def test_a_crafted_manifest_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    craft(folder, **changes)
+    with pytest.raises(CheckpointError):
+        read_seal(folder)
+
+
+def test_a_manifest_too_deep_to_read_is_refused(folder: Path) -> None:
+    body = b'"format": 1, "info": ' + b"[" * 100_000
+    (folder / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
+    with pytest.raises(CheckpointError, match="malformed"):
+        read_seal(folder)
+
+
+def test_a_pickle_in_the_place_of_a_manifest_is_not_run(folder: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.mkdir, (str(folder / "ran"),))
+
+    (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(Unsealed):
+        read_seal(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_a_file_that_stands_is_not_written_over(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write .*/a: File exists"):
+        write_file(folder, "a", [b"other"])
+    assert (folder / "a").read_bytes() == b"content"
+
+
+def test_a_writer_that_fails_takes_its_half_away(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        write_file(tmp_path, "a", (bytes([1 // n]) for n in (1, 0)))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,238 @@
+"""The lifecycle table against itself, and against the rules that it is made for."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from callsheet.lifecycle import (
+    ALWAYS,
+    ANYWHERE,
+    BOUNDARY,
+    EVENTS,
+    FIELDS,
+    POINTS,
+    SPAN_OF,
+    SPANS,
+    canonical_order,
+    description,
+    fields_told,
+    names_in,
+    tree,
+)
+
+
+def matches(order: str, told: str) -> bool:
+    """Whether the names in `told`, apart by spaces, are a sequence that `order` allows."""
+    pattern = re.sub(r"[a-z_]+", lambda name: f"(?:{name[0]}/)", order).replace(" ", "")
+    return re.fullmatch(pattern, "".join(f"{name}/" for name in told.split())) is not None
+
+
+def test_every_span_is_two_events_and_every_point_one() -> None:
+    expected = [event for name in SPANS for event in (f"on_{name}_start", f"on_{name}_end")] + list(POINTS)
+    assert sorted(EVENTS) == sorted(expected)
+    assert len(set(EVENTS)) == len(EVENTS)
+    assert set(SPAN_OF) == set(EVENTS) - set(POINTS)
+
+
+def test_tables_are_keyed_by_name() -> None:
+    assert all(name == span.name for name, span in SPANS.items())
+    assert all(name == point.name for name, point in POINTS.items())
+    assert all(name == field.name for name, field in FIELDS.items())
+
+
+def test_orders_name_only_spans_and_points() -> None:
+    for span in SPANS.values():
+        assert set(names_in(span.order)) <= SPANS.keys() | POINTS.keys(), span.name
+
+
+def test_every_span_and_point_stands_somewhere() -> None:
+    placed = {name for span in SPANS.values() for name in names_in(span.order)}
+    assert SPANS.keys() - placed == {"run"}
+    assert POINTS.keys() - placed == ANYWHERE
+    assert sorted(ANYWHERE) == ["on_checkpoint_published", "on_exception", "on_preempt"]
+
+
+def test_orders_are_trees_a_span_never_stands_inside_itself() -> None:
+    def below(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"{name} inside {path}"
+        for child in names_in(SPANS[name].order):
+            if child in SPANS:
+                below(child, (*path, name))
+
+    below("run", ())
+
+
+def test_the_run_is_told_first_and_last() -> None:
+    assert EVENTS[0] == "on_run_start"
+    assert EVENTS[-1] == "on_run_end"
+    assert canonical_order() == EVENTS
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_children_are_told_between_their_spans_edges_in_the_canonical_order(span: str) -> None:
+    start, end = EVENTS.index(SPANS[span].start_event), EVENTS.index(SPANS[span].end_event)
+    assert start < end
+    for child in names_in(SPANS[span].order):
+        for event in (child,) if child in POINTS else (SPANS[child].start_event, SPANS[child].end_event):
+            assert start < EVENTS.index(event) < end, event
+
+
+def test_the_canonical_order_of_a_step_and_its_boundary() -> None:
+    drawn = [
+        "on_fetch_start",
+        "on_fetch_end",
+        "on_train_step_start",
+        "on_forward_backward_start",
+        "on_microbatch_start",
+        "on_forward_start",
+        "on_forward_end",
+        "on_loss_start",
+        "on_loss_end",
+        "on_backward_start",
+        "on_backward_end",
+        "on_microbatch_end",
+        "on_forward_backward_end",
+        "on_clip_gradients_start",
+        "on_clip_gradients_end",
+        "on_optimizer_step_start",
+        "on_optimizer_step_end",
+        "on_train_step_end",
+        "on_log",
+        "on_eval_all_start",
+        "on_eval_start",
+        "on_eval_step_start",
+        "on_eval_forward_start",
+        "on_eval_forward_end",
+        "on_eval_step_end",
+        "on_eval_end",
+        "on_eval_all_end",
+        "on_checkpoint_due",
+        "on_checkpoint_save_start",
+        "on_checkpoint_save_end",
+        "on_epoch_end",
+        "on_round_end",
+        "on_train_end",
+    ]
+    start = EVENTS.index(drawn[0])
+    assert list(EVENTS[start : start + len(drawn)]) == drawn
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "on_log",
+        "eval_all",
+        "on_log eval_all on_log",
+        "on_log eval_all on_checkpoint_due checkpoint_save",
+        "on_checkpoint_due",
+        "on_log on_checkpoint_due checkpoint_save eval_all on_log on_checkpoint_due checkpoint_save",
+    ],
+)
+def test_a_boundary_allows(told: str) -> None:
+    assert matches(BOUNDARY, told)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "checkpoint_save",
+        "on_checkpoint_due on_log",
+        "eval_all eval_all",
+        "on_checkpoint_due on_checkpoint_due",
+        "on_log on_log on_log",
+        "checkpoint_save on_checkpoint_due",
+    ],
+)
+def test_a_boundary_forbids(told: str) -> None:
+    assert not matches(BOUNDARY, told)
+
+
+def test_an_epoch_may_end_with_a_fetch_that_found_nothing_but_no_step_comes_without_one() -> None:
+    order = SPANS["epoch"].order
+    assert matches(order, "fetch train_step fetch train_step on_log fetch")
+    assert matches(order, "fetch")
+    assert not matches(order, "train_step")
+    assert not matches(order, "fetch fetch train_step")
+
+
+def test_a_step_has_at_least_one_microbatch() -> None:
+    assert matches(SPANS["forward_backward"].order, "microbatch microbatch")
+    assert not matches(SPANS["forward_backward"].order, "")
+
+
+@given(st.lists(st.sampled_from(["on_log", "eval_all", "on_checkpoint_due", "checkpoint_save"]), max_size=7))
+def test_at_a_boundary_a_save_follows_its_due_and_a_due_follows_the_record(told: list[str]) -> None:
+    if matches(BOUNDARY, " ".join(told)):
+        assert all(told[i - 1] == "on_checkpoint_due" for i, name in enumerate(told) if name == "checkpoint_save")
+        assert told.count("eval_all") <= 1
+        if "on_log" in told and "eval_all" not in told:
+            assert told[0] == "on_log"
+
+
+def test_windows_and_writable_events_are_events() -> None:
+    for field in FIELDS.values():
+        for opens, closes in field.windows:
+            assert EVENTS.index(opens) <= EVENTS.index(closes), field.name
+        for event in field.writable:
+            assert field.name in fields_told(event), f"{field.name} is writable at {event}, where it cannot be read"
+        if field.kept_until:
+            assert field.kept_until in EVENTS
+
+
+def test_fields_declare_how_ranks_relate() -> None:
+    assert {field.kind for field in FIELDS.values()} <= {"replicated", "local", "reduced", "agreed"}
+
+
+def test_fields_without_a_window_are_told_always() -> None:
+    assert ALWAYS == ("event", "run", "state", "step", "epoch", "model", "user_state", "control")
+    assert all(not set(fields_told(event)) & set(ALWAYS) for event in EVENTS)
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ("on_run_start", ()),
+        ("on_fetch_start", ("optimizer", "scheduler")),
+        ("on_forward_end", ("optimizer", "scheduler", "batch", "microbatch", "outputs")),
+        ("on_backward_end", ("optimizer", "scheduler", "batch", "microbatch", "loss")),
+        ("on_forward_backward_end", ("optimizer", "scheduler", "batch", "loss")),
+        ("on_log", ("optimizer", "scheduler", "record")),
+        ("on_test_end", ("eval_losses",)),
+        ("on_predict_forward_end", ("batch", "outputs")),
+        ("on_exception", ("exception", "span")),
+        ("on_checkpoint_published", ("checkpoint",)),
+        ("on_run_end", ()),
+    ],
+)
+def test_fields_told(event: str, told: tuple[str, ...]) -> None:
+    assert fields_told(event) == told
+
+
+def test_the_step_end_tells_what_a_step_made() -> None:
+    expected = {"optimizer", "scheduler", "batch", "loss", "loss_dict", "grad_norm", "learning_rate", "step_skipped"}
+    assert set(fields_told("on_train_step_end")) == expected
+
+
+def test_every_event_is_described_by_its_own_sentence() -> None:
+    sentences = [description(event) for event in EVENTS]
+    assert all(sentence.endswith(".") for sentence in sentences)
+    assert description("on_train_start") == SPANS["train"].start
+    assert description("on_train_end") == SPANS["train"].end
+    assert description("on_log") == POINTS["on_log"].told
+
+
+def test_names_in_mentions_each_once_in_order() -> None:
+    assert names_in("(b a | b on_log?)* a+") == ["b", "a", "on_log"]
+
+
+def test_the_tree_draws_everything_once_with_its_depth() -> None:
+    lines = tree().splitlines()
+    names = [line.strip() for line in lines[:-1]]
+    assert sorted(names) == sorted([*SPANS, *(POINTS.keys() - ANYWHERE)])
+    assert lines[0] == "run"
+    assert "   train" in lines
+    assert "            train_step" in lines  # run, train, round, epoch
+    assert lines[-1] == "anywhere: on_checkpoint_published, on_preempt, on_exception"
