@@ -13,7 +13,7 @@ def test_the_members_are_the_lifecycles_events_in_its_order() -> None:
 
 
 def test_a_member_is_the_plain_string() -> None:
-    assert Event.TRAIN_STEP_END == "on_train_step_end"
+    assert str.__eq__(Event.TRAIN_STEP_END, "on_train_step_end")
     assert f"{Event.LOG}" == "on_log"
     assert {"on_log": 1}[Event.LOG] == 1
 

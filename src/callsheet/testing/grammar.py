@@ -146,7 +146,8 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        self._windows: dict[str, str] = {}  # open field -> the event that will close it
+        self._windows: dict[str, tuple[str, int]] = {}  # open field: the event that will close it, and how deep it opened
+        self._past = ""
         self._failed = False
         self._count = 0
 
@@ -157,6 +158,7 @@ class GrammarChecker:
             GrammarError: it cannot come here.
         """
         self._count += 1
+        depth = len(self._open)
         name = SPAN_OF.get(event, event)
         if event == "on_exception":
             self._refuse_if(self._failed, event, "a second exception is told")
@@ -176,7 +178,7 @@ class GrammarChecker:
             self._refuse_if(span != name, event, f"{span or 'no span'} is open, not {name}")
             self._refuse_if(not remains.may_be_empty, event, f"{span} still needs {_listed(remains)}")
             self._open.pop()
-        self._follow_windows(event)
+        self._follow_windows(event, depth)
 
     def readable(self, event: str) -> frozenset[str]:
         """The fields that can be read at `event`, which has just been told."""
@@ -203,19 +205,21 @@ class GrammarChecker:
             path = " > ".join(name for name, _ in self._open if name) or "nothing"
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
-    def _follow_windows(self, event: str) -> None:
-        for field, closes in list(self._windows.items()):
-            if closes in self._past:
-                del self._windows[field]
-        self._past = {event}
+    def _follow_windows(self, event: str, depth: int) -> None:
+        """Open and shut windows; `depth` is how many spans were open before the event.
+
+        A window is shut at the latest before the end of the span that its first event stands in: the last fetch of an epoch opens one
+        that no step will close.
+        """
+        ended = event in SPAN_OF and len(self._open) < depth
+        for name, (closes, parent) in list(self._windows.items()):
+            if closes == self._past or (ended and parent == depth and closes != event) or event == "on_run_end":
+                del self._windows[name]
+        self._past = event
         for field in FIELDS.values():
             for opens, closes in field.windows:
                 if event == opens:
-                    self._windows[field.name] = closes
-        if event == "on_run_end":
-            self._windows.clear()
-
-    _past: frozenset[str] | set[str] = frozenset()
+                    self._windows[field.name] = (closes, min(depth, len(self._open)))
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
