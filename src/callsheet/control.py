@@ -36,13 +36,14 @@ class Control:
     `able` names what the loop behind it can carry out now; anything else is refused when it is asked for, not ignored.
     """
 
-    __slots__ = ("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "load_path")
+    __slots__ = ("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "load_path", "pending")
 
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate")) -> None:
         self.able = set(able)
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
+        self.pending = False  # whether the loop has anything to look at, for a loop that looks at every step
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.in_gate = False  # the manager says here that the handler being told does not run on every rank
@@ -58,6 +59,7 @@ class Control:
         self._check("stop", replicated)
         if self._stop is None:  # the first asker is remembered
             self._stop = Request("stop", why, _asker())
+            self.pending = True
 
     def save(self, why: str, *, kind: str = "requested", replicated: bool = False) -> None:
         """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does."""
@@ -67,12 +69,14 @@ class Control:
             )
         self._check("save", replicated)
         self._saves.append(Request("save", why, _asker(), kind))
+        self.pending = True
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
         """Ask that all evaluators run at the next boundary. Raises as `stop` does."""
         self._check("evaluate", replicated)
         if self._evaluate is None:
             self._evaluate = Request("evaluate", why, _asker())
+            self.pending = True
 
     def accumulate(self, batches: int) -> None:
         """From the next step on, accumulate gradients over so many fetched batches. Raises as `stop` does."""
@@ -109,6 +113,7 @@ class Control:
             self._evaluate = None
         else:
             self._stop = None
+        self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
 
     def _check(self, what: str, replicated: bool) -> None:
         if what not in self.able:

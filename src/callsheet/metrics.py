@@ -29,7 +29,7 @@ class Series:
         self.values: list[Any] = []
         self.weights: list[Any] = []
 
-    def add(self, value: Any, weight: Any) -> None:
+    def add(self, value: Any, weight: Any = None) -> None:
         """Take one more value."""
         if self.over == "last":
             self.values = [value]
@@ -62,12 +62,24 @@ class MetricLog:
             ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is no scalar.
         """
         for name, value in values.items():
-            series = self._series.get(name)
-            if series is None or series.over != over or series.across != across:
-                series = self._new_series(name, over, across, series)
+            series = self.series(name, over, across)
             if type(value) is not float and type(value) is not int:
                 value = _scalar(name, value)
             series.add(value, weight)
+
+    def series(self, name: str, over: str, across: str) -> Series:
+        """The series of one name, for a loop that adds to it at every step; raises as `log` does."""
+        series = self._series.get(name)
+        if series is None:
+            one_of("over", over, OVER)
+            one_of("across", across, ACROSS)
+            self._series[name] = series = Series(over, across)
+        elif series.over != over or series.across != across:
+            raise ConfigError(
+                f"the metric {name!r} was logged with over={series.over!r}, across={series.across!r} before, and now with "
+                f"over={over!r}, across={across!r}; use one, or another name"
+            )
+        return series
 
     def take(self) -> dict[str, float]:
         """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors."""
@@ -100,19 +112,8 @@ class MetricLog:
         """Take back what `state_dict` gave."""
         self._series = {}
         for name, saved in state.items():
-            series = self._new_series(name, saved["over"], saved["across"], None)
+            series = self.series(name, saved["over"], saved["across"])
             series.values, series.weights = list(saved["values"]), list(saved["weights"])
-
-    def _new_series(self, name: str, over: str, across: str, old: Series | None) -> Series:
-        one_of("over", over, OVER)
-        one_of("across", across, ACROSS)
-        if old is not None:
-            raise ConfigError(
-                f"the metric {name!r} was logged with over={old.over!r}, across={old.across!r} before, and now with "
-                f"over={over!r}, across={across!r}; use one, or another name"
-            )
-        self._series[name] = series = Series(over, across)
-        return series
 
 
 def _scalar(name: str, value: Any) -> Any:

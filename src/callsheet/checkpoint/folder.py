@@ -80,13 +80,13 @@ def write_checkpoint(path: str | os.PathLike[str], state: object, info: Mapping[
             files = {names[0]: write_file(path, names[0], [content]), names[1]: write_tensors(path, names[1], tensors)}
             sealed = write_seal(path, files, info, kind=KIND, replace=old is not None)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError, CheckpointError):  # the first error is the one to tell
                 if old is None:
                     _remove(path)
                 else:
                     _clear(path)
             raise
-        with contextlib.suppress(OSError):  # the new one is published; what stays is cleared by the next writer
+        with contextlib.suppress(OSError, CheckpointError):  # the new one is published; what stays is cleared by the next writer
             _clear(path)
     return sealed.size_bytes
 

@@ -164,7 +164,9 @@ class GrammarChecker:
             self._refuse_if(self._failed, event, "a second exception is told")
             self._failed = True
         elif self._failed:
-            self._refuse_if(event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is told")
+            self._refuse_if(
+                event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is told"
+            )
             if event == "on_run_end":
                 self._open = [("", EMPTY)]  # the open spans are unwound without their ends
         elif event in POINTS:

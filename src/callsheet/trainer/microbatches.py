@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def _in_step(values: list[Any], size: int) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def shared(microbatches: list[Any], task: Task) -> Iterable[tuple[Any, Any]]:
+def shared(microbatches: list[Any], task: Task) -> list[tuple[Any, Any]]:
     """Each microbatch with its share of the batch's mean, by the task's weights; None where there is only one."""
     if len(microbatches) == 1:
         return [(microbatches[0], None)]
@@ -51,39 +51,28 @@ def shared(microbatches: list[Any], task: Task) -> Iterable[tuple[Any, Any]]:
     return [(microbatch, weight / total) for microbatch, weight in zip(microbatches, weights, strict=True)]
 
 
-def by_name(losses: Losses) -> dict[str, Tensor]:
-    """What a task's `loss` gave, by name.
+def trained_on(losses: Losses) -> Tensor:
+    """The loss that is trained on, of what a task's `loss` gave.
 
     Raises:
         ConfigError: none is called `loss`, or that one is no scalar tensor.
     """
-    named = dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
-    loss = named.get("loss")
-    if not isinstance(loss, Tensor) or loss.dim():
-        shape = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
-        raise ConfigError(f"the task's loss {shape}, and should be a scalar tensor; take its mean (losses: {', '.join(named)})")
-    return named
+    loss = losses.get("loss") if isinstance(losses, Mapping) else losses
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    shape = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
+    names = f" (losses: {', '.join(losses)})" if isinstance(losses, Mapping) else ""
+    raise ConfigError(f"the task's loss {shape}, and should be a scalar tensor; take its mean{names}")
 
 
-class Means:
-    """The losses of a step by name, detached: the means over its microbatches."""
-
-    __slots__ = ("_parts", "_shares")
-
-    def __init__(self) -> None:
-        self._parts: list[dict[str, Tensor]] = []
-        self._shares: list[Any] = []
-
-    def add(self, losses: dict[str, Tensor], share: Any) -> None:
-        """The losses of one more microbatch, and its share."""
-        self._parts.append({name: loss.detach() for name, loss in losses.items()})
-        self._shares.append(share)
-
-    def losses(self) -> dict[str, Tensor]:
-        """The means, on the device."""
-        if self._shares == [None]:
-            return self._parts[0]
-        return {
-            name: torch.stack([part[name] * share for part, share in zip(self._parts, self._shares, strict=True)]).sum()
-            for name in self._parts[0]
-        }
+def means(parts: list[tuple[Tensor, Losses, Any]]) -> dict[str, Tensor]:
+    """The step's losses by name, detached: the means over its microbatches, each (loss trained on, losses of the task, share)."""
+    if len(parts) == 1:
+        loss, losses, _ = parts[0]
+        others = {name: value.detach() for name, value in losses.items()} if isinstance(losses, Mapping) else {}
+        return {**others, "loss": loss.detach()}
+    named = [{**(losses if isinstance(losses, Mapping) else {}), "loss": loss} for loss, losses, _ in parts]
+    return {
+        name: torch.stack([each[name].detach() * share for each, (_, _, share) in zip(named, parts, strict=True)]).sum()
+        for name in named[0]
+    }

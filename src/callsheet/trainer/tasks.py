@@ -102,9 +102,8 @@ def resolve_task(task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Mod
 
 def _leading_length(batch: Any) -> int:
     if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    for value in values:
-        if isinstance(value, (Tensor, Mapping, list, tuple)) and (length := _leading_length(value)):
-            return length
+        return batch.shape[0] if batch.ndim else 1
+    for value in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ():
+        if isinstance(value, (Tensor, Mapping, list, tuple)):
+            return _leading_length(value)
     return 0

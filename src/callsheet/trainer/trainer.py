@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ from callsheet.time import Interval, Time, Timestamp, TimeUnit
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
 from callsheet.trainer.evaluation import Evaluation
 from callsheet.trainer.memory import memory_bytes
-from callsheet.trainer.microbatches import Means, by_name, shared, split
+from callsheet.trainer.microbatches import means, shared, split, trained_on
 from callsheet.trainer.store import Store
 from callsheet.trainer.tally import Tally
 from callsheet.trainer.tasks import Task, resolve_task
@@ -246,10 +247,12 @@ class Trainer:
     def _train_epoch(self, optimizer: Optimizer, batches: TrainBatches) -> bool:
         """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
         ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
-        state, tally, metrics = self.state, self._tally, self._metrics
+        state, tally, metrics, control, signals = self.state, self._tally, self._metrics, self.control, self._signals
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        train_loss = metrics.series("train/loss", "mean", "mean")
         on_cpu = self.device.type == "cpu"
         epoch = self._epoch(batches)
+        next_boundary = self._next_boundary()
         tally.start()
         while True:
             with spans.fetch:
@@ -257,29 +260,30 @@ class Trainer:
                 if batch is not None and not on_cpu:
                     ctx.batch = to_device(batch, self.device)
             if batch is None:
-                ctx.close("on_train_step_end")
+                del ctx.batch
                 if not state.timestamp.batch_in_epoch:
                     raise ConfigError(f"epoch {ctx.epoch} had no batches; is the dataset empty, or was an iterator used up?")
                 return True
             ctx.step += 1
             with spans.train_step:
                 with spans.forward_backward:
-                    parts = Means()
+                    parts = []
                     for ctx.microbatch, share in shared(split(ctx.batch, self.microbatch_size), task):
                         with spans.microbatch:
                             with spans.forward:
                                 ctx.outputs = task.forward(model, ctx.microbatch)
                             with spans.loss:
-                                losses = by_name(task.loss(ctx.outputs, ctx.microbatch))
-                                ctx.loss = losses["loss"]
-                            ctx.close("on_loss_end")
-                            losses["loss"] = ctx.loss  # as the callbacks left it
+                                losses = task.loss(ctx.outputs, ctx.microbatch)
+                                ctx.loss = trained_on(losses)
+                            if "outputs" not in ctx.kept:
+                                del ctx.outputs
                             with spans.backward:
                                 (ctx.loss if share is None else ctx.loss * share).backward()
-                            parts.add(losses, share)
-                        ctx.close("on_microbatch_end")
-                    means = parts.losses()
-                    ctx.loss = loss = means["loss"]
+                            parts.append((ctx.loss, losses, share))
+                        del ctx.microbatch, ctx.loss
+                    loss_dict = means(parts)
+                    ctx.loss = loss = loss_dict["loss"]
+                    del parts, losses  # and with them the graph
                 with spans.clip_gradients:
                     ctx.grad_norm = None
                     if self.clip_grad_norm is not None:
@@ -294,13 +298,30 @@ class Trainer:
                 tally.samples += task.samples(ctx.batch)
                 tally.tokens += task.tokens(ctx.batch)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                metrics.log({f"train/{name}": mean for name, mean in means.items()}, over="mean")
-                ctx.loss_dict = means
+                ctx.loss_dict = loss_dict
+            del ctx.batch, ctx.loss, ctx.loss_dict, ctx.grad_norm, ctx.learning_rate, ctx.step_skipped
+            if "outputs" in ctx.kept:
+                del ctx.outputs
             self._last_loss = loss
-            ctx.close("on_train_step_end")
+            train_loss.add(loss)
+            if len(loss_dict) > 1:
+                metrics.log({f"train/{name}": mean for name, mean in loss_dict.items() if name != "loss"}, over="mean")
             optimizer.zero_grad()
-            if self._boundary("step"):
-                return state.timestamp.batch_in_epoch == batches.length
+            if ctx.step >= next_boundary or control.pending or signals.received is not None or self._heard.on_checkpoint_due:
+                if self._boundary("step"):
+                    return state.timestamp.batch_in_epoch == batches.length
+                next_boundary = self._next_boundary()
+
+    def _next_boundary(self) -> int:
+        """The next step after which something can be due; the other units only move at log boundaries and the ends of epochs."""
+        step, duration = self.state.timestamp.batch, self.state.max_duration
+        steps = [int(duration.value)] if duration is not None and duration.unit is TimeUnit.BATCH else []
+        for interval in (self._log_every, self._eval_every):
+            if interval is not None and interval.every.unit is TimeUnit.DURATION:
+                return step + 1
+            if interval is not None and interval.every.unit is TimeUnit.BATCH:
+                steps.append(int((interval.index(self.state.timestamp) + 1) * interval.every.value))
+        return min(steps, default=sys.maxsize)
 
     def _epoch(self, batches: TrainBatches) -> Iterator[Any]:
         """The batches of the epoch in hand; after a resume those that are left of it, and then the random states as they were."""
