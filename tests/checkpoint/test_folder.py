@@ -215,13 +215,14 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     root = tmp_path / "root"
     assert find_checkpoints(root) == ([], [])
     assert newest(root) is None
-    for name, info in [
-        ("z", {"step": 9}),
-        ("a", {"step": 10}),
-        ("again", {"step": 10}),
-        ("stepless", {}),
-        ("odd", {"step": "x"}),
-    ]:
+    infos: dict[str, dict[str, Any]] = {
+        "z": {"step": 9},
+        "a": {"step": 10},
+        "again": {"step": 10},
+        "none": {},
+        "odd": {"step": "x"},
+    }
+    for name, info in infos.items():
         write_checkpoint(root / name, {}, info)
     write_checkpoint(root / "killed", {}, {"step": 99})
     (root / "killed" / "manifest.json").unlink()
@@ -233,7 +234,7 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     (root / "latest").write_text("killed\n")  # the hint says nothing
 
     found = find_checkpoints(root)
-    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["again", "a", "z", "odd", "stepless"]
+    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["again", "a", "z", "odd", "none"]
     assert [checkpoint.step for checkpoint in found.checkpoints] == [10, 10, 9, -1, -1]
     reasons = {path.name: reason for path, reason in found.skipped}
     assert reasons.keys() == {"killed", "short", "empty"}
