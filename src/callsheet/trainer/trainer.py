@@ -193,6 +193,11 @@ class Trainer:
                 }
             self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device)
 
+    @property
+    def preempted(self) -> bool:
+        """A signal asked the run to make way."""
+        return self._lifetime.outcome == Outcome.PREEMPTED
+
     # --- training ---
 
     def fit(self, max_duration: str | int | Time | None = None) -> None:

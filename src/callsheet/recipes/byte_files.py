@@ -1,0 +1,124 @@
+"""Text files as bytes: split by file into training and validation, cut into windows, and the baselines that a model must beat."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from callsheet.errors import ConfigError
+
+_TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
+
+
+@dataclass
+class ByteFiles:
+    """Which files, and how they become batches.
+
+    Args:
+        folder: where the files are; None is the standard library of the running Python, without its tests.
+        pattern: which files in it and below, such as `*.py`.
+        sequence_length: bytes a window.
+        validation_percent: how many files of a hundred are for validation; a file's name decides, so that it stays where it is.
+        validation_batches: how many batches an evaluation takes, spread over the validation files.
+    """
+
+    folder: str | None = None
+    pattern: str = "*.py"
+    sequence_length: int = 128
+    validation_percent: int = 5
+    validation_batches: int = 40
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation_percent < 100:
+            raise ConfigError(f"data.validation_percent={self.validation_percent}: give more than 0 and less than 100")
+        if self.sequence_length < 2 or self.validation_batches < 1:
+            raise ConfigError("data.sequence_length must be 2 or more, and data.validation_batches 1 or more")
+
+    @cached_property
+    def root(self) -> Path:
+        """The folder."""
+        return Path(self.folder if self.folder is not None else sysconfig.get_path("stdlib"))
+
+    @cached_property
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """The files for training and for validation.
+
+        Raises:
+            ConfigError: one of the two is empty.
+        """
+        found = [path for path in sorted(self.root.rglob(self.pattern)) if not _TESTS & set(path.relative_to(self.root).parts)]
+        parts: tuple[list[Path], list[Path]] = ([], [])
+        for path in found:
+            name = path.relative_to(self.root).as_posix().encode()
+            parts[int.from_bytes(sha256(name).digest()[:4]) % 100 < self.validation_percent].append(path)
+        if not all(parts):
+            raise ConfigError(
+                f"data: {self.root} has {len(found)} files {self.pattern}, too few to have some for training and some for validation"
+            )
+        return parts
+
+    @cached_property
+    def train_bytes(self) -> NDArray[np.uint8]:
+        """All training files, one after another."""
+        return _read(self.files[0])
+
+    @cached_property
+    def validation_bytes(self) -> NDArray[np.uint8]:
+        """All validation files, one after another."""
+        return _read(self.files[1])
+
+    def train_dataloader(self, batch_size: int) -> DataLoader[dict[str, Tensor]]:
+        """Windows of the training bytes in random order; batches of `input_ids` and `labels`, int64, (batch, sequence_length)."""
+        return _loader(Windows(self.train_bytes, self.sequence_length), batch_size, shuffle=True)
+
+    def validation_dataloader(self, batch_size: int) -> DataLoader[dict[str, Tensor]]:
+        """Every so many windows of the validation bytes, in order."""
+        wanted = self.validation_batches * batch_size
+        step = max(1, len(self.validation_bytes) // self.sequence_length // wanted)
+        return _loader(Windows(self.validation_bytes, self.sequence_length, step=step, most=wanted), batch_size, shuffle=False)
+
+    def baselines(self) -> tuple[float, float]:
+        """The cross-entropy of the validation bytes in nats a byte, under the training bytes' unigram and bigram counts.
+
+        Counts start from one, so that nothing is impossible (Laplace's rule).
+        """
+        train, validation = self.train_bytes.astype(np.int64), self.validation_bytes.astype(np.int64)
+        single = np.bincount(train, minlength=256) + 1.0
+        pairs = np.bincount(train[:-1] * 256 + train[1:], minlength=65536).reshape(256, 256) + 1.0
+        unigram = -np.log(single / single.sum())[validation].mean()
+        bigram = -np.log(pairs / pairs.sum(axis=1, keepdims=True))[validation[:-1], validation[1:]].mean()
+        return float(unigram), float(bigram)
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Stretches of `length` bytes, every `step`-th of them and at most `most`."""
+
+    def __init__(self, data: NDArray[np.uint8], length: int, *, step: int = 1, most: int | None = None) -> None:
+        self._starts = range(0, len(data) - length + 1, length * step)[:most]
+        self._data = data
+        self._length = length
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = self._starts[index]
+        window = torch.from_numpy(self._data[start : start + self._length].astype(np.int64))
+        return {"input_ids": window, "labels": window}
+
+
+def _loader(windows: Windows, batch_size: int, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(windows, batch_size=batch_size, shuffle=shuffle, drop_last=shuffle)
+
+
+def _read(files: list[Path]) -> NDArray[np.uint8]:
+    return np.concatenate([np.frombuffer(path.read_bytes() + b"\n", dtype=np.uint8) for path in files])
