@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,7 +21,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 from callsheet.manager import CallbackManager
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
     from callsheet.trainer import Trainer
 
@@ -82,7 +83,7 @@ def _train(recipe: str | None, overrides: list[str]) -> int:
     path = recipe_path(recipe)
     kind = recipe_class(path)
     parser = recipe_parser(kind, path)
-    parsed = parser.parse_args(overrides)
+    parsed = parsed_with(parser, overrides)
     made = parser.instantiate_classes(parsed)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     config = kind.Config(**{field.name: made[field.name] for field in fields(kind.Config)})
@@ -145,11 +146,31 @@ def recipe_parser(kind: type[Recipe], path: Path) -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog=f"callsheet train {path.stem}", description=inspect.getdoc(kind), default_config_files=[str(path)]
+        prog=f"callsheet train {path.stem}",
+        usage=f"callsheet train {path.stem} [--KEY VALUE ...]",
+        description=(inspect.getdoc(kind) or "").partition("\n")[0],
+        default_config_files=[str(path)],
+        exit_on_error=False,
     )
     parser.add_argument("--recipe", type=str, help="which recipe the file is for")
     parser.add_class_arguments(kind.Config, None, as_group=False)
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="callbacks: a list of class_path and init_args")
     parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
-    parser.add_argument("--print_config", action="print_config")
+    parser.add_argument("--config", action="config", help="a further file, whose values go over those of the recipe")
     return parser
+
+
+def parsed_with(parser: ArgumentParser, overrides: list[str]) -> Namespace:
+    """The recipe's values with these over them.
+
+    Raises:
+        ConfigError: an unknown key, in the file or here, with the nearest that there is; or a value that does not fit its key.
+    """
+    try:
+        return parser.parse_args(overrides)
+    except argparse.ArgumentError as error:
+        message = str(error)
+        keys = [action.dest for action in parser._actions]
+        unknown = re.search(r"(?:unrecognized arguments: --|Option ')([\w.]+)", message)
+        near = did_you_mean(unknown.group(1), keys) if unknown else ""
+        raise ConfigError(f"{message}{near} ({parser.prog} --help explains every key)") from None
