@@ -87,6 +87,15 @@ class TrainState:
     previous_timestamp: Timestamp = field(default_factory=Timestamp)
     baseline: Timestamp = field(default_factory=Timestamp)
 
+    def state_dict(self) -> dict[str, Any]:
+        """How far training is, as plain data."""
+        return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave: this process begins there. Raises ConfigError where it is not what `state_dict` gives."""
+        self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
+        self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
+
     @property
     def elapsed(self) -> float | None:
         """The completed fraction of `max_duration`, or None where no duration is known."""

@@ -87,12 +87,21 @@ class TrainBatches:
                 logger.info("coming back to batch %d of epoch %d: the batches before it are drawn again", taken, number)
         return batches
 
+    def end_epoch(self) -> None:
+        """The epoch is over: there is no middle of it to come back to."""
+        self._at_start = None
+
     def state_dict(self) -> dict[str, Any]:
-        """Where this epoch began and stands, as plain data and tensors; to be read in the middle of an epoch."""
+        """Where this epoch began and stands, as plain data and tensors; empty between epochs."""
+        if self._at_start is None:
+            return {}
         return {
             "at_start": self._at_start,
             "loader": self.loader.state_dict() if self._keeps_place else None,  # type: ignore[attr-defined]
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A place in the data is come back to by `epoch_from`, when its epoch begins."""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.spans import Span
+from callsheet.time import Interval
 from callsheet.trainer.batches import to_device
 from callsheet.trainer.tasks import Task
 
@@ -24,16 +25,48 @@ class Evaluation:
 
     The mean losses are over what the task weighs by, samples or labelled tokens, not over batches. Random states and the modules'
     modes are put back afterwards: training does not notice that it was evaluated.
+
+    Args:
+        every: how often `is_due` says so; None is only on request.
     """
 
-    def __init__(self, manager: CallbackManager, main: Context, model: nn.Module, task: Task, device: torch.device) -> None:
+    def __init__(
+        self, manager: CallbackManager, main: Context, model: nn.Module, task: Task, device: torch.device, every: Interval | None
+    ) -> None:
         self.metrics = MetricLog()
+        self.loaders: dict[str, Iterable[Any]] = {}
+        self.every = every
+        self._passed = 0  # intervals
+        self._last_step = 0
         self.ctx = main.sibling(self.metrics)
         self._main = main
         self._model = model
         self._task = task
         self._device = device
         self._spans = manager.spans(self.ctx)
+
+    def is_due(self, ctx: Context, is_over: bool) -> bool:
+        """Whether the boundary in hand is one to evaluate at: by the interval, on request, or at the end of training."""
+        if not self.loaders:
+            return False
+        due = ctx.control.evaluate_requested is not None
+        if due:
+            ctx.control.done("evaluate")
+        if self.every is not None:
+            passed = self.every.index(ctx.state.timestamp, ctx.state.elapsed)
+            due = due or passed > self._passed or (is_over and self._last_step != ctx.step)
+            self._passed = passed
+        if due:
+            self._last_step = ctx.step
+        return due
+
+    def state_dict(self) -> dict[str, int]:
+        """Which evaluations have been."""
+        return {"passed": self._passed, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take back what `state_dict` gave."""
+        self._passed, self._last_step = state["passed"], state["last_step"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate every dataset; returns its losses by the dataset's name, which are also logged as `<dataset>/<loss>`."""

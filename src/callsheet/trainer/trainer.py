@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,24 +18,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.callback import Callback
-from callsheet.checkpoint import all_finite
-from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
+from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
 from callsheet.control import Control
 from callsheet.distributed import read_ranks
-from callsheet.errors import CheckpointError, ConfigError, RequestRefused
+from callsheet.errors import ConfigError, RequestRefused
 from callsheet.events import Event
 from callsheet.lifetime import Lifetime
 from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.metrics import MetricLog
-from callsheet.randomness import random_state, restore_random_state, seed_all
+from callsheet.randomness import restore_random_state, seed_all
 from callsheet.signals import GRACE_SECONDS, SignalWatch
-from callsheet.time import Interval, Time, Timestamp, TimeUnit
+from callsheet.time import Interval, Time, TimeUnit
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
+from callsheet.trainer.checkpoints import Checkpoints, Stateful
 from callsheet.trainer.evaluation import Evaluation
-from callsheet.trainer.memory import memory_bytes
 from callsheet.trainer.microbatches import means, shared, split, trained_on
-from callsheet.trainer.store import Store
-from callsheet.trainer.tally import Tally
+from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task, resolve_task
 
 logger = logging.getLogger("callsheet")
@@ -145,21 +141,16 @@ class Trainer:
             raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
         self.run.folder = Path(runs_folder) / self.run.name
 
-        self._metrics = MetricLog()
-        self._tally = Tally()
-        self._log_every = Interval(log_interval, default=TimeUnit.BATCH)
-        if self._log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
+        log_every = Interval(log_interval, default=TimeUnit.BATCH)
+        if log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
             raise ConfigError(
                 f"log_interval={log_interval!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
             )
         if self.state.unit is TimeUnit.ROUND and self.epochs_per_round is None:
             raise ConfigError(f"max_duration={max_duration!r} counts rounds; say how many epochs make one with epochs_per_round")
-        self._eval_every = Interval(eval_interval, default=TimeUnit.EPOCH) if eval_interval is not None else None
-        self._logged, self._evaluated = 0, 0  # intervals that have passed
-        self._evaluated_at = self._recorded_at = 0  # steps
-        self._learning_rate = 0.0
+        self._records = Records(self.callbacks, log_every, self.device)
         self._last_loss: Tensor | None = None
-        self._last_results: dict[str, dict[str, float]] = {}
+        self._val_losses: dict[str, float] = {}
         self._is_training = False
         self._signals = SignalWatch(preempt_signals, grace=grace_seconds)
         self.ctx = Context(
@@ -167,31 +158,31 @@ class Trainer:
             state=self.state,
             model=model,
             control=self.control,
-            accumulator=self._metrics,
+            accumulator=self._records.metrics,
             loggers=self.callbacks.tell_loggers,
         )
-        self._store = Store(self.run)
-        self._resumed: dict[str, Any] | None = None  # until the resumed epoch has begun
         self._lifetime = Lifetime(self.callbacks, self.ctx)
         self.close: Callable[[], object] = weakref.finalize(self, self._lifetime.end)
         """End the run, if it has not ended; may be called twice. It is also called when the trainer is collected, and at exit."""
         with self._lifetime:
             self._lifetime.start()
-            self._spans = self.callbacks.spans(self.ctx)
-            self._heard = self.callbacks.heard
             if seed is not None:
                 seed_all(seed)
             self.model.to(self.device)
             self._make_optimizer(optimizer, scheduler)
-            self._load(resume)
+            self._spans = self.callbacks.spans(self.ctx)
+            self._heard = self.callbacks.heard
+            eval_every = Interval(eval_interval, default=TimeUnit.EPOCH) if eval_interval is not None else None
+            self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device, eval_every)
+            self._checkpoints = Checkpoints(self.callbacks, self.ctx, self._spans, self._parts())
+            self._resumed = self._checkpoints.load(resume)  # until the resumed epoch has begun
+            self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
             self._open_training_fields()
             with self._spans.data_init:
                 self._batches = TrainBatches(made(train_dataloader, "train_dataloader")) if train_dataloader is not None else None
-                named = eval_dataloader if isinstance(eval_dataloader, Mapping) else {"validation": eval_dataloader}
-                self.evaluators = {
-                    name: made(loader, f"eval_dataloader {name!r}") for name, loader in named.items() if loader is not None
-                }
-            self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device)
+                self._evaluation.loaders = _named(eval_dataloader, "eval_dataloader")
+                if self._batches is not None:
+                    self._checkpoints.parts["data"] = self._batches
 
     @property
     def preempted(self) -> bool:
@@ -231,8 +222,9 @@ class Trainer:
                                     ctx.epoch = state.timestamp.epoch + 1
                                     with spans.epoch:
                                         is_whole = self._train_epoch(optimizer, batches)
-                                        self._tally.settle(state)
+                                        self._records.tally.settle(state)
                                         if is_whole:
+                                            batches.end_epoch()
                                             state.timestamp = state.timestamp.next_epoch()
                                     if is_whole:
                                         self._boundary("epoch")
@@ -241,9 +233,9 @@ class Trainer:
                                     state.timestamp = state.timestamp.next_round()
                             if is_full:
                                 self._boundary("round")
-                        self._tally.settle(state)
+                        self._records.tally.settle(state)
             finally:
-                self._tally.stop()
+                self._records.tally.stop()
                 self._is_training = False
             ctx.close("on_train_end")
             if self._lifetime.outcome != Outcome.PREEMPTED:
@@ -252,7 +244,8 @@ class Trainer:
     def _train_epoch(self, optimizer: Optimizer, batches: TrainBatches) -> bool:
         """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
         ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
-        state, tally, metrics, control, signals = self.state, self._tally, self._metrics, self.control, self._signals
+        state, records, control, signals = self.state, self._records, self.control, self._signals
+        tally, metrics = records.tally, records.metrics
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         train_loss = metrics.series("train/loss", "mean", "mean")
         on_cpu = self.device.type == "cpu"
@@ -294,7 +287,7 @@ class Trainer:
                     if self.clip_grad_norm is not None:
                         ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
                         metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                ctx.learning_rate = self._learning_rate = optimizer.param_groups[0]["lr"]
+                ctx.learning_rate = records.learning_rate = optimizer.param_groups[0]["lr"]
                 with spans.optimizer_step:
                     optimizer.step()
                     ctx.step_skipped = False
@@ -321,7 +314,7 @@ class Trainer:
         """The next step after which something can be due; the other units only move at log boundaries and the ends of epochs."""
         step, duration = self.state.timestamp.batch, self.state.max_duration
         steps = [int(duration.value)] if duration is not None and duration.unit is TimeUnit.BATCH else []
-        for interval in (self._log_every, self._eval_every):
+        for interval in (self._records.every, self._evaluation.every):
             if interval is not None and interval.every.unit is TimeUnit.DURATION:
                 return step + 1
             if interval is not None and interval.every.unit is TimeUnit.BATCH:
@@ -343,26 +336,22 @@ class Trainer:
 
     def _boundary(self, boundary: str) -> bool:
         """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
-        ctx, state, control = self.ctx, self.state, self.control
-        logged = self._log_every.index(state.timestamp)
+        ctx, state, control, records = self.ctx, self.state, self.control, self._records
         is_preempted = self._signals.received is not None
-        if logged > self._logged or boundary != "step" or is_preempted or control.stop_requested is not None:
-            self._tally.settle(state)
+        if boundary != "step" or is_preempted or control.stop_requested is not None or records.are_due(ctx):
+            records.tally.settle(state)
         is_over = self._is_over()
-        if is_preempted and self._lifetime.outcome != Outcome.PREEMPTED:
+        if is_preempted and not self.preempted:
             self._lifetime.outcome = Outcome.PREEMPTED
-            control.save(f"{self._signals.received}", kind="preempt")
+            control.save(f"signal {self._signals.received}", kind="preempt")
             self.callbacks.fire(Event.PREEMPT, ctx)
-        if logged > self._logged or is_over:
-            self._logged = logged
-            self._tell_record()
-        evaluators = self._due_evaluators(is_over) if not is_preempted else {}
-        if evaluators:
+        if is_over or records.are_due(ctx):
+            records.tell(ctx)
+        if not is_preempted and self._evaluation.is_due(ctx, is_over):
             self._tell_checkpoint_due("before_eval")
             with self._training_stopped():
-                self._last_results = self._evaluation.evaluate(evaluators, standalone=False)
-            self._tell_evaluation()
-            is_over = is_over or self._is_over()
+                self._evaluate(self._evaluation.loaders, standalone=False)
+            is_over = self._is_over()
         self._tell_checkpoint_due(boundary)
         return is_over or self._is_over()
 
@@ -377,56 +366,6 @@ class Trainer:
     def _round_is_full(self) -> bool:
         return self.epochs_per_round is not None and self.state.timestamp.epoch_in_round >= self.epochs_per_round
 
-    def _due_evaluators(self, is_over: bool) -> dict[str, Iterable[Any]]:
-        due = self.control.evaluate_requested is not None
-        self.control.done("evaluate")
-        if self._eval_every is not None:
-            index = self._eval_every.index(self.state.timestamp, self.state.elapsed)
-            due = due or index > self._evaluated or (is_over and self._evaluated_at != self.ctx.step)
-            self._evaluated = index
-        if due:
-            self._evaluated_at = self.ctx.step
-        return self.evaluators if due else {}
-
-    def _tell_record(self) -> None:
-        """Make a record of what was logged since the last one, if anything was."""
-        if self._recorded_at == self.ctx.step and not self._metrics:
-            return
-        self._recorded_at = self.ctx.step
-        samples, tokens, seconds = self._tally.since_record()
-        if not self._heard.on_log:
-            self._metrics.clear()  # nobody waits for the device, and neither do we
-            return
-        speeds = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds} if seconds else {}
-        now = self.state.timestamp
-        self._metrics.log(
-            {
-                "train/learning_rate": self._learning_rate,
-                **({"train/tokens_per_second": speeds["tokens_per_second"]} if speeds and tokens else {}),
-                "time/epoch": now.epoch,
-                "time/batch": now.batch,
-                "time/sample": now.sample,
-                "time/token": now.token,
-            },
-            across="same",
-        )
-        memory = memory_bytes(self.device)
-        self._log(LogRecord(self.ctx.step, self._metrics.take(), elapsed_seconds=now.seconds, memory_bytes=memory, **speeds))
-
-    def _tell_evaluation(self) -> None:
-        """A record of what was logged in an evaluation."""
-        if values := self._evaluation.metrics.take():
-            self._log(
-                LogRecord(
-                    self.ctx.step, values, elapsed_seconds=self.state.timestamp.seconds, memory_bytes=memory_bytes(self.device)
-                )
-            )
-
-    def _log(self, record: LogRecord) -> None:
-        self.ctx.record = record
-        self.callbacks.fire(Event.LOG, self.ctx)
-        self.ctx.close("on_log")
-
     # --- evaluating ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
@@ -438,22 +377,17 @@ class Trainer:
         """
         with self._lifetime:
             self._refuse_while_training("evaluate")
-            named = dataloader if isinstance(dataloader, Mapping) else {"validation": dataloader}
-            loaders = {
-                name: made(loader, f"dataloader {name!r}") for name, loader in named.items() if loader is not None
-            } or self.evaluators
+            loaders = _named(dataloader, "dataloader") or self._evaluation.loaders
             if not loaders:
                 raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
-            self._last_results = results = self._evaluation.evaluate(loaders, standalone=True)
-            self._tell_evaluation()
-            return results
+            return self._evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
         """The mean losses over a test set. Raises as `evaluate` does."""
         with self._lifetime:
             self._refuse_while_training("test")
             results = self._evaluation.test(made(dataloader, "dataloader"))
-            self._tell_evaluation()
+            self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
@@ -461,6 +395,12 @@ class Trainer:
         with self._lifetime:
             self._refuse_while_training("predict")
             return self._evaluation.predict(made(dataloader, "dataloader"))
+
+    def _evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
+        results = self._evaluation.evaluate(loaders, standalone=standalone)
+        self._val_losses = {name: result["loss"] for name, result in results.items() if "loss" in result}
+        self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
+        return results
 
     # --- checkpoints ---
 
@@ -487,80 +427,21 @@ class Trainer:
                 self._save(request.kind)
 
     def _save(self, kind: str, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        ctx, state = self.ctx, self.state
-        self._tally.settle(state)
-        epoch, step = state.timestamp.epoch, state.timestamp.batch
-        losses = {name: result["loss"] for name, result in self._last_results.items()}
-        ctx.checkpoint = info = CheckpointInfo(
-            path=os.fspath(path) if path is not None else str(self._store.path_for(epoch, step, kind)),
-            step=step,
-            epoch=epoch,
-            kind=kind,
-            train_loss=self._last_loss.item() if self._last_loss is not None else None,
-            val_losses=losses,
-        )
-        with self._spans.checkpoint_save:
-            captured = self._capture()
-            weights = [tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)]
-            is_finite = all_finite([*weights, *([self._last_loss] if self._last_loss is not None else [])])
-            if not is_finite:
-                logger.error(
-                    "the checkpoint %s has weights or a loss that are not finite; automatic resume will pass it by", info.path
-                )
-            size = self._store.write(captured, info, is_finite=is_finite)
-            ctx.checkpoint = info = replace(info, size_bytes=size)
-        self.callbacks.fire(Event.CHECKPOINT_PUBLISHED, ctx)
-        ctx.close("on_checkpoint_published")
-        return info
+        self._records.tally.settle(self.state)
+        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=self._val_losses)
 
-    def _capture(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on as if nothing had happened, as plain data and tensors."""
-        in_epoch = self._batches is not None and self.state.timestamp.batch_in_epoch > 0
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "timestamp": self.state.timestamp.to_dict(),
-            "random": random_state(),
-            "data": self._batches.state_dict() if in_epoch and self._batches is not None else {},
-            "callbacks": self.callbacks.state_dict(),
-            "metrics": self._metrics.state_dict(),
-            "tally": self._tally.state_dict(),
-            "evaluated_at": self._evaluated_at,
+    def _parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds, besides the random states and, once it is open, the data."""
+        parts: dict[str, Stateful | None] = {
+            "state": self.state,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "callbacks": self.callbacks,
+            "records": self._records,
+            "evaluation": self._evaluation,
         }
-
-    def _load(self, resume: str | os.PathLike[str] | None) -> None:
-        """Restore what `resume`, or a callback, names: all but the random states, which come last, when the data has been opened."""
-        self.control.able.add("load")
-        with self._spans.checkpoint_load:
-            self.control.able.discard("load")
-            found = self._store.choose(self.control.load_path or resume)
-            self.ctx.checkpoint = found[1] if found is not None else None
-            if found is not None:
-                state, info = found
-                self._restore(state, info)
-                logger.info("resuming from %s, step %d", info.path, info.step)
-        self.ctx.close("on_checkpoint_load_end")
-
-    def _restore(self, state: dict[str, Any], info: CheckpointInfo) -> None:
-        try:
-            self.model.load_state_dict(state["model"])
-            if self.optimizer is not None and state["optimizer"] is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None and state["scheduler"] is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{info.path} is not of this model, optimizer or scheduler: {error}") from error
-        timestamp = Timestamp.from_dict(state["timestamp"])
-        self.state.timestamp = self.state.previous_timestamp = self.state.baseline = timestamp
-        self.ctx.step, self.ctx.epoch = timestamp.batch, timestamp.epoch
-        self.callbacks.load_state_dict(state["callbacks"])
-        self._metrics.load_state_dict(state["metrics"])
-        self._tally.load_state_dict(state["tally"])
-        self._logged = self._log_every.index(timestamp)
-        self._evaluated = self._eval_every.index(timestamp, self.state.elapsed) if self._eval_every is not None else 0
-        self._evaluated_at, self._recorded_at = state["evaluated_at"], timestamp.batch
-        self._resumed = state
+        return {name: part for name, part in parts.items() if part is not None}
 
     # --- set-up and small change ---
 
@@ -604,9 +485,9 @@ class Trainer:
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
         """The clock of training stands still."""
-        self._tally.stop()
+        self._records.tally.stop()
         yield
-        self._tally.start()
+        self._records.tally.start()
 
 
 def _duration(given: str | int | Time) -> Time:
@@ -616,6 +497,12 @@ def _duration(given: str | int | Time) -> Time:
             f"max_duration={str(duration)!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'"
         )
     return duration
+
+
+def _named(loaders: Loader | Mapping[str, Loader] | None, argument: str) -> dict[str, Iterable[Any]]:
+    """The dataloaders by name; one alone is called `validation`."""
+    named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
+    return {name: made(loader, f"{argument} {name!r}") for name, loader in named.items() if loader is not None}
 
 
 def _positive(name: str, value: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Records: what was logged between two boundaries, told as one `on_log`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from callsheet.context import Context, LogRecord
+from callsheet.events import Event
+from callsheet.manager import CallbackManager
+from callsheet.metrics import MetricLog
+from callsheet.time import Interval
+from callsheet.trainer.tally import Tally
+
+_PROCESS = psutil.Process()
+
+
+class Records:
+    """Collects the run's metrics and counts, and makes a record of them every so often."""
+
+    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device) -> None:
+        self.metrics = MetricLog()
+        self.tally = Tally()
+        self.learning_rate = 0.0
+        """The last step's."""
+        self.every = every
+        self._manager = manager
+        self._device = device
+        self._passed = 0  # intervals
+        self._told_at = 0  # the step
+
+    def are_due(self, ctx: Context) -> bool:
+        """Whether a log boundary has been reached since the last record."""
+        return self.every.index(ctx.state.timestamp) > self._passed
+
+    def tell(self, ctx: Context) -> None:
+        """Tell the record of what was logged since the last one, if anything was; the counts must have been settled."""
+        self._passed = self.every.index(ctx.state.timestamp)
+        if self._told_at == ctx.step and not self.metrics:
+            return
+        self._told_at = ctx.step
+        samples, tokens, seconds = self.tally.since_record()
+        if not self._manager.heard.on_log:
+            self.metrics.clear()  # nobody waits for the device, and neither do we
+            return
+        now = ctx.state.timestamp
+        logged: dict[str, float] = {"train/learning_rate": self.learning_rate}
+        if tokens and seconds:
+            logged["train/tokens_per_second"] = tokens / seconds
+        logged |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
+        self.metrics.log(logged, across="same")
+        self._tell(ctx, self.metrics, samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
+
+    def tell_evaluation(self, ctx: Context, metrics: MetricLog) -> None:
+        """Tell the record of what was logged in an evaluation, if anything was."""
+        if metrics:
+            self._tell(ctx, metrics, 0.0, 0.0)
+
+    def _tell(self, ctx: Context, metrics: MetricLog, samples_per_second: float, tokens_per_second: float) -> None:
+        ctx.record = LogRecord(
+            ctx.step,
+            metrics.take(),
+            elapsed_seconds=ctx.state.timestamp.seconds,
+            samples_per_second=samples_per_second,
+            tokens_per_second=tokens_per_second,
+            memory_bytes=_memory_bytes(self._device),
+        )
+        self._manager.fire(Event.LOG, ctx)
+        ctx.close("on_log")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been collected and not told."""
+        return {
+            "metrics": self.metrics.state_dict(),
+            "tally": self.tally.state_dict(),
+            "passed": self._passed,
+            "told_at": self._told_at,
+            "learning_rate": self.learning_rate,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.metrics.load_state_dict(state["metrics"])
+        self.tally.load_state_dict(state["tally"])
+        self._passed, self._told_at, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The device's peak of allocated memory since the process began; on the CPU the process's resident memory now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(_PROCESS.memory_info().rss)
