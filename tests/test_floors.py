@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainer",),
     ("bridges", "launch", "testing", "report"),
     ("recipes",),
-    ("compat", "cli"),
+    ("compat", "cli", "__main__"),
 )
 """DESIGN.md, `## Layers`, from the ground up: a module imports from the floors below it, and on its own floor from what stands before it.
 A folder stands for all that is in it."""

@@ -35,7 +35,7 @@ def hooks() -> list[str]:
             *(["", f"    Told here: {told}.", '    """'] if told else []),
             "",
         ]
-    return lines[:-1]
+    return lines
 
 
 def heard() -> list[str]:

@@ -59,6 +59,8 @@ class Callback(Hooks):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep the constructor's arguments, so that a `CallbackSpec` can say how this object was made."""
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
         self._arguments = (args, kwargs)
         return self
@@ -73,10 +75,10 @@ class Callback(Hooks):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
-    @property
-    def label(self) -> str:
-        """The callback's name in tables, errors and checkpoints."""
-        return self.name or type(self).__name__
+
+def label_of(callback: Callback) -> str:
+    """The callback's name in tables, errors and checkpoints: its own, or its class's."""
+    return callback.name or type(callback).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,10 @@ class CallbackSpec:
             parameter = inspect.signature(kind.__init__).parameters[name]
             if parameter.kind is parameter.VAR_KEYWORD:
                 init_args.update(value)
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot carry; give it a name"
+                )
             elif parameter.kind is parameter.VAR_POSITIONAL and value:
                 raise ConfigError(
                     f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot carry by name; make them a list"
@@ -228,6 +234,8 @@ class CallbackSpec:
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise NotACallbackError(f"{self.class_path} is not a subclass of callsheet.Callback")
         try:
+            if self.init_args and kind.__init__ is object.__init__:
+                raise TypeError("it takes no arguments")
             inspect.signature(kind).bind(**self.init_args)
         except TypeError as error:
             parameters = ", ".join(inspect.signature(kind).parameters) or "nothing"
@@ -243,6 +251,8 @@ class CallbackSpec:
 def import_path(path: str) -> Any:
     """The object at `package.module.Name`, nested names included; `ConfigError` says which part is missing."""
     parts = path.split(".")
+    if not all(parts):
+        raise ConfigError(f"{path!r} is no import path, such as 'package.module.Name'")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
         try:

@@ -155,7 +155,7 @@ class Context:
         FieldNotTold: on reading a field outside its window; the message names the window.
     """
 
-    __slots__ = (*FIELDS, "_accumulator", "_loggers", "kept")
+    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept")
 
     event: Event | None
     run: RunInfo
@@ -237,6 +237,8 @@ class Context:
             across: how the data-parallel ranks' values become one: `mean`, `sum`, `max`, or `same` where they are equal already.
             weight: of each value in a mean, a number or scalar tensor; 1 where it is None.
 
+        A tensor is not copied: what is logged is what it holds at the boundary.
+
         Raises:
             ConfigError: an unknown `over` or `across`, or one that differs from the name's earlier one.
         """
@@ -278,8 +280,8 @@ class Context:
     def close(self, event: str) -> None:
         """For the loop: `event` has been told, and the windows that end with it are shut."""
         for name in _CLOSED_BY.get(event, ()):
-            if name in self.kept and event != FIELDS[name].kept_until:
-                continue
+            if name in self.kept and event == FIELDS[name].windows[0][1]:
+                continue  # a listener wants it as long as can be
             try:
                 delattr(self, name)
             except AttributeError:  # it was not told this time

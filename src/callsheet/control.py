@@ -106,7 +106,9 @@ class Control:
         return self._evaluate
 
     def done(self, what: str) -> None:
-        """For the loop: the pending requests of this kind have been carried out."""
+        """For the loop: the pending requests of this kind, `save`, `evaluate` or `stop`, have been carried out."""
+        if what not in ("save", "evaluate", "stop"):
+            raise ConfigError(f"there is no request {what!r}{did_you_mean(what, ('save', 'evaluate', 'stop'))}")
         if what == "save":
             self._saves.clear()
         elif what == "evaluate":

@@ -10,6 +10,7 @@ from callsheet.context import Context, Outcome
 from callsheet.errors import RunEndedError
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
+from callsheet.spans import noted_span
 
 logger = logging.getLogger("callsheet")
 
@@ -30,6 +31,7 @@ class Lifetime:
         self._manager = manager
         self._ctx = ctx
         self._depth = 0
+        self._started = False
         self._ended = False
 
     @property
@@ -40,6 +42,7 @@ class Lifetime:
     def start(self) -> None:
         """Compile the call sheet for this run, and tell its start."""
         self._manager.open(self._ctx)
+        self._started = True
         self._manager.fire(Event.RUN_START, self._ctx)
 
     def end(self, outcome: Outcome | None = None) -> None:
@@ -47,6 +50,8 @@ class Lifetime:
         if self._ended:
             return
         self._ended = True
+        if not self._started:
+            return
         self._ctx.close_all()
         self._ctx.run.outcome = outcome or self.outcome
         try:
@@ -70,10 +75,11 @@ class Lifetime:
         """`error` leaves the trainer: tell it and the end, if the end has not been told. What goes wrong meanwhile is noted on it."""
         if self._ended:
             return
-        unwinding = self._manager.unwinding
-        here = unwinding.error is error
-        ctx = unwinding.ctx if here and unwinding.ctx is not None else self._ctx
-        ctx.exception, ctx.span = error, unwinding.span if here else "run"
+        if not self._started:
+            self._ended = True
+            return
+        span, ctx = noted_span(error) or ("run", self._ctx)
+        ctx.exception, ctx.span = error, span
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         for tell in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
             try:
@@ -82,4 +88,3 @@ class Lifetime:
                 logger.error("while the run was ending: %s: %s", type(another).__name__, another, exc_info=another)
                 error.add_note(f"while the run was ending, another error came: {type(another).__name__}: {another}")
         ctx.close_all()
-        unwinding.forget()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar, overload
 
-from callsheet.callback import Callback, ungated
+from callsheet.callback import Callback, label_of, ungated
 from callsheet.context import Context
 from callsheet.distributed import RankGate, Ranks, read_ranks
-from callsheet.errors import NotACallbackError, RegistrationError, where
+from callsheet.errors import ConfigError, LaneNotAvailable, NotACallbackError, RegistrationError, where
 from callsheet.events import as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.registration import check_callback, heard_by, wishes
-from callsheet.sheet import CallSheet, Entry, Handler, Member, Told, all_entries, compiled, count_failure, recover
-from callsheet.spans import Heard, Spans, Unwinding
+from callsheet.sheet import CallSheet, Entry, Handler, Member, Told, all_entries, compiled, in_gate, isolated, recover
+from callsheet.spans import Heard, Spans
 from callsheet.time import Interval, Time, TimeUnit
 
 logger = logging.getLogger("callsheet")
@@ -42,14 +43,14 @@ class CallbackManager:
     def __init__(self, callbacks: Iterable[Callback] = (), *, checking: bool = False) -> None:
         self.user_state: dict[str, Any] = {}
         self.heard = Heard()
-        self.unwinding = Unwinding()
         self._checking = checking
         self._members: list[Member] = []
         self._entries: dict[str, list[Entry]] = {event: [] for event in EVENTS}
         self._numbers = count()
         self._told = _NO_TELLING  # empty until compiled: a lookup that fails compiles
         self._ranks: Ranks | None = None
-        self._spans: weakref.WeakSet[Spans] = weakref.WeakSet()
+        self._spans: list[Spans] = []  # of the run in progress
+        self._ctx: weakref.ref[Context] | None = None
         self.add(callbacks)
 
     # --- who is called ---
@@ -79,13 +80,12 @@ class CallbackManager:
         members: list[Member] = []
         for given in several:
             callback = check_callback(given)
-            member = Member(callback, callback.label, where(type(callback)))
+            member = Member(callback, label_of(callback), where(type(callback)))
             self._check_unique(callback, [*self._members, *members])
             members.append(member)
             for event, handler in heard_by(callback).items():
                 lines.append(self._entry(event, handler, member, callback, {}))
-        self._members += members
-        self._enter(lines)
+        self._enter(members, lines)
 
     @overload
     def register(
@@ -143,14 +143,13 @@ class CallbackManager:
         label = name or getattr(function, "__qualname__", repr(function))
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
-        if any(entry.handler is function for told in events for entry in self._entries[told]):
+        if any(entry.member.thing == function for told in events for entry in self._entries[told]):
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
         member = Member(function, label, where(function))
         lines = [self._entry(told, function, member, Callback, given) for told in events]
-        self._members.append(member)
-        self._enter(lines)
+        self._enter([member], lines)
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
@@ -162,7 +161,9 @@ class CallbackManager:
         gone = [
             member
             for member in self._members
-            if member.thing is what or member.thing == what or (isinstance(what, type) and isinstance(member.thing, what))
+            if member.thing is what
+            or (member.thing == what and not isinstance(what, Callback))
+            or (isinstance(what, type) and isinstance(member.thing, what))
         ]
         if not gone:
             here = ", ".join(member.label for member in self._members) or "nobody"
@@ -202,6 +203,7 @@ class CallbackManager:
         if handlers:
             outer = ctx.event
             ctx.event = named
+            handler = None
             try:
                 for handler in handlers:
                     handler(ctx)
@@ -214,8 +216,8 @@ class CallbackManager:
 
     def spans(self, ctx: Context) -> Spans:
         """The spans with which a loop tells its events on `ctx`."""
-        spans = Spans(ctx, self.unwinding)
-        self._spans.add(spans)
+        spans = Spans(ctx)
+        self._spans.append(spans)
         self._compile()
         return spans
 
@@ -224,47 +226,62 @@ class CallbackManager:
 
         Raises:
             LaneNotAvailable: a callback chose a lane that nothing serves.
+            ConfigError: an interval is a fraction of a duration that this run does not have.
         """
         self._ranks = ctx.run.ranks
         ctx.user_state = self.user_state
-        ctx.kept = frozenset(name for callback in self.callbacks for name in callback.keep)
-        for entries in self._entries.values():
-            for entry in entries:
-                entry.previous, entry.added_at, entry.was_end = None, None, False
+        ctx.kept = self._kept()
+        self._ctx = weakref.ref(ctx)
+        for member in self._members:
+            member.failures = member.failures_in_a_row = 0
+            member.is_off = False
+        for entry in self.call_sheet().entries:
+            entry.previous, entry.added_at, entry.was_end = None, None, False
+            if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
+                raise ConfigError(
+                    f"{entry.member.label} ({entry.member.source}) wants {entry.event} {entry.every}, and this run has no max_duration; "
+                    "give it another unit"
+                )
         self._compile()
 
     def tell_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call `method(ctx, **payload)` on every callback that has it: how tables, images and files reach the loggers. Isolated."""
+        ranks = self._ranks or read_ranks()
         for member in self._members:
             handler = getattr(member.thing, method, None)
-            if handler is None or member.is_off or not isinstance(member.thing, Callback):
-                continue
-            if (self._ranks or read_ranks()).passes(member.thing.ranks):
-                try:
-                    handler(ctx, **payload)
-                except Exception as error:
-                    count_failure(member, error, method, ctx)
+            if handler is not None and isinstance(member.thing, Callback) and ranks.passes(member.thing.ranks):
+                call = partial(handler, **payload)
+                if member.thing.ranks != "all":
+                    call = partial(in_gate, call)
+                isolated(call, member, method, ctx)
 
     def close(self) -> None:
         """The run is over: forget its ranks and loops. May be called twice; the manager may serve another run."""
-        self._spans = weakref.WeakSet()
-        self._ranks = None
+        self._spans = []
+        self._ranks = self._ctx = None
         self._told = _NO_TELLING
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every callback that keeps one, by name, and `user_state`."""
-        states = {callback.label: dict(callback.state_dict()) for callback in self.callbacks}
-        return {"callbacks": {label: state for label, state in states.items() if state}, "user_state": self.user_state}
+        states: dict[str, dict[str, Any]] = {}
+        for callback in self.callbacks:
+            if state := dict(callback.state_dict()):
+                if label_of(callback) in states:
+                    raise RegistrationError(
+                        f"two callbacks keep their state under the name {label_of(callback)!r}; give one another: callback.name = '...'"
+                    )
+                states[label_of(callback)] = state
+        return {"callbacks": states, "user_state": dict(self.user_state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every callback its state back. One that has none there starts anew; state that nobody claims is named in a warning."""
         saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
         for callback in self.callbacks:
-            if callback.label in saved:
-                callback.load_state_dict(saved[callback.label])
-        if unclaimed := sorted(saved.keys() - {callback.label for callback in self.callbacks}):
+            if label_of(callback) in saved:
+                callback.load_state_dict(saved[label_of(callback)])
+        if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
             logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
         self.user_state.update(state.get("user_state", {}))
 
@@ -289,29 +306,42 @@ class CallbackManager:
         for member in members:
             if member.thing is callback:
                 raise RegistrationError(
-                    f"{callback.label} ({member.source}) is on the call sheet already; add each instance once"
+                    f"{label_of(callback)} ({member.source}) is on the call sheet already; add each instance once"
                 )
             if (
                 isinstance(member.thing, Callback)
-                and member.label == callback.label
+                and member.label == label_of(callback)
                 and _keeps_state(callback)
                 and _keeps_state(member.thing)
             ):
                 raise RegistrationError(
-                    f"two callbacks would keep their state under the name {callback.label!r} ({member.source} and {where(type(callback))}); "
+                    f"two callbacks would keep their state under the name {label_of(callback)!r} ({member.source} and {where(type(callback))}); "
                     "give one of them another before adding it: callback.name = '...'"
                 )
 
-    def _enter(self, lines: list[Entry]) -> None:
-        running = next(iter(self._spans), None)
+    def _enter(self, members: list[Member], lines: list[Entry]) -> None:
+        """All or none: what cannot be compiled for a run in progress is not added to it."""
+        before = self._members, {event: list(entries) for event, entries in self._entries.items()}
+        ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
-            entry.added_at = running.ctx.state.timestamp if running is not None else None
+            entry.added_at = ctx.state.timestamp if ctx is not None else None
             self._entries[entry.event].append(entry)
-        self._changed()
+        self._members = [*self._members, *members]
+        try:
+            self._changed()
+        except LaneNotAvailable:
+            self._members, self._entries = before
+            self._changed()
+            raise
+        if ctx is not None:
+            ctx.kept = self._kept()
+
+    def _kept(self) -> frozenset[str]:
+        return frozenset(name for callback in self.callbacks for name in callback.keep)
 
     def _changed(self) -> None:
         self._told = _NO_TELLING
-        if self._spans:  # a loop is running: its spans must know from the next event on
+        if self._spans or self._ranks is not None:  # a run is in progress: it must know from the next event on
             self._compile()
 
     def _lookup(self, event: str) -> Told:

@@ -34,16 +34,17 @@ class Series:
         if self.over == "last":
             self.values = [value]
             return
-        self.values.append(value if weight is None else value * weight)
+        self.values.append(value if weight is None or self.over == "sum" else value * weight)
         self.weights.append(1 if weight is None else weight)
         if len(self.values) >= _FOLD:
             self.values, self.weights = [_total(self.values)], [_total(self.weights)]
 
     def result(self) -> Any:
-        """A number or a scalar tensor."""
-        if self.over == "mean":
-            return _total(self.values) / _total(self.weights)
-        return _total(self.values)
+        """A number or a scalar tensor; None for a mean of nothing but weight zero."""
+        if self.over != "mean":
+            return _total(self.values)
+        weight = _total(self.weights)
+        return None if isinstance(weight, (int, float)) and weight == 0 else _total(self.values) / weight
 
 
 class MetricLog:
@@ -61,6 +62,8 @@ class MetricLog:
         Raises:
             ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is no scalar.
         """
+        if weight is not None:
+            weight = _scalar("weight", weight)
         for name, value in values.items():
             series = self.series(name, over, across)
             if type(value) is not float and type(value) is not int:
@@ -84,6 +87,7 @@ class MetricLog:
     def take(self) -> dict[str, float]:
         """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors."""
         results = {name: series.result() for name, series in self._series.items() if series.values}
+        results = {name: value for name, value in results.items() if value is not None}
         self.clear()
         by_device: dict[Any, list[str]] = {}
         for name, value in results.items():
@@ -91,8 +95,7 @@ class MetricLog:
                 by_device.setdefault(value.device, []).append(name)
         for device, names in by_device.items():
             torch = sys.modules["torch"]
-            wide = torch.float32 if device.type == "mps" else torch.float64  # large counts must survive
-            stacked = torch.stack([results[name].to(wide) for name in names]).tolist()  # the boundary's one copy
+            stacked = torch.stack([results[name].to(_wide(device)) for name in names]).tolist()  # the boundary's one copy
             results.update(zip(names, stacked, strict=True))
         return {name: float(value) for name, value in results.items()}
 
@@ -127,13 +130,21 @@ def _scalar(name: str, value: Any) -> Any:
             )
         return value.detach()
     try:
+        if isinstance(value, str):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"the metric {name!r} is {value!r}, not a number") from None
 
 
 def _total(values: list[Any]) -> Any:
-    """The sum; of tensors in one stack, not a chain of additions."""
+    """The sum; of tensors in one stack, not a chain of additions, and wide enough for large counts and half precision."""
     if len(values) > 1 and all(hasattr(value, "device") for value in values):
-        return sys.modules["torch"].stack(values).sum()
+        wide = _wide(values[0].device)
+        return sys.modules["torch"].stack([value.to(wide) for value in values]).sum()
     return sum(values[1:], start=values[0])
+
+
+def _wide(device: Any) -> Any:
+    torch = sys.modules["torch"]
+    return torch.float32 if device.type == "mps" else torch.float64

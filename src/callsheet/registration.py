@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
-from callsheet.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, marks, one_of
+from callsheet.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
 from callsheet.distributed import RankGate, check_gate
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
 from callsheet.lifecycle import EVENTS, FIELDS
@@ -27,7 +28,6 @@ class Wishes:
     on_error: str
     every: Interval | None
     samples: bool
-    collective: bool
 
 
 def check_callback(callback: object) -> Callback:
@@ -62,10 +62,15 @@ def check_callback(callback: object) -> Callback:
             raise RegistrationError(
                 _at(f"{name!r} has an interval or a phase and is no event", callback, getattr(callback, name))
             )
-    for what, names in (("keep", callback.keep), ("needs", callback.needs)):
+    keepable = [field.name for field in FIELDS.values() if field.kept_until]
+    for what, names, valid in (("keep", callback.keep, keepable), ("needs", callback.needs, list(FIELDS))):
         for name in names:
-            if name not in FIELDS:
-                raise RegistrationError(_at(f"{what}: the context has no field {name!r}{did_you_mean(name, FIELDS)}", callback))
+            if name not in valid:
+                kind = "field that can be kept" if what == "keep" else "field"
+                raise RegistrationError(
+                    _at(f"{what}: the context has no {kind} called {name!r}{did_you_mean(name, valid)}", callback)
+                )
+    _policy(callback, Marks(), {}, label_of(callback), where(type(callback)))
     if not isinstance(callback.name, str):
         raise RegistrationError(_at(f"the name of a callback is a string, not {callback.name!r}", callback))
     return callback
@@ -74,6 +79,9 @@ def check_callback(callback: object) -> Callback:
 def heard_by(callback: Callback) -> dict[str, Callable[..., Any]]:
     """The handlers of a checked callback by event; all events where it overrides `on_event`."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
+    for event, handler in events.items():
+        if not callable(handler):
+            raise RegistrationError(_at(f"{event} is {handler!r}, and should be a method", callback))
     if not is_inherited(callback.on_event, "on_event"):
         if events:
             raise RegistrationError(
@@ -100,28 +108,41 @@ def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str,
     Raises:
         RegistrationError: an unknown word, or two wishes that forbid each other; the message names the callback and its line.
     """
-    own = marks(handler)
+    wish = _policy(owner, marks(handler), given, label, where(handler))
+    call = getattr(handler, "__call__", handler)  # noqa: B004  # of an object that is called like a function
+    awaited = any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in (handler, call))
+    if awaited and wish.lane == "inline":
+        raise RegistrationError(
+            "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`, or make it a plain function "
+            f"(callback {label}, {where(handler)})"
+        )
+    _check_signature(handler, label)
+    return wish
+
+
+def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> Wishes:
     try:
         phase = one_of("phase", given.get("phase") or own.phase or owner.phase, PHASES)
         lane = one_of("lane", given.get("lane") or owner.lane, LANES)
-        ranks = check_gate(given.get("ranks") or own.ranks or owner.ranks)
-        default_policy = "raise" if lane == "inline" else "isolate"
-        on_error = one_of("on_error", given.get("on_error") or owner.on_error or default_policy, ERROR_POLICIES)
-        every = given.get("every") or own.every
+        ranks = check_gate(next(gate for gate in (given.get("ranks"), own.ranks, owner.ranks) if gate is not None))
+        on_error = one_of(
+            "on_error", given.get("on_error") or owner.on_error or ("raise" if lane == "inline" else "isolate"), ERROR_POLICIES
+        )
         if owner.collective and ranks != "all":
             raise ConfigError(
                 f"it calls collectives, so it must run on all ranks, not on {ranks}: gate the writing inside it instead"
             )
         if owner.collective and lane != "inline":
             raise ConfigError(f"it calls collectives, so it must run inline, not in the lane {lane!r}")
-        if inspect.iscoroutinefunction(inspect.unwrap(handler)) and lane == "inline":
+        if owner.collective and on_error == "isolate":
             raise ConfigError(
-                "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`, or make it a plain function"
+                "it calls collectives, so its errors must be raised: isolated on one rank, it would leave the others waiting"
             )
+        if lane != "inline" and on_error == "raise":
+            raise ConfigError(f"in the lane {lane!r} errors are always isolated; leave on_error out")
     except ConfigError as error:
-        raise RegistrationError(f"{error} (callback {label}, {where(handler)})") from None
-    _check_signature(handler, label)
-    return Wishes(phase, ranks, lane, on_error, every, owner.samples, owner.collective)
+        raise RegistrationError(f"{error} (callback {label}, {source})") from None
+    return Wishes(phase, ranks, lane, on_error, given.get("every") or own.every, owner.samples)
 
 
 def _check_signature(handler: Callable[..., Any], label: str) -> None:
@@ -140,14 +161,14 @@ def _check_signature(handler: Callable[..., Any], label: str) -> None:
 
 
 def _public_names(callback: Callback) -> Iterator[str]:
-    """Names of the callback's own attributes, properties left out: to read one would run it."""
-    base = set(dir(Callback))
+    """Names of the callback's own functions and values; properties and the like are left out, since to read one would run it."""
+    base = set(dir(Callback)) - _EVENTS
     for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
-        known_event = name in _EVENTS
-        if not name.startswith("_") and (known_event or name not in base):
-            if not isinstance(inspect.getattr_static(callback, name, None), property):
+        if not name.startswith("_") and name not in base:
+            static = inspect.getattr_static(callback, name, None)
+            if not hasattr(type(static), "__get__") or isinstance(static, (FunctionType, staticmethod, classmethod)):
                 yield name
 
 
 def _at(message: str, callback: Callback, thing: object = None) -> str:
-    return f"{message} (callback {callback.label}, {where(thing if thing is not None else type(callback))})"
+    return f"{message} (callback {label_of(callback)}, {where(thing if thing is not None else type(callback))})"

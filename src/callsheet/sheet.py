@@ -116,12 +116,12 @@ def _wrapped(entry: Entry, *, checking: bool) -> Handler:
     handler = entry.handler
     if entry.samples:
         handler = partial(_keeping_randomness, handler)
-    elif checking and entry.phase not in ("change", "restore"):
-        handler = partial(_checking_randomness, handler, entry)
     if entry.ranks != "all":
-        handler = partial(_in_gate, handler)
+        handler = partial(in_gate, handler)
     if entry.on_error == "isolate":
-        handler = partial(_isolated, handler, entry)
+        handler = partial(isolated, handler, entry.member, entry.event)
+    if checking and not entry.samples and entry.phase not in ("change", "restore"):
+        handler = partial(_checking_randomness, handler, entry)
     if entry.every is not None:
         handler = partial(_when_due, handler, entry, entry.every)
     return handler
@@ -148,12 +148,13 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
     return every.index(since, elapsed)
 
 
-def _in_gate(handler: Handler, ctx: Context) -> None:
-    ctx.control.in_gate = True
+def in_gate(handler: Handler, ctx: Context) -> None:
+    """Call a handler that some ranks only call: what needs all ranks is refused meanwhile."""
+    outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)
     finally:
-        ctx.control.in_gate = False
+        ctx.control.in_gate = outer
 
 
 def _keeping_randomness(handler: Handler, ctx: Context) -> None:
@@ -175,38 +176,42 @@ def _checking_randomness(handler: Handler, entry: Entry, ctx: Context) -> None:
         )
 
 
-def _isolated(handler: Handler, entry: Entry, ctx: Context) -> None:
-    if entry.member.is_off:
+def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None:
+    """Call a handler whose errors are reported and do not come out; switch it off when it fails too often in a row."""
+    if member.is_off:
         return
     try:
         handler(ctx)
     except Exception as error:
-        count_failure(entry.member, error, entry.event, ctx)
+        member.failures += 1
+        member.failures_in_a_row += 1
+        where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
+        kind = type(error).__name__
+        logger.error(
+            "callback %s (%s) failed at %s; training goes on: %s: %s",
+            member.label,
+            member.source,
+            where,
+            kind,
+            error,
+            exc_info=error,
+        )
+        if member.failures_in_a_row >= FAILURES_ALLOWED:
+            member.is_off = True
+            logger.error("callback %s is switched off after %d failures in a row", member.label, member.failures_in_a_row)
     else:
-        entry.member.failures_in_a_row = 0
+        member.failures_in_a_row = 0
 
 
-def count_failure(member: Member, error: Exception, event: str, ctx: Context) -> None:
-    """An isolated callback failed: say so, and switch it off when it happens too often in a row."""
-    member.failures += 1
-    member.failures_in_a_row += 1
-    logger.error(
-        "callback %s (%s) failed at %s, step %d, rank %d; training goes on: %s: %s",
-        *(member.label, member.source, event, ctx.step, ctx.run.rank, type(error).__name__, error),
-        exc_info=error,
-    )
-    if member.failures_in_a_row >= FAILURES_ALLOWED and not member.is_off:
-        member.is_off = True
-        logger.error("callback %s is switched off after %d failures in a row", member.label, member.failures_in_a_row)
-
-
-def recover(told: Told, failed: Handler, error: BaseException, ctx: Context) -> NoReturn:
+def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Context) -> NoReturn:
     """`failed` raised `error`: tell who must hear the event all the same, then let the error out.
 
     Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
     first error.
     """
     handlers, event, entries = told
+    if failed is None:  # Ctrl-C, before the first of them was called
+        raise error
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     member = entries[place].member
     error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
@@ -214,7 +219,7 @@ def recover(told: Told, failed: Handler, error: BaseException, ctx: Context) -> 
         if event in _LAST_WORDS or entry.phase in _ALWAYS_TOLD:
             try:
                 handler(ctx)
-            except Exception as another:
+            except BaseException as another:
                 label, source = entry.member.label, entry.member.source
                 logger.error("callback %s (%s) failed as well at %s: %s", label, source, event, another, exc_info=another)
     raise error

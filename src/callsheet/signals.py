@@ -6,42 +6,42 @@ a collective or another call into C blocks; the time of arrival is noted by a th
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from callsheet.errors import ConfigError
 
-logger = logging.getLogger("callsheet")
-
 GRACE_SECONDS = 30.0
 """How long launchers commonly wait between SIGTERM and SIGKILL."""
+
+_active: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 class SignalWatch:
     """Notes signals while it is entered; earlier handlers are called too, and put back afterwards.
 
     `received` is the first signal, or None; `arrived_at` when it came, in seconds of `time.monotonic()`. Outside the main thread Python
-    allows no handlers, and entering does nothing.
+    allows no handlers, and entering does nothing. A forked child is born with the earlier handlers.
 
     Args:
         signals: names such as `"SIGTERM"`, or numbers.
         grace: seconds between the signal and the moment when the process will be killed.
 
     Raises:
-        ConfigError: a signal that this system does not have.
+        ConfigError: a signal that this system does not have, or that cannot be handled.
     """
 
     def __init__(self, signals: Iterable[str | int] = ("SIGTERM",), *, grace: float = GRACE_SECONDS) -> None:
         self.received: signal.Signals | None = None
         self.arrived_at: float | None = None
         self.grace = grace
-        self._signals = [_signal(given) for given in signals]
+        self._signals = tuple(dict.fromkeys(_signal(given) for given in signals))
         self._earlier: dict[signal.Signals, Any] = {}
         self._clock: _Clock | None = None
 
@@ -51,17 +51,15 @@ class SignalWatch:
         return float("inf") if self.arrived_at is None else self.arrived_at + self.grace - time.monotonic()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread() and not self._earlier:
+        if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
+            _active.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
-        for number, earlier in self._earlier.items():
-            if earlier is not None:  # None: it was set by C code, and cannot be put back from here
-                signal.signal(number, earlier)
-        self._earlier.clear()
+        self._put_back()
         if self._clock is not None:
             self._clock.close()
             self._clock = None
@@ -70,6 +68,20 @@ class SignalWatch:
         """For the clock's thread: a signal has arrived, whether or not its handler has run yet."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
+
+    def after_fork(self) -> None:
+        """For a forked child: these signals are not its business, and its clock has no thread."""
+        self._put_back()
+        if self._clock is not None:
+            self._clock.let_go()
+            self._clock = None
+
+    def _put_back(self) -> None:
+        _active.discard(self)
+        for number, earlier in self._earlier.items():
+            if earlier is not None:  # None: it was set by C code, and cannot be put back from here
+                signal.signal(number, earlier)
+        self._earlier.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -87,27 +99,46 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._earlier = earlier
         if earlier != -1:  # somebody else, such as an asyncio loop, is woken through it: leave it to them
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
 
     def _run(self, watch: SignalWatch) -> None:
-        while numbers := os.read(self._read, 64):
-            for number in numbers:
+        while True:
+            for number in os.read(self._read, 64):
+                if number == 0:  # no signal has this number: it is time to go
+                    return
                 watch.saw(number)
 
     def close(self) -> None:
-        if self._earlier == -1:
-            signal.set_wakeup_fd(-1)
-        os.close(self._write)  # the thread reads the end of the pipe
+        """End the thread. Not by closing the pipe: a forked child may hold it open for as long as it lives."""
+        os.write(self._write, b"\0")
         self._thread.join()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back the descriptors."""
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, self._write):  # somebody else's by now
+            signal.set_wakeup_fd(current)
+        os.close(self._write)
         os.close(self._read)
 
 
 def _signal(given: str | int) -> signal.Signals:
     try:
-        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+        number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
     except (KeyError, ValueError):
         raise ConfigError(f"this system has no signal {given!r}; write its name, such as 'SIGTERM' or 'SIGUSR1'") from None
+    if number.name in ("SIGKILL", "SIGSTOP"):
+        raise ConfigError(f"{number.name} cannot be handled by any program; launchers send SIGTERM before it")
+    return number
+
+
+def _after_fork() -> None:
+    for watch in list(_active):
+        watch.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

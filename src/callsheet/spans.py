@@ -17,37 +17,27 @@ from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.sheet import Told, recover
 
 
-class Unwinding:
-    """The innermost span that an exception passed, and the context of its loop; one for all contexts of a run."""
+def note_span(error: BaseException, span: str, ctx: Context) -> None:
+    """`error` left `span`: write it on the error itself; the first span that does so is the innermost."""
+    if not hasattr(error, "_callsheet_span"):
+        error._callsheet_span = (span, ctx)  # type: ignore[attr-defined]  # exceptions take attributes
 
-    __slots__ = ("ctx", "error", "span")
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.span = "run"
-        self.ctx: Context | None = None
-
-    def note(self, error: BaseException, span: str, ctx: Context) -> None:
-        """`error` left `span`; the first span that says so was the innermost."""
-        if self.error is not error:
-            self.error, self.span, self.ctx = error, span, ctx
-
-    def forget(self) -> None:
-        """The exception has been dealt with; keep no frame alive for it."""
-        self.error, self.span, self.ctx = None, "run", None
+def noted_span(error: BaseException) -> tuple[str, Context] | None:
+    """The innermost span that `error` left, and the context of its loop."""
+    return getattr(error, "_callsheet_span", None)
 
 
 class Span:
     """One span of one context: a context manager that tells its start and its end."""
 
-    __slots__ = ("_ctx", "_unwinding", "ends", "name", "starts")
+    __slots__ = ("_ctx", "ends", "name", "starts")
 
-    def __init__(self, name: str, ctx: Context, unwinding: Unwinding) -> None:
+    def __init__(self, name: str, ctx: Context) -> None:
         self.name = name
         self.starts: Told | None = None
         self.ends: Told | None = None
         self._ctx = ctx
-        self._unwinding = unwinding
 
     def __enter__(self) -> None:
         if self.starts is not None:
@@ -55,7 +45,7 @@ class Span:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if error is not None:
-            self._unwinding.note(error, self.name, self._ctx)
+            note_span(error, self.name, self._ctx)
         elif self.ends is not None:
             self._tell(self.ends)
 
@@ -64,11 +54,12 @@ class Span:
         ctx = self._ctx
         outer = ctx.event
         ctx.event = event
+        handler = None
         try:
             for handler in handlers:
                 handler(ctx)
         except BaseException as error:
-            self._unwinding.note(error, self.name, ctx)
+            note_span(error, self.name, ctx)
             try:
                 recover(told, handler, error, ctx)
             finally:
@@ -79,7 +70,7 @@ class Span:
 class Spans:
     """The spans of one context, as attributes of their names."""
 
-    __slots__ = ("__weakref__", "ctx", *SPANS)
+    __slots__ = ("ctx", *SPANS)
 
     ctx: Context
     # generated: spans
@@ -111,10 +102,10 @@ class Spans:
     checkpoint_save: Span
     # end of generated: spans
 
-    def __init__(self, ctx: Context, unwinding: Unwinding) -> None:
+    def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         for name in SPANS:
-            setattr(self, name, Span(name, ctx, unwinding))
+            setattr(self, name, Span(name, ctx))
 
     def link(self, told: Callable[[str], Told | None]) -> None:
         """Point every span at the handlers that a new call sheet has for its edges."""

@@ -64,9 +64,12 @@ class CheckpointSaver(Callback):
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
         self._before_eval = before_eval
         self._passed = 0  # intervals
+        self._begin()
+        self._forget()
+
+    def _begin(self) -> None:
         self._saved_at = self._final_at = self._best_at = -1  # steps
         self._evaluated_since = False
-        self._forget()
 
     def _forget(self) -> None:
         self._best_score = math.inf  # by `_sign`, less is better
@@ -133,10 +136,11 @@ class CheckpointSaver(Callback):
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Take the resumed checkpoint into the list; forget what is gone, and all of it where another run's is resumed."""
+        self._begin()
         info = ctx.checkpoint
-        folder = ctx.run.folder
-        if info is None or folder is None or not Path(info.path).absolute().is_relative_to(folder.absolute()):
+        if info is None or Path(_name(ctx, info.path)).is_absolute():
             self._forget()
+            self._hold(ctx)
             return
         asked = self._take_asked(info)
         if asked is None and info.kind == "preempt":  # nobody else would ever delete these

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,17 +42,18 @@ def _in_step(values: list[Any], size: int) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def shared(microbatches: list[Any], task: Task) -> list[tuple[Any, Any]]:
-    """Each microbatch with its share of the batch's mean, by the task's weights; None where there is only one."""
-    if len(microbatches) == 1:
-        return [(microbatches[0], None)]
-    weights = [task.weight(microbatch) for microbatch in microbatches]
+def microbatches(batch: Any, size: int | None, task: Task) -> Iterable[tuple[Any, Any]]:
+    """Each microbatch with its share of the batch's mean, by the task's weights; the batch itself, and None, where it is not split."""
+    parts = [batch] if size is None else split(batch, size)
+    if len(parts) == 1:
+        return ((parts[0], None),)
+    weights = [task.weight(part) for part in parts]
     total = sum(weights)
-    return [(microbatch, weight / total) for microbatch, weight in zip(microbatches, weights, strict=True)]
+    return [(part, weight / total) for part, weight in zip(parts, weights, strict=True)]
 
 
 def trained_on(losses: Losses) -> Tensor:
-    """The loss that is trained on, of what a task's `loss` gave.
+    """The loss that is trained on, of what a task's `loss` gave, where that is not simply a tensor.
 
     Raises:
         ConfigError: none is called `loss`, or that one is no scalar tensor.
@@ -65,14 +66,10 @@ def trained_on(losses: Losses) -> Tensor:
     raise ConfigError(f"the task's loss {shape}, and should be a scalar tensor; take its mean{names}")
 
 
-def means(parts: list[tuple[Tensor, Losses, Any]]) -> dict[str, Tensor]:
-    """The step's losses by name, detached: the means over its microbatches, each (loss trained on, losses of the task, share)."""
-    if len(parts) == 1:
-        loss, losses, _ = parts[0]
-        others = {name: value.detach() for name, value in losses.items()} if isinstance(losses, Mapping) else {}
-        return {**others, "loss": loss.detach()}
-    named = [{**(losses if isinstance(losses, Mapping) else {}), "loss": loss} for loss, losses, _ in parts]
-    return {
-        name: torch.stack([each[name].detach() * share for each, (_, _, share) in zip(named, parts, strict=True)]).sum()
-        for name in named[0]
-    }
+def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
+    """The step's means with one more microbatch's losses in them, detached: `loss` is what was trained on, `losses` the task's."""
+    if share is None and type(losses) is Tensor:
+        return {"loss": loss.detach()}
+    named = {**(losses if isinstance(losses, Mapping) else {}), "loss": loss}
+    parts = {name: value.detach() if share is None else value.detach() * share for name, value in named.items()}
+    return {name: means[name] + part for name, part in parts.items()} if means else parts

@@ -26,18 +26,14 @@ class Task:
         """The mean loss, a scalar tensor; or losses by name, of which `loss` is the one that is trained on."""
         raise NotImplementedError(f"{type(self).__name__} does not say what the loss is")
 
-    def samples(self, batch: Any) -> int:
-        """How many samples the batch holds: the length of its first tensor."""
-        return _leading_length(batch)
-
-    def tokens(self, batch: Any) -> int:
-        """How many tokens the batch holds, padding included; 0 where there are none."""
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        return ids.numel() if isinstance(ids, Tensor) else 0
+    def counts(self, batch: Any) -> tuple[int, int]:
+        """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
+        ids = batch.get("input_ids") if type(batch) is dict else None
+        return _leading_length(batch), 0 if ids is None else ids.numel()
 
     def weight(self, batch: Any) -> Any:
         """What a (micro)batch's mean weighs in the mean over several: a number, or a scalar tensor on the device."""
-        return self.samples(batch)
+        return _leading_length(batch)
 
 
 class SupervisedTask(Task):
@@ -79,7 +75,7 @@ class HuggingFaceTask(Task):
         """The labels that count: for language models all but the first of each sequence, which nothing predicts."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() < 2:
-            return self.samples(batch)
+            return _leading_length(batch)
         return (labels[:, 1:] != IGNORED_LABEL).sum()
 
 

@@ -31,7 +31,7 @@ from callsheet.time import Interval, Time, TimeUnit
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
 from callsheet.trainer.checkpoints import Checkpoints, Stateful
 from callsheet.trainer.evaluation import Evaluation
-from callsheet.trainer.microbatches import means, shared, split, trained_on
+from callsheet.trainer.microbatches import added, microbatches, trained_on
 from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task, resolve_task
 
@@ -265,23 +265,22 @@ class Trainer:
             ctx.step += 1
             with spans.train_step:
                 with spans.forward_backward:
-                    parts = []
-                    for ctx.microbatch, share in shared(split(ctx.batch, self.microbatch_size), task):
+                    means: dict[str, Tensor] = {}
+                    for ctx.microbatch, share in microbatches(ctx.batch, self.microbatch_size, task):
                         with spans.microbatch:
                             with spans.forward:
                                 ctx.outputs = task.forward(model, ctx.microbatch)
                             with spans.loss:
                                 losses = task.loss(ctx.outputs, ctx.microbatch)
-                                ctx.loss = trained_on(losses)
+                                ctx.loss = losses if type(losses) is Tensor and not losses.dim() else trained_on(losses)
                             if "outputs" not in ctx.kept:
                                 del ctx.outputs
                             with spans.backward:
                                 (ctx.loss if share is None else ctx.loss * share).backward()
-                            parts.append((ctx.loss, losses, share))
+                            means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
-                    loss_dict = means(parts)
-                    ctx.loss = loss = loss_dict["loss"]
-                    del parts, losses  # and with them the graph
+                    ctx.loss = loss = means["loss"]
+                    del losses  # and with it the graph
                 with spans.clip_gradients:
                     ctx.grad_norm = None
                     if self.clip_grad_norm is not None:
@@ -293,17 +292,18 @@ class Trainer:
                     ctx.step_skipped = False
                 if self.scheduler is not None:
                     self.scheduler.step()
-                tally.samples += task.samples(ctx.batch)
-                tally.tokens += task.tokens(ctx.batch)
+                samples, tokens = task.counts(ctx.batch)
+                tally.samples += samples
+                tally.tokens += tokens
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                ctx.loss_dict = loss_dict
+                ctx.loss_dict = means
             del ctx.batch, ctx.loss, ctx.loss_dict, ctx.grad_norm, ctx.learning_rate, ctx.step_skipped
             if "outputs" in ctx.kept:
                 del ctx.outputs
             self._last_loss = loss
             train_loss.add(loss)
-            if len(loss_dict) > 1:
-                metrics.log({f"train/{name}": mean for name, mean in loss_dict.items() if name != "loss"}, over="mean")
+            if len(means) > 1:
+                metrics.log({f"train/{name}": mean for name, mean in means.items() if name != "loss"}, over="mean")
             optimizer.zero_grad()
             if ctx.step >= next_boundary or control.pending or signals.received is not None or self._heard.on_checkpoint_due:
                 if self._boundary("step"):

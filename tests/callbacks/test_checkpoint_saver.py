@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet.callbacks import CheckpointSaver
+from callsheet.checkpoint import find_checkpoints
+
+DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
+
+
+class Scores:
+    """A loss function that in evaluation gives one score after the other, and none raises."""
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        self.left: Iterator[float] = iter(scores)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets) if torch.is_grad_enabled() else torch.tensor(next(self.left))
+
+
+def trainer(folder: Path, *callbacks: Callback, scores: Sequence[float] | None = None, **options: Any) -> Trainer:
+    options = {"max_duration": "3ep", "run_name": "run", **options}
+    return Trainer(
+        nn.Linear(2, 1),
+        Scores(scores or []),
+        DATA,
+        DATA[:1] if scores is not None else None,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        callbacks=options.pop("manager", None) or CallbackManager(callbacks, checking=True),
+        runs_folder=folder,
+        device="cpu",
+        **options,
+    )
+
+
+def fit(folder: Path, *callbacks: Callback, **options: Any) -> dict[int, str]:
+    """Train, and tell the step and kind of every checkpoint that is left."""
+    with trainer(folder, *callbacks, **options) as trained:
+        trained.fit()
+    return left(folder, options.get("run_name", "run"))
+
+
+def left(folder: Path, name: str = "run") -> dict[int, str]:
+    found = find_checkpoints(folder / name / "checkpoints").checkpoints
+    assert len({checkpoint.step for checkpoint in found}) == len(found), "two checkpoints of one step"
+    return {checkpoint.step: checkpoint.seal.info["kind"] for checkpoint in reversed(found)}
+
+
+class Asks(Callback):
+    """Asks for something at one step's end."""
+
+    def __init__(self, step: int, what: str = "save") -> None:
+        self.step = step
+        self.what = what
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked for")
+
+
+class Spoils(Callback):
+    """Makes the weights NaN at a step."""
+
+    phase = "change"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            nn.init.constant_(ctx.model.weight, math.nan)
+
+
+# --- when ---
+
+
+def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(save_interval="2ba", keep=None), max_duration="7ba") == {
+        2: "periodic",
+        4: "periodic",
+        6: "periodic",
+        7: "final",
+    }
+
+
+def test_a_whole_number_means_epochs(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(save_interval=2, keep=None, save_at_end=False), max_duration="4ep") == {
+        6: "periodic",
+        12: "periodic",
+    }
+
+
+def test_a_stop_is_an_end(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(), Asks(2, "stop")) == {2: "final"}
+
+
+def test_one_step_is_saved_once_though_two_boundaries_follow_it(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(save_interval="3ba", keep=None), max_duration="2ep") == {3: "periodic", 6: "periodic"}
+    assert fit(tmp_path, CheckpointSaver(save_interval="1ep"), max_duration="3ba", run_name="other") == {3: "final"}
+
+
+def test_all_reasons_at_one_boundary_make_one_checkpoint(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss")
+    assert fit(tmp_path, saver, scores=[0.5, 0.4], max_duration="2ep") == {3: "best", 6: "final"}
+
+
+def test_before_eval_saves_what_a_failing_evaluation_would_lose(tmp_path: Path) -> None:
+    saver = CheckpointSaver(before_eval=True)
+    with pytest.raises(StopIteration):  # the scores run out
+        fit(tmp_path, saver, scores=[0.5])
+    assert left(tmp_path) == {3: "periodic", 6: "periodic"}
+    with pytest.raises(StopIteration):
+        fit(tmp_path, CheckpointSaver(), scores=[0.5], run_name="other")
+    assert left(tmp_path, "other") == {3: "periodic"}
+
+
+def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) -> None:
+    saver = CheckpointSaver(before_eval=True, monitor="validation/loss", save_at_end=False)
+    with trainer(tmp_path, saver, scores=[0.5, 0.6], max_duration="2ep") as trained:
+        trained.fit()
+    found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert sorted((each.step, each.seal.info["kind"], each.seal.info["val_losses"].get("validation")) for each in found) == [
+        (3, "best", 0.5),
+        (3, "periodic", None),
+        (6, "periodic", 0.5),  # the losses that were known then
+    ]
+
+
+# --- what is kept ---
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=2), max_duration="6ba")) == [5, 6]
+
+
+def test_an_old_one_goes_only_after_the_new_one_is_written(tmp_path: Path) -> None:
+    manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1)])
+    at_end: list[list[int]] = []
+    manager.register("on_checkpoint_save_end", lambda ctx: at_end.append(list(left(tmp_path))))
+    fit(tmp_path, manager=manager, max_duration="3ba")
+    assert at_end == [[1], [1, 2], [2, 3]]
+
+
+def test_the_list_survives_a_resume_and_holds_nothing_else(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(save_interval="1ep", keep=2)
+
+    fit(tmp_path, saver(), Asks(2), max_duration="3ep")
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "ep2-ba6", tmp_path / "run" / "checkpoints" / "copied")
+    shutil.move(tmp_path / "run", tmp_path / "moved")  # and the folder may move
+    with trainer(tmp_path, saver(), run_name="moved", resume="auto", max_duration="5ep") as trained:
+        trained.fit()
+    assert {path.name for path in (tmp_path / "moved" / "checkpoints").iterdir() if path.is_dir()} == {
+        "ep0-ba2",  # somebody else's
+        "copied",  # nobody's
+        "ep4-ba12",
+        "ep5-ba15",
+    }
+
+
+def test_what_is_gone_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=2)])
+
+    @manager.register("on_train_step_end", phase="report")
+    def lose(ctx: Context) -> None:
+        if ctx.step == 4:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / "ep0-ba3")
+
+    assert list(fit(tmp_path, manager=manager, max_duration="4ba")) == [2, 4]
+    assert not caplog.records
+
+
+def test_another_runs_checkpoints_are_not_ours_to_delete(tmp_path: Path) -> None:
+    fit(tmp_path, CheckpointSaver(keep=2, monitor="validation/loss"), scores=[0.5, 0.6, 0.7])
+    assert list(left(tmp_path)) == [3, 6, 9]
+    parent = tmp_path / "run" / "checkpoints" / "ep2-ba6"
+    saver = CheckpointSaver(keep=1, monitor="validation/loss")
+    assert fit(tmp_path, saver, scores=[0.9], run_name="child", resume=parent) == {9: "final"}  # and it has a best of its own
+    assert list(left(tmp_path)) == [3, 6, 9]
+
+
+def test_a_checkpoint_that_somebody_else_asked_for_as_well_stays(tmp_path: Path) -> None:
+    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Asks(2), max_duration="5ba")) == [2, 5]
+
+
+def test_a_preempted_runs_checkpoint_is_taken_over(tmp_path: Path) -> None:
+    class Preempt(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert fit(tmp_path, CheckpointSaver(), Preempt()) == {2: "preempt"}
+    assert list(fit(tmp_path, CheckpointSaver(keep=1), resume="auto")) == [9]
+
+
+def test_only_the_first_rank_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="3ba")) == [1, 2, 3]
+
+
+def test_spoilt_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(save_interval="1ba", keep=2)
+
+    assert list(fit(tmp_path, saver(), Spoils(4), max_duration="6ba")) == [2, 3]
+    with trainer(tmp_path, saver(), resume="auto", max_duration="6ba") as trained:
+        assert trained.state.timestamp.batch == 3
+    assert list(fit(tmp_path, saver(), Spoils(2), max_duration="4ba", run_name="other")) == [1, 4]
+
+
+# --- the best ---
+
+
+def test_the_best_is_kept_besides(tmp_path: Path) -> None:
+    saver = CheckpointSaver(keep=1, monitor="validation/loss")
+    assert fit(tmp_path, saver, scores=[0.5, 0.1, math.nan, 0.9, 0.8], max_duration="5ep") == {6: "best", 15: "final"}
+
+
+def test_the_greatest_is_the_best_where_the_mode_says_so(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss", mode="max")
+    assert fit(tmp_path, saver, scores=[0.5, math.inf, 0.9, 0.8], max_duration="4ep") == {9: "best"}
+
+
+def test_a_better_one_takes_the_place_of_the_best_also_after_a_resume(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")
+
+    assert fit(tmp_path, saver(), scores=[0.5, 0.4], max_duration="2ep") == {6: "best"}
+    assert fit(tmp_path, saver(), scores=[0.45, 0.42], max_duration="4ep", resume="auto") == {6: "best"}
+    assert fit(tmp_path, saver(), scores=[0.45, 0.42, 0.3], max_duration="5ep", resume="auto") == {15: "best"}
+
+
+def test_a_best_whose_checkpoint_is_gone_need_not_be_beaten(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(keep=1, monitor="validation/loss")
+
+    fit(tmp_path, saver(), scores=[0.1, 0.5], max_duration="2ep")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "ep1-ba3")
+    assert fit(tmp_path, saver(), scores=[0.4, 0.5], max_duration="4ep", resume="auto") == {9: "best", 12: "final"}
+
+
+def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")
+    with trainer(tmp_path, saver, scores=[0.1, 0.5], max_duration="1ep") as trained:
+        trained.evaluate()
+        trained.fit()
+    assert left(tmp_path) == {3: "best"}
+
+
+def test_a_metric_that_is_not_evaluated_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'validation/los'; did you mean 'validation/loss'"):
+        fit(tmp_path, CheckpointSaver(monitor="validation/los"), scores=[0.5])
+
+
+# --- several ---
+
+
+def several() -> list[CheckpointSaver]:
+    often, rarely = CheckpointSaver(save_interval="1ba", keep=1), CheckpointSaver(save_interval="2ba", keep=2)
+    often.name, rarely.name = "often", "rarely"
+    return [often, rarely]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_savers_do_not_delete_each_others(tmp_path: Path, order: int) -> None:
+    assert list(fit(tmp_path, *several()[::order], max_duration="7ba", log_interval="1ba")) == [6, 7]
+    assert list(fit(tmp_path, *several()[::order], max_duration="9ba", resume="auto")) == [8, 9]
+    assert list(fit(tmp_path, *several()[::order], max_duration="8ba", run_name="even")) == [6, 8]
+
+
+@pytest.mark.parametrize("arguments", [{"keep": 0}, {"mode": "least"}, {"save_interval": None, "save_at_end": False}])
+def test_refuses_what_cannot_work(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CheckpointSaver(**arguments)

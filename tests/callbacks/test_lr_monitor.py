@@ -1,0 +1,63 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from callsheet import Callback, Context, Trainer
+from callsheet.callbacks import LRMonitor
+
+RATES = [1.0, 0.1, 0.01]
+
+
+class Rates(Callback):
+    """Keeps what every record says of rates."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+
+    def on_log(self, ctx: Context) -> None:
+        self.records.append({name: value for name, value in ctx.record.values.items() if name.startswith("lr/")})
+
+
+def records(folder: Path, groups: list[dict[str, Any]], *, capturable: bool = False) -> list[dict[str, float]]:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    rate = torch.tensor(1.0, dtype=torch.float64) if capturable else 1.0
+    parameters = [{**group, "params": layer.parameters()} for group, layer in zip(groups, model, strict=True)]
+    optimizer = (
+        torch.optim.Adam(parameters, lr=rate, capturable=False, foreach=False)
+        if capturable
+        else torch.optim.SGD(parameters, lr=rate)
+    )
+    seen = Rates()
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * len(RATES)
+    with Trainer(
+        model,
+        nn.functional.mse_loss,
+        data,
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, lambda step: RATES[min(step, len(RATES) - 1)]),
+        callbacks=[LRMonitor(), seen],
+        log_interval=1,
+        runs_folder=folder,
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+    return seen.records
+
+
+def test_logs_the_rate_that_the_step_used(tmp_path: Path) -> None:
+    assert records(tmp_path, [{}, {"lr": 0.5}]) == [{"lr/SGD/0": rate, "lr/SGD/1": rate / 2} for rate in RATES]
+
+
+def test_a_named_group_is_called_by_its_name(tmp_path: Path) -> None:
+    first, *_ = records(tmp_path, [{"name": "body"}, {"name": "head"}])
+    assert set(first) == {"lr/SGD/body", "lr/SGD/head"}
+
+
+def test_a_rate_in_a_tensor_is_the_one_that_the_step_used(tmp_path: Path) -> None:
+    assert [record["lr/Adam/0"] for record in records(tmp_path, [{}, {}], capturable=True)] == pytest.approx(RATES)

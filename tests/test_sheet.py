@@ -1,0 +1,584 @@
+"""The call sheet: its table, phases, intervals, isolation, and what is still told after an error."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from callsheet import Callback, CallbackManager, CallsheetError, ConfigError, Context, Interval, RunInfo, TrainState, at, every
+from callsheet.callback import PHASES
+from callsheet.distributed import Ranks
+from callsheet.sheet import FAILURES_ALLOWED, CallSheet
+from callsheet.time import Time, Timestamp
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "numpy": lambda: float(np.random.rand()),
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+def context(state: TrainState | None = None) -> Context:
+    return Context(RunInfo("test", ranks=Ranks()), state=state)
+
+
+def train(manager: CallbackManager, ctx: Context, steps: int, event: str = "on_train_step_end") -> None:
+    """So many steps, each of which is completed just before `event` is told."""
+    for _ in range(steps):
+        ctx.step += 1
+        ctx.state.timestamp = ctx.state.timestamp.next_batch()
+        manager.fire(event, ctx)
+
+
+# --- the table ---
+
+
+class Monitor(Callback):
+    def on_optimizer_step_end(self, ctx: Context) -> None: ...
+
+
+class Board(Callback):
+    phase = "report"
+    ranks = "zero"
+
+    @every("10ba", at_end=True)
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+    @at("change")
+    def on_train_start(self, ctx: Context) -> None: ...
+
+
+def test_the_table_says_who_is_called_when_and_where() -> None:
+    manager = CallbackManager([Board(), Monitor()])
+    manager.register("on_train_step_end", lambda ctx: None, name="tick", ranks={3, 1}, every=5)
+    manager.register("on_log", lambda ctx: None, name="later", lane="background", ranks="local_zero")
+    assert manager.call_sheet().rows() == [
+        ("on_train_start", "change", "Board", "0", "inline", ""),
+        ("on_optimizer_step_end", "measure", "Monitor", "all", "inline", ""),
+        ("on_train_step_end", "measure", "tick", "1,3", "inline", "every 5ba"),
+        ("on_train_step_end", "report", "Board", "0", "inline", "every 10ba and at the end"),
+        ("on_log", "measure", "later", "local 0", "background", ""),
+    ]
+
+
+def test_the_printed_table_says_each_event_once() -> None:
+    manager = CallbackManager([Monitor(), Board()])
+    manager.register("on_train_step_end", lambda ctx: None, name="tick")
+    assert str(manager.call_sheet()).splitlines() == [
+        "event                 phase   callback ranks lane   every",
+        "on_train_start        change  Board    0     inline",
+        "on_optimizer_step_end measure Monitor  all   inline",
+        "on_train_step_end     measure tick     all   inline",
+        "                      report  Board    0     inline 10ba and at the end",
+    ]
+
+
+def test_an_empty_table_says_so() -> None:
+    assert str(CallSheet()).splitlines()[1] == "nobody is called"
+    assert CallbackManager().call_sheet().rows() == []
+
+
+# --- phases ---
+
+
+def test_phases_stand_in_order_and_within_one_the_order_of_addition() -> None:
+    manager = CallbackManager()
+    told: list[str] = []
+    for turn in ("first", "second"):
+        for phase in reversed(PHASES):
+            manager.register("on_log", lambda ctx, mark=f"{phase} {turn}": told.append(mark), phase=phase)
+    manager.fire("on_log", context())
+    assert told == [f"{phase} {turn}" for phase in PHASES for turn in ("first", "second")]
+
+
+@given(st.lists(st.sampled_from(PHASES), max_size=12))
+def test_the_order_is_a_stable_sort_by_phase(phases: list[str]) -> None:
+    manager = CallbackManager()
+    told: list[tuple[str, int]] = []
+    for number, phase in enumerate(phases):
+        manager.register("on_log", lambda ctx, mark=(phase, number): told.append(mark), phase=phase)
+    manager.fire("on_log", context())
+    assert told == sorted(((phase, number) for number, phase in enumerate(phases)), key=lambda mark: PHASES.index(mark[0]))
+    assert [row[1] for row in manager.call_sheet().rows()] == [phase for phase, _ in told]
+
+
+def test_a_methods_own_phase_stands_above_the_classs_and_a_given_one_above_both() -> None:
+    @at("save")
+    def saves(ctx: Context) -> None: ...
+
+    manager = CallbackManager([Board()])
+    manager.register("on_log", saves)
+    manager.register("on_train_end", saves, phase="restore")
+    phases = {row[0]: row[1] for row in manager.call_sheet().rows()}
+    assert phases == {"on_train_start": "change", "on_train_step_end": "report", "on_log": "save", "on_train_end": "restore"}
+
+
+# --- intervals ---
+
+
+def due(
+    interval: str | int | Interval, steps: int, *, event: str = "on_train_step_end", state: TrainState | None = None
+) -> list[int]:
+    """The batches at which a function of that interval is told."""
+    manager = CallbackManager()
+    told: list[int] = []
+    manager.register(event, lambda ctx: told.append(ctx.state.timestamp.batch), every=interval)
+    ctx = context(state)
+    manager.open(ctx)
+    train(manager, ctx, steps, event)
+    return told
+
+
+def test_every_hundredth_step() -> None:
+    assert due("100ba", 350) == [100, 200, 300]
+    assert due(3, 10) == [3, 6, 9]
+    assert due("1ba", 3) == [1, 2, 3]
+
+
+@given(st.integers(1, 7), st.integers(0, 30), st.integers(0, 20))
+def test_a_resumed_run_is_told_at_the_same_steps(interval: int, start: int, steps: int) -> None:
+    began = Timestamp(batch=start)
+    state = TrainState(timestamp=began, baseline=began)
+    expected = [batch for batch in range(start + 1, start + steps + 1) if batch % interval == 0]
+    assert due(interval, steps, state=state) == expected
+
+
+def test_at_end_is_told_also_when_the_run_is_complete() -> None:
+    duration = TrainState(max_duration=Time("25ba"))
+    assert due(Interval("10ba", at_end=True), 25, state=duration) == [10, 20, 25]
+    assert due(Interval("10ba"), 25, state=TrainState(max_duration=Time("25ba"))) == [10, 20]
+
+
+def test_at_end_is_told_once_where_the_interval_ends_there_too_and_once_beyond() -> None:
+    assert due(Interval("5ba", at_end=True), 10, state=TrainState(max_duration=Time("10ba"))) == [5, 10]
+    assert due(Interval("8ba", at_end=True), 13, state=TrainState(max_duration=Time("10ba"))) == [8, 10]
+
+
+def test_at_end_means_nothing_where_no_duration_is_known() -> None:
+    assert due(Interval("4ba", at_end=True), 9) == [4, 8]
+
+
+def test_a_fraction_of_the_run() -> None:
+    assert due("0.25dur", 8, state=TrainState(max_duration=Time("8ba"))) == [2, 4, 6, 8]
+
+
+def test_a_fraction_of_a_resumed_run_counts_from_its_own_start() -> None:
+    began = Timestamp(batch=5)
+    state = TrainState(max_duration=Time("8ba"), timestamp=began, baseline=began)
+    assert due("0.25dur", 3, state=state) == [6, 8]
+
+
+def test_a_fraction_of_an_unknown_duration_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="needs a known max_duration"):
+        due("0.5dur", 1)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_when_due stands outside _isolated: what cannot be counted ends the run of an isolated callback"
+)
+def test_an_isolated_callback_whose_interval_cannot_be_counted_does_not_end_the_run() -> None:
+    manager = CallbackManager()
+    manager.register("on_train_step_end", lambda ctx: None, every="0.5dur", on_error="isolate")
+    train(manager, context(), 1)
+
+
+def test_on_other_events_an_interval_compares_with_the_events_previous_telling() -> None:
+    manager = CallbackManager()
+    ctx = context()
+    told: list[int] = []
+    manager.register("on_eval_all_end", lambda ctx: told.append(ctx.state.timestamp.batch), every="10ba")
+    manager.open(ctx)
+    for batch in (4, 9, 13, 17, 19, 22, 45, 46):
+        ctx.state.timestamp = Timestamp(batch=batch)
+        manager.fire("on_eval_all_end", ctx)
+    assert told == [13, 22, 45]
+
+
+def test_every_event_of_one_callback_has_its_own_count() -> None:
+    class Both(Callback):
+        @every("2ba")
+        def on_event(self, ctx: Context) -> None:
+            told.append((str(ctx.event), ctx.step))
+
+    told: list[tuple[str, int]] = []
+    manager = CallbackManager([Both()])
+    ctx = context()
+    manager.open(ctx)
+    for _ in range(4):
+        train(manager, ctx, 1)
+        manager.fire("on_log", ctx)
+    assert told == [("on_train_step_end", 2), ("on_log", 2), ("on_train_step_end", 4), ("on_log", 4)]
+
+
+def test_the_same_moment_twice_is_told_once() -> None:
+    manager = CallbackManager()
+    ctx = context()
+    told: list[int] = []
+    manager.register("on_checkpoint_due", lambda ctx: told.append(ctx.state.timestamp.batch), every="5ba")
+    manager.open(ctx)
+    ctx.state.timestamp = Timestamp(batch=5)
+    manager.fire("on_checkpoint_due", ctx)
+    manager.fire("on_checkpoint_due", ctx)
+    assert told == [5]
+
+
+def test_intervals_of_epochs_and_seconds() -> None:
+    manager = CallbackManager()
+    ctx = context()
+    told: list[str] = []
+    manager.register("on_log", lambda ctx: told.append(f"epoch {ctx.state.timestamp.epoch}"), every="2ep")
+    manager.register("on_log", lambda ctx: told.append(f"{ctx.state.timestamp.seconds:.0f} s"), every="1m")
+    manager.open(ctx)
+    for epoch, seconds in ((0, 50.0), (1, 70.0), (2, 100.0), (3, 130.0), (4, 170.0)):
+        ctx.state.timestamp = Timestamp(epoch=epoch, seconds=seconds)
+        manager.fire("on_log", ctx)
+    assert told == ["70 s", "epoch 2", "130 s", "epoch 4"]
+
+
+def test_an_interval_added_in_the_midst_of_a_run_counts_from_there() -> None:
+    manager = CallbackManager()
+    ctx = context()
+    manager.open(ctx)
+    spans = manager.spans(ctx)
+    train(manager, ctx, 95)
+    told: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every="10ba")
+    train(manager, ctx, 20)
+    assert told == [100, 110]
+    assert spans.ctx is ctx
+
+
+@pytest.mark.xfail(
+    strict=True, reason="added_at is taken from a living Spans only: a loop of open() and fire() tells a latecomer at once"
+)
+def test_an_interval_added_in_the_midst_of_a_run_without_spans_counts_from_there() -> None:
+    manager = CallbackManager()
+    ctx = context()
+    manager.open(ctx)
+    train(manager, ctx, 95)
+    told: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every="10ba")
+    train(manager, ctx, 20)
+    assert told == [100, 110]
+
+
+@pytest.mark.parametrize(("interval", "expected"), [("1ba", [1, 2, 3, 4, 5]), ("4ba", [4])])
+def test_a_second_run_counts_anew(interval: str, expected: list[int]) -> None:
+    manager = CallbackManager()
+    told: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every=interval)
+    for _ in range(2):
+        ctx = context()
+        manager.open(ctx)
+        train(manager, ctx, 5)
+        manager.close()
+    assert told == expected * 2
+
+
+def test_what_is_not_due_draws_and_fails_nothing() -> None:
+    manager = CallbackManager()
+    manager.register("on_train_step_end", lambda ctx: 1 // 0, every="3ba")
+    ctx = context()
+    manager.open(ctx)
+    train(manager, ctx, 2)
+    with pytest.raises(ZeroDivisionError):
+        train(manager, ctx, 1)
+
+
+# --- isolation ---
+
+
+class Fails(Callback):
+    """Fails as often in a row as it is told to, or always."""
+
+    on_error = "isolate"
+
+    def __init__(self, told: list[int], *fails: bool) -> None:
+        self.told = told
+        self.fails = iter(fails)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if next(self.fails, False):
+            raise ConnectionError("no network")
+        self.told.append(ctx.step)
+
+
+def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+    after: list[int] = []
+    manager = CallbackManager([Fails(told, False, True)])
+    manager.register("on_train_step_end", lambda ctx: after.append(ctx.step))
+    ctx = Context(RunInfo("test", ranks=Ranks(rank=2, world_size=4)))
+    manager.open(ctx)
+    with caplog.at_level(logging.ERROR, "callsheet"):
+        train(manager, ctx, 3)
+    assert told == [1, 3]
+    assert after == [1, 2, 3]
+    (record,) = caplog.records
+    assert "callback Fails (test_sheet.py:" in record.getMessage()
+    assert record.getMessage().endswith(
+        "failed at on_train_step_end, step 2, rank 2; training goes on: ConnectionError: no network"
+    )
+    assert record.exc_info is not None
+    assert ctx.event is None
+
+
+def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+    manager = CallbackManager([Fails(told, True, True, False, *[True] * 3)])
+    ctx = context()
+    manager.open(ctx)
+    train(manager, ctx, 5)
+    assert told == [3]
+    assert "switched off" not in caplog.text
+    train(manager, ctx, 3)
+    assert told == [3]  # switched off at the sixth step; it would succeed at the seventh
+    assert f"callback Fails is switched off after {FAILURES_ALLOWED} failures in a row" in caplog.text
+    assert len(caplog.records) == 6
+
+
+def test_all_methods_of_what_is_switched_off_are_silent() -> None:
+    class Two(Fails):
+        def on_log(self, ctx: Context) -> None:
+            told.append(-1)
+
+    told: list[int] = []
+    manager = CallbackManager([Two(told, *[True] * 3)])
+    ctx = context()
+    train(manager, ctx, 3)
+    manager.fire("on_log", ctx)
+    manager.register("on_log", lambda ctx: None)  # compiled again
+    manager.fire("on_log", ctx)
+    assert told == []
+
+
+def test_a_success_of_another_method_breaks_the_row() -> None:
+    class Two(Fails):
+        def on_log(self, ctx: Context) -> None: ...
+
+    told: list[int] = []
+    manager = CallbackManager([Two(told, *[True] * 4)])
+    ctx = context()
+    for _ in range(5):
+        train(manager, ctx, 1)
+        manager.fire("on_log", ctx)
+    assert told == [5]
+
+
+def test_one_that_is_switched_off_leaves_others_of_its_class_alone() -> None:
+    off: list[int] = []
+    on: list[int] = []
+    manager = CallbackManager([Fails(off, *[True] * 3), Fails(on)])
+    train(manager, context(), 4)
+    assert (off, on) == ([], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_isolation_swallows_no_way_out(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    def leave(ctx: Context) -> None:
+        raise kind
+
+    manager = CallbackManager()
+    manager.register("on_log", leave, on_error="isolate")
+    for _ in range(4):
+        with pytest.raises(kind):
+            manager.fire("on_log", context())
+    assert caplog.records == []
+
+
+def test_inline_callbacks_raise_unless_they_say_otherwise() -> None:
+    manager = CallbackManager()
+    manager.register("on_log", lambda ctx: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.fire("on_log", context())
+
+
+# --- after an error ---
+
+
+def failing(phase: str, event: str, *, also: str = "") -> tuple[list[str], BaseException]:
+    """Who is told of `event` when the function in `phase` fails, and what comes out."""
+    manager = CallbackManager()
+    told: list[str] = []
+
+    def fail(ctx: Context) -> None:
+        told.append(f"{phase} fails")
+        raise ValueError("the first")
+
+    def fail_too(ctx: Context) -> None:
+        told.append(f"{also} fails")
+        raise OSError("the second")
+
+    manager.register(event, fail, phase=phase)
+    if also:
+        manager.register(event, fail_too, phase=also)
+    for name in PHASES:
+        manager.register(event, lambda ctx, name=name: told.append(name), phase=name)
+    ctx = context()
+    ctx.step = 7
+    with pytest.raises(ValueError, match="the first") as caught:
+        manager.fire(event, ctx)
+    assert ctx.event is None
+    return told, caught.value
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("change", ["change fails", "report", "restore"]),
+        ("decide", ["change", "measure", "decide fails", "report", "restore"]),
+        ("report", ["change", "measure", "decide", "save", "report fails", "report", "restore"]),
+        ("restore", ["change", "measure", "decide", "save", "report", "restore fails", "restore"]),
+    ],
+)
+def test_reports_and_restorations_are_told_after_an_error(phase: str, expected: list[str]) -> None:
+    assert failing(phase, "on_train_step_end")[0] == expected
+
+
+@pytest.mark.parametrize("event", ["on_run_end", "on_exception"])
+def test_at_the_end_everybody_is_told_after_an_error(event: str) -> None:
+    assert failing("change", event)[0] == ["change fails", *PHASES]
+
+
+def test_a_second_error_is_logged_and_the_first_comes_out(caplog: pytest.LogCaptureFixture) -> None:
+    told, error = failing("decide", "on_log", also="report")
+    assert told == ["change", "measure", "decide fails", "report fails", "report", "restore"]
+    assert "failed as well at on_log: the second" in caplog.text
+    assert isinstance(error, ValueError)
+
+
+def test_the_error_says_whose_it_is() -> None:
+    _, error = failing("decide", "on_log")
+    (note,) = error.__notes__
+    assert note.startswith("raised by callback failing.<locals>.fail (test_sheet.py:")
+    assert note.endswith(") at on_log, step 7, rank 0")
+
+
+def test_the_error_that_comes_out_is_the_one_that_was_raised() -> None:
+    mine = ValueError("mine")
+
+    def fail(ctx: Context) -> None:
+        raise mine
+
+    manager = CallbackManager()
+    manager.register("on_log", fail)
+    with pytest.raises(ValueError, match="mine") as caught:
+        manager.fire("on_log", context())
+    assert caught.value is mine
+    assert caught.value.__context__ is None
+
+
+def test_an_interruption_too_lets_reports_and_restorations_be_told() -> None:
+    def interrupt(ctx: Context) -> None:
+        raise KeyboardInterrupt
+
+    manager = CallbackManager()
+    told: list[str] = []
+    manager.register("on_log", interrupt)
+    manager.register("on_log", lambda ctx: told.append("decide"), phase="decide")
+    manager.register("on_log", lambda ctx: told.append("restore"), phase="restore")
+    with pytest.raises(KeyboardInterrupt):
+        manager.fire("on_log", context())
+    assert told == ["restore"]
+
+
+def test_a_report_that_is_not_due_is_not_told_after_an_error_either() -> None:
+    manager = CallbackManager()
+    told: list[str] = []
+    manager.register("on_train_step_end", lambda ctx: 1 // 0)
+    manager.register("on_train_step_end", lambda ctx: told.append("x"), phase="report", every="2ba")
+    ctx = context()
+    manager.open(ctx)
+    with pytest.raises(ZeroDivisionError):
+        train(manager, ctx, 1)
+    assert told == []
+
+
+@pytest.mark.xfail(
+    strict=True, reason="recover() catches Exception only: a SystemExit in one last word keeps the others from theirs"
+)
+def test_everybody_is_told_the_end_also_when_one_leaves_on_the_way() -> None:
+    def leave(ctx: Context) -> None:
+        raise SystemExit(3)
+
+    manager = CallbackManager()
+    told: list[str] = []
+    manager.register("on_run_end", lambda ctx: 1 // 0)
+    manager.register("on_run_end", leave)
+    manager.register("on_run_end", lambda ctx: told.append("last"))
+    with pytest.raises((ZeroDivisionError, SystemExit)):
+        manager.fire("on_run_end", context())
+    assert told == ["last"]
+
+
+# --- randomness ---
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_samples_leaves_the_random_states_as_they_were(name: str, fails: bool) -> None:
+    class Samples(Callback):
+        samples = True
+        on_error = "isolate"
+
+        def on_log(self, ctx: Context) -> None:
+            drawn.append(DRAWS[name]())
+            if fails:
+                raise ValueError
+
+    drawn: list[float] = []
+    manager = CallbackManager([Samples()], checking=True)
+    ctx = context()
+    expected = DRAWS[name]()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    expected = DRAWS[name]()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    manager.fire("on_log", ctx)
+    assert drawn == [expected]
+    assert DRAWS[name]() == expected
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_checking_finds_one_that_samples_and_does_not_say_so(name: str) -> None:
+    class Sneaky(Callback):
+        def on_log(self, ctx: Context) -> None:
+            DRAWS[name]()
+
+    random.seed(1)
+    before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    with pytest.raises(
+        CallsheetError,
+        match=r"Sneaky \(test_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `samples = True`",
+    ):
+        CallbackManager([Sneaky()], checking=True).fire("on_log", context())
+    after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert before == after
+    CallbackManager([Sneaky()]).fire("on_log", context())
+
+
+@pytest.mark.parametrize("phase", ["change", "restore"])
+def test_what_means_to_change_training_may_draw(phase: str) -> None:
+    manager = CallbackManager(checking=True)
+    manager.register("on_log", lambda ctx: torch.rand(()), phase=phase)
+    manager.register("on_log", lambda ctx: None)
+    manager.fire("on_log", context())
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_isolated stands outside _checking_randomness: of an isolated observer it is logged and not refused"
+)
+def test_checking_refuses_also_an_isolated_sampler() -> None:
+    manager = CallbackManager(checking=True)
+    manager.register("on_log", lambda ctx: torch.rand(()), on_error="isolate")
+    with pytest.raises(CallsheetError, match="drew random numbers"):
+        manager.fire("on_log", context())
