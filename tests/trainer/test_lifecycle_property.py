@@ -374,7 +374,7 @@ def check(plan: Plan) -> list[str]:
             assert {"exception", "span"} <= seen.readable
         else:
             assert seen.readable == checker.readable(seen.event) | kept, seen.event
-        if plan.keeps_outputs and seen.event in ("on_forward_end", "on_train_step_end"):
+        if plan.keeps_outputs and seen.event in ("on_forward_end", "on_train_step_end", "on_exception"):
             kept = {"outputs"} if seen.event == "on_forward_end" else set()
         assert (seen.event == "on_run_end") == (seen.outcome is not None)
     checker.finish()

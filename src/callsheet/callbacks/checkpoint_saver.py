@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import Callback, one_of
+from callsheet.callback import Callback, label_of, one_of
 from callsheet.checkpoint import delete_checkpoint, read_manifest
 from callsheet.context import CheckpointInfo, Context
 from callsheet.control import SAVE_KINDS
@@ -212,7 +212,7 @@ class CheckpointSaver(Callback):
     def _hold(self, ctx: Context) -> set[str]:
         """Say which checkpoints this saver holds; all that any of them holds."""
         holders: dict[str, list[str]] = ctx.user_state.setdefault(_HOLDERS, {})
-        holders[self.label] = [*self._rolling, *([self._best] if self._best else [])]
+        holders[label_of(self)] = [*self._rolling, *([self._best] if self._best else [])]
         return {name for names in holders.values() for name in names}
 
 

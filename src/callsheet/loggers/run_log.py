@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class RunLog(Logger):
         self._folder: Path | None = None  # until the run may write
         self._lines: dict[Path, _Lines] = {}
         self._records = 0  # those that count
+        self._resumed_records: int | None = None  # as the checkpoint says
 
     # --- what happens ---
 
@@ -51,14 +52,16 @@ class RunLog(Logger):
         if ctx.run.folder is None:
             raise ConfigError("the run has no folder to write to; give it one, or leave RunLog out")
         self._folder = ctx.run.folder
-        resumed = ctx.checkpoint
-        if resumed is None:
-            self._records = 0
-        elif not Path(resumed.path).absolute().is_relative_to(self._folder.absolute()):
-            self._records = 0  # it is another run's: none of ours came before it
-        if resumed is not None or (self._folder / METRICS).exists():
-            step = resumed.step if resumed is not None else 0
-            self._records = min(self._records, len(read_metrics(self._folder)))
+        resumed, counted = ctx.checkpoint, self._resumed_records
+        step = resumed.step if resumed is not None else 0
+        there = read_metrics(self._folder)
+        if resumed is None or not Path(resumed.path).absolute().is_relative_to(self._folder.absolute()):
+            self._records = 0  # what stands there is of no past of this run
+        elif counted is not None:
+            self._records = min(counted, len(there))  # the machine may have lost lines that the checkpoint counts
+        else:
+            self._records = sum(record.step <= step for record in there)
+        if resumed is not None or there:
             self._append(METRICS, {"resumed_from_step": step, "records": self._records, "time": time.time()})
         told = {"world_size": ctx.run.world_size, "restart_count": ctx.run.restart_count, "device": ctx.run.device}
         self._event(ctx, "run_start", run=ctx.run.name, resumed_from=resumed.path if resumed is not None else None, **told)
@@ -78,7 +81,7 @@ class RunLog(Logger):
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Where a checkpoint stands."""
         assert ctx.checkpoint is not None
-        self._event(ctx, "checkpoint", **{f"checkpoint_{name}" if name in ("step", "epoch") else name: value for name, value in asdict(ctx.checkpoint).items()})
+        self._event(ctx, "checkpoint", checkpoint=asdict(ctx.checkpoint))
 
     def on_preempt(self, ctx: Context) -> None:
         """A signal came."""
@@ -120,7 +123,7 @@ class RunLog(Logger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._records = state["records"]
+        self._resumed_records = state["records"]
 
     def _event(self, ctx: Context, event: str, **told: Any) -> None:
         if self._folder is not None:
@@ -156,12 +159,11 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[LogRecord]:
             line = json.loads(text)
         except ValueError:  # torn, or the end
             continue
-        if "records" in line:
+        if "resumed_from_step" in line:
             del records[line["records"] :]
         else:
-            line.pop("time", None)
-            line["values"] = {name: float(value) for name, value in line["values"].items()}
-            records.append(LogRecord(**line))
+            known = {field.name: line[field.name] for field in fields(LogRecord)}
+            records.append(LogRecord(**{**known, "values": {name: float(value) for name, value in line["values"].items()}}))
     return records
 
 
@@ -191,7 +193,7 @@ class _Lines:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_plain(value), allow_nan=False, indent=indent, ensure_ascii=False)
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:
@@ -206,11 +208,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    if hasattr(value, "item") and getattr(value, "size", None) is not None and _is_scalar(value):
-        return _plain(value.item())
+    if hasattr(value, "tolist"):  # tensors and arrays
+        values = value.tolist()
+        return str(value) if type(values) is type(value) else _plain(values)
     return str(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    """A tensor, or NumPy's, of one number."""
-    return not getattr(value, "shape", ())

@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from callsheet.context import Context, LogRecord
 from callsheet.events import Event
@@ -22,6 +23,7 @@ class Records:
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device) -> None:
         self.metrics = MetricLog()
+        self._train_loss = self.metrics.series("train/loss", "mean", "mean")
         self.tally = Tally()
         self.learning_rate = 0.0
         """The last step's."""
@@ -30,6 +32,14 @@ class Records:
         self._device = device
         self._passed = 0  # intervals
         self._told_at = 0  # the step
+
+    def add(self, losses: dict[str, Tensor], samples: int, tokens: int) -> None:
+        """Count one step: its mean losses by name, and what its batch held."""
+        self.tally.samples += samples
+        self.tally.tokens += tokens
+        self._train_loss.add(losses["loss"])
+        if len(losses) > 1:
+            self.metrics.log({f"train/{name}": loss for name, loss in losses.items() if name != "loss"}, over="mean")
 
     def are_due(self, ctx: Context) -> bool:
         """Whether a log boundary has been reached since the last record."""
@@ -83,6 +93,7 @@ class Records:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.metrics.load_state_dict(state["metrics"])
+        self._train_loss = self.metrics.series("train/loss", "mean", "mean")
         self.tally.load_state_dict(state["tally"])
         self._passed, self._told_at, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]
 

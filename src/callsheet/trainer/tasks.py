@@ -28,8 +28,9 @@ class Task:
 
     def counts(self, batch: Any) -> tuple[int, int]:
         """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
-        ids = batch.get("input_ids") if type(batch) is dict else None
-        return _leading_length(batch), 0 if ids is None else ids.numel()
+        if type(batch) is dict and (ids := batch.get("input_ids")) is not None:
+            return ids.size(0), ids.numel()
+        return _leading_length(batch), 0
 
     def weight(self, batch: Any) -> Any:
         """What a (micro)batch's mean weighs in the mean over several: a number, or a scalar tensor on the device."""
@@ -98,8 +99,10 @@ def resolve_task(task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Mod
 
 def _leading_length(batch: Any) -> int:
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    for value in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ():
-        if isinstance(value, (Tensor, Mapping, list, tuple)):
-            return _leading_length(value)
-    return 0
+        return batch.size(0) if batch.ndim else 1
+    if isinstance(batch, (list, tuple)):
+        for value in batch:
+            if length := _leading_length(value):
+                return length
+        return 0
+    return _leading_length(list(batch.values())) if isinstance(batch, Mapping) else 0

@@ -245,13 +245,12 @@ class Trainer:
         """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
         ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
         state, records, control, signals = self.state, self._records, self.control, self._signals
-        tally, metrics = records.tally, records.metrics
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        train_loss = metrics.series("train/loss", "mean", "mean")
+        size = self.microbatch_size
         on_cpu = self.device.type == "cpu"
         epoch = self._epoch(batches)
         next_boundary = self._next_boundary()
-        tally.start()
+        records.tally.start()
         while True:
             with spans.fetch:
                 ctx.batch = batch = next(epoch, None)
@@ -266,7 +265,8 @@ class Trainer:
             with spans.train_step:
                 with spans.forward_backward:
                     means: dict[str, Tensor] = {}
-                    for ctx.microbatch, share in microbatches(ctx.batch, self.microbatch_size, task):
+                    parts = ((ctx.batch, None),) if size is None else microbatches(ctx.batch, size, task)
+                    for ctx.microbatch, share in parts:
                         with spans.microbatch:
                             with spans.forward:
                                 ctx.outputs = task.forward(model, ctx.microbatch)
@@ -277,7 +277,10 @@ class Trainer:
                                 del ctx.outputs
                             with spans.backward:
                                 (ctx.loss if share is None else ctx.loss * share).backward()
-                            means = added(means, ctx.loss, losses, share)
+                            if share is None and type(losses) is Tensor:
+                                means = {"loss": ctx.loss.detach()}
+                            else:
+                                means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = loss = means["loss"]
                     del losses  # and with it the graph
@@ -285,25 +288,20 @@ class Trainer:
                     ctx.grad_norm = None
                     if self.clip_grad_norm is not None:
                         ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
-                        metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
+                        records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 ctx.learning_rate = records.learning_rate = optimizer.param_groups[0]["lr"]
                 with spans.optimizer_step:
                     optimizer.step()
                     ctx.step_skipped = False
                 if self.scheduler is not None:
                     self.scheduler.step()
-                samples, tokens = task.counts(ctx.batch)
-                tally.samples += samples
-                tally.tokens += tokens
+                records.add(means, *task.counts(ctx.batch))
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
                 ctx.loss_dict = means
             del ctx.batch, ctx.loss, ctx.loss_dict, ctx.grad_norm, ctx.learning_rate, ctx.step_skipped
             if "outputs" in ctx.kept:
                 del ctx.outputs
             self._last_loss = loss
-            train_loss.add(loss)
-            if len(means) > 1:
-                metrics.log({f"train/{name}": mean for name, mean in means.items() if name != "loss"}, over="mean")
             optimizer.zero_grad()
             if ctx.step >= next_boundary or control.pending or signals.received is not None or self._heard.on_checkpoint_due:
                 if self._boundary("step"):

@@ -1,0 +1,67 @@
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet import CallbackManager, Context, RunInfo
+from callsheet.loggers import Logger
+from callsheet.manager import CallbackManager as Manager
+
+
+class Keeps(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+    def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        self.given.append((ctx.step, values))
+
+    def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.given.append((ctx.step, name, columns, rows))
+
+    def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
+        self.given.append((ctx.step, name, images))
+
+    def log_file(self, ctx: Context, name: str, path: Path) -> None:
+        self.given.append((ctx.step, name, path))
+
+
+def tell(logger: Logger) -> Manager:
+    manager = CallbackManager([logger])
+    ctx = Context(RunInfo("run"), loggers=manager.tell_loggers)
+    ctx.step = 7
+    manager.open(ctx)
+    ctx.log_hyperparameters({"lr": 0.1})
+    ctx.log_table("t", ("a",), [(1,)])
+    ctx.log_images("i", ["image"])
+    ctx.log_file("f", "x.txt")
+    return manager
+
+
+def test_a_logger_is_given_everything_that_the_context_logs() -> None:
+    keeps = Keeps()
+    tell(keeps)
+    assert keeps.given == [(7, {"lr": 0.1}), (7, "t", ["a"], [[1]]), (7, "i", ["image"]), (7, "f", Path("x.txt"))]
+
+
+def test_a_logger_need_not_store_anything(caplog: pytest.LogCaptureFixture) -> None:
+    tell(Logger())
+    assert not caplog.records
+
+
+def test_other_ranks_do_not_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    keeps, ctx = Keeps(), Context(RunInfo("run"))
+    CallbackManager([keeps]).tell_loggers("log_table", ctx, name="t", columns=["a"], rows=[])
+    assert keeps.given == []
+
+
+def test_a_broken_logger_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Logger):
+        def on_log(self, ctx: Context) -> None:
+            raise OSError("disk full")
+
+    CallbackManager([Broken()]).fire("on_log", Context(RunInfo("run")))
+    assert "disk full" in caplog.text

@@ -1,0 +1,533 @@
+"""Interrupted anywhere, a run goes on as if nothing had happened: the same losses, records and weights to the last bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from callsheet import Callback, CheckpointError, ConfigError, Context, Outcome, Trainer
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.testing import Recorder, check_events
+
+from .small_run import LOADERS, STEPS, STEPS_PER_EPOCH, History, SavesAt, checkpoints, result, run_small, small_trainer
+
+SCRIPT = Path(__file__).with_name("small_run.py")
+NO_EVALUATION: dict[str, Any] = {"eval_interval": None}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The results of runs that nothing happened to, by loader."""
+    return {loader: run_small(tmp_path_factory.mktemp("undisturbed"), loader=loader, seed=0) for loader in LOADERS}
+
+
+FORGETS_THE_SAMPLER = pytest.mark.xfail(
+    strict=True, reason="at an epoch's end the loader's own state, with its sampler's generator, is not saved"
+)
+
+
+@pytest.mark.parametrize(
+    ("loader", "boundaries", "count"),
+    [
+        *[(loader, ("step",), STEPS) for loader in LOADERS],
+        *[
+            pytest.param(loader, ("epoch", "round"), 6, marks=FORGETS_THE_SAMPLER if loader == "stateful" else ())
+            for loader in LOADERS
+        ],
+    ],
+)
+def test_resuming_from_every_boundary_gives_the_undisturbed_run(
+    loader: str, boundaries: tuple[str, ...], count: int, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The resumed processes begin from other weights and other random states, and save nothing."""
+    saved = run_small(tmp_path, SavesAt(*boundaries), loader=loader, seed=0)
+    assert saved == undisturbed[loader]  # saving changes nothing
+    paths = checkpoints(tmp_path)
+    assert len(paths) == count
+    wrong = [
+        path.name
+        for i, path in enumerate(paths)
+        if run_small(tmp_path / "resumed" / str(i), loader=loader, seed=100 + i, resume=path) != undisturbed[loader]
+    ]
+    assert wrong == []
+
+
+def test_the_undisturbed_runs_can_differ(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The comparison sees other seeds, and all records are there."""
+    assert run_small(tmp_path, seed=1)["losses"] != undisturbed["dataloader"]["losses"]
+    assert len(undisturbed["dataloader"]["losses"]) == STEPS
+    trained = [step for step, values in undisturbed["dataloader"]["records"] if "train/loss" in values]
+    assert trained == [5, 10, 12]
+    assert [step for step, values in undisturbed["dataloader"]["records"] if "noisy/loss" in values] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_chain_of_processes_of_one_boundary_each_gives_the_undisturbed_run(
+    loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    final = _chain(tmp_path, ("step", "epoch"), loader)
+    assert final["losses"] == undisturbed[loader]["losses"]
+    assert final["weights"] == undisturbed[loader]["weights"]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a checkpoint written before the resumed epoch has begun holds this process's random states, not the run's",
+)
+def test_a_chain_over_the_ends_of_rounds_gives_the_undisturbed_run(
+    undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Resumed at an epoch's end, the first thing a process comes to is the round's end."""
+    final = _chain(tmp_path, ("epoch", "round"), "dataloader")
+    assert final["weights"] == undisturbed["dataloader"]["weights"]
+
+
+def _chain(folder: Path, boundaries: tuple[str, ...], loader: str) -> dict[str, Any]:
+    for link in range(3 * STEPS):
+        history = History()
+        with small_trainer(folder, history, SavesAt(*boundaries, stops=True), loader=loader, seed=link, resume="auto") as trainer:
+            trainer.fit()
+        if trainer.state.elapsed == 1.0 and trainer.run.outcome is Outcome.FINISHED:
+            return result(trainer, history)
+        shutil.rmtree(folder / "small" / "checkpoints" / "older", ignore_errors=True)
+    raise AssertionError("the chain came to no end")
+
+
+@pytest.mark.parametrize("loader", ["dataloader", "stateful"])
+@pytest.mark.parametrize("step", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
+@pytest.mark.xfail(
+    strict=True,
+    reason="a checkpoint written before the resumed epoch has begun holds this process's random states and place in the data",
+)
+def test_a_checkpoint_saved_again_before_training_goes_on_is_as_good(
+    step: int, loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    with small_trainer(tmp_path, History(), loader=loader, max_duration=f"{step}ba") as first:
+        first.fit()
+        path = first.save_checkpoint().path
+    with small_trainer(tmp_path / "again", History(), loader=loader, seed=5, resume=path) as second:
+        path = second.save_checkpoint().path
+    resumed = run_small(tmp_path / "third", loader=loader, seed=6, resume=path)
+    assert resumed["weights"] == undisturbed[loader]["weights"]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(
+            2, marks=pytest.mark.xfail(strict=True, reason="a second fit() begins the epoch's data anew where the first stopped in it")
+        ),
+        STEPS_PER_EPOCH,
+    ],
+)
+def test_fit_called_again_goes_on_where_it_was(
+    first: int, loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    history = History()
+    with small_trainer(tmp_path, history, loader=loader) as trainer:
+        trainer.fit(f"{first}ba")
+        trainer.fit(f"{STEPS}ba")
+    assert history.losses == undisturbed[loader]["losses"]
+
+
+@pytest.mark.xfail(strict=True, reason="a second fit() begins the epoch's data anew, and counts on from where the first stopped")
+def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(tmp_path: Path) -> None:
+    with small_trainer(tmp_path, History(), loader="list") as trainer:
+        trainer.fit("2ba")
+        trainer.fit("5ba")
+        path = trainer.save_checkpoint().path
+        straight = result(trainer, History())["weights"]
+    resumed = run_small(tmp_path / "resumed", loader="list", resume=path, max_duration="5ba")
+    assert resumed["weights"] == straight
+
+
+@pytest.mark.xfail(strict=True, reason="the evaluation counts as done before it has begun, also in the checkpoint that precedes it")
+def test_resuming_from_before_a_risky_evaluation_makes_it(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    run_small(tmp_path, SavesAt("before_eval"))
+    assert run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[0]) == undisturbed["dataloader"]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS),
+    "warmup_then": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[3],
+    ),
+    "multi_step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_where_they_were(name: str, tmp_path: Path) -> None:
+    """Records hold the learning rates."""
+    changes: dict[str, Any] = {"scheduler": SCHEDULERS[name], "log_interval": "1ba", **NO_EVALUATION}
+    straight = run_small(tmp_path / "straight", **changes)
+    with small_trainer(tmp_path, History(), max_duration="4ba", **changes | {"log_interval": "1ba"}) as first:
+        first.fit()
+        path = first.save_checkpoint().path
+    resumed = run_small(tmp_path / "resumed", seed=4, resume=path, **changes)
+    assert resumed["records"] == straight["records"]
+
+
+def test_a_record_at_the_last_round_s_end_tells_the_rate_of_the_last_step(tmp_path: Path) -> None:
+    """What was logged before the interruption is told after it, with the rate that was used then."""
+    changes: dict[str, Any] = {"max_duration": "2iter", **NO_EVALUATION}
+    straight = run_small(tmp_path, SavesAt("epoch"), **changes)
+    resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[-1], **changes)
+    assert straight["records"][-1][0] == STEPS
+    assert resumed == straight
+
+
+class Meter(Callback):
+    """Keeps a number, a tensor, and its own place in the user's shared state."""
+
+    def __init__(self, weight: float) -> None:
+        self.count = 0
+        self.total = torch.zeros(())
+        self.weight = weight
+        self.loaded: list[dict[str, Any]] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.count += 1
+        self.total = self.total + self.weight * ctx.loss
+        ctx.user_state["steps"] = ctx.user_state.get("steps", 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded.append(dict(state))
+        self.count, self.total = state["count"], state["total"]
+
+
+def test_callbacks_and_user_state_come_back(tmp_path: Path) -> None:
+    straight = Meter(1.5)
+    with small_trainer(tmp_path, straight) as first:
+        first.fit("4ba")
+        path = first.save_checkpoint().path
+        first.fit("6ep")
+    resumed = Meter(1.5)
+    with small_trainer(tmp_path / "resumed", resumed, resume=path) as second:
+        assert resumed.count == 4
+        assert second.ctx.user_state == {"steps": 4}
+        second.fit("4ep")
+    assert len(resumed.loaded) == 1
+    assert resumed.count == STEPS
+    assert second.ctx.user_state == {"steps": STEPS}
+
+
+def test_state_that_nobody_claims_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_trainer(tmp_path, Meter(1.0)) as first:
+        first.fit("1ba")
+        path = first.save_checkpoint().path
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        small_trainer(tmp_path / "resumed", resume=path).close()
+    assert "Meter" in caplog.text
+
+
+def test_the_timestamp_and_intervals_come_back(tmp_path: Path) -> None:
+    with small_trainer(tmp_path) as first:
+        first.fit("4ba")
+        info = first.save_checkpoint()
+    saved = first.state.timestamp
+    with small_trainer(tmp_path / "resumed", resume=info.path) as second:
+        assert second.state.timestamp == second.state.baseline == saved
+        assert (second.ctx.step, second.ctx.epoch) == (4, saved.epoch)
+    assert (saved.batch, saved.epoch, saved.batch_in_epoch, saved.sample) == (4, 1, 1, 15)
+    assert (info.step, info.epoch, info.kind) == (4, 1, "requested")
+    assert info.size_bytes == sum(file.stat().st_size for file in Path(info.path).iterdir())
+
+
+def test_loading_is_told_with_what_was_loaded_or_none(tmp_path: Path) -> None:
+    first_told, second_told = Recorder(fields=("checkpoint",)), Recorder(fields=("checkpoint",))
+    with small_trainer(tmp_path, first_told, resume="auto") as first:
+        first.fit("2ba")
+        first.save_checkpoint()
+    small_trainer(tmp_path, second_told, resume="auto").close()
+    assert first_told.values["checkpoint"][0] == ("on_checkpoint_load_end", None)
+    [(event, info)] = second_told.values["checkpoint"]
+    assert (event, info.step, info.kind) == ("on_checkpoint_load_end", 2, "requested")
+    assert second_told.events == [
+        "on_run_start",
+        "on_checkpoint_load_start",
+        "on_checkpoint_load_end",
+        "on_data_init_start",
+        "on_data_init_end",
+        "on_run_end",
+    ]
+
+
+def test_a_callback_may_name_the_checkpoint(tmp_path: Path) -> None:
+    class Chooser(Callback):
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def on_checkpoint_load_start(self, ctx: Context) -> None:
+            ctx.control.load(self.path)
+
+    with small_trainer(tmp_path) as first:
+        first.fit("2ba")
+        early = first.save_checkpoint().path
+        first.fit("5ba")
+        first.save_checkpoint()
+    with small_trainer(tmp_path, Chooser(early), resume="auto") as second:
+        assert second.state.timestamp.batch == 2
+
+
+# --- which checkpoint ---
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("three")
+    run_small(folder, SavesAt("step"), max_duration="3ba", epochs_per_round=None, **NO_EVALUATION)
+    assert [path.name for path in checkpoints(folder)] == ["ep0-ba1", "ep0-ba2", "ep0-ba3"]
+    return folder
+
+
+@pytest.fixture
+def run_of_three(three: Path, tmp_path: Path) -> Path:
+    shutil.copytree(three / "small", tmp_path / "small")
+    return tmp_path / "small" / "checkpoints"
+
+
+def resumed_at(run: Path) -> int:
+    with small_trainer(run.parent.parent, resume="auto") as trainer:
+        return trainer.state.timestamp.batch
+
+
+def test_auto_takes_the_newest(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        assert resumed_at(run_of_three) == 3
+    assert not caplog.records
+
+
+def test_auto_passes_by_what_was_never_sealed(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run_of_three / "ep0-ba3" / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        assert resumed_at(run_of_three) == 2
+    [record] = caplog.records
+    assert str(run_of_three / "ep0-ba3") in record.getMessage()
+    assert "manifest.json" in record.getMessage()
+
+
+def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run_of_three / "ep0-ba3" / "state.json").unlink()
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        assert resumed_at(run_of_three) == 2
+    assert "state.json is missing" in caplog.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["state.json", "tensors.safetensors", "manifest.json"]),
+    place=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_auto_passes_by_what_one_flipped_bit_damaged(
+    name: str, place: float, bit: int, three: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flipped")
+    shutil.copytree(three / "small", folder / "small")
+    path = folder / "small" / "checkpoints" / "ep0-ba3" / name
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # a handler of one line
+    logging.getLogger("callsheet").addHandler(handler)
+    try:
+        assert resumed_at(path.parent.parent) == 2
+    finally:
+        logging.getLogger("callsheet").removeHandler(handler)
+        shutil.rmtree(folder)
+    [message] = told
+    assert str(path.parent) in message
+
+
+def test_a_path_to_a_damaged_checkpoint_is_an_error(run_of_three: Path) -> None:
+    path = run_of_three / "ep0-ba3" / "tensors.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    recorder = Recorder(fields=("exception", "span"))
+    with pytest.raises(CheckpointError, match=r"ep0-ba3.*tensors\.safetensors"):
+        small_trainer(run_of_three.parent.parent, recorder, resume=path.parent)
+    check_events(recorder.events)
+    assert recorder.values["span"] == [("on_exception", "checkpoint_load")]
+
+
+class Poison(Callback):
+    """Makes the weights, or only the loss, not finite at a step."""
+
+    phase = "change"
+
+    def __init__(self, step: int, what: str) -> None:
+        self.step = step
+        self.what = what
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step and self.what == "weights":
+            with torch.no_grad():
+                next(iter(ctx.model.parameters())).view(-1)[0] = math.nan
+
+    def on_loss_end(self, ctx: Context) -> None:
+        if ctx.step == self.step and self.what == "loss":
+            ctx.loss = ctx.loss + math.inf
+
+
+@pytest.mark.parametrize("what", ["weights", "loss"])
+def test_auto_passes_by_what_is_not_finite(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        run_small(tmp_path, SavesAt("step"), Poison(3, what), max_duration="3ba", epochs_per_round=None, **NO_EVALUATION)
+        assert "ep0-ba3" in caplog.text
+        caplog.clear()
+        assert resumed_at(tmp_path / "small" / "checkpoints") == 2
+    [record] = caplog.records
+    assert "ep0-ba3" in record.getMessage()
+    assert "not finite" in record.getMessage()
+    assert (tmp_path / "small" / "checkpoints" / "latest").read_text().strip() == "ep0-ba2"
+
+
+def test_auto_starts_anew_where_nothing_was_saved(tmp_path: Path) -> None:
+    with small_trainer(tmp_path, resume="auto") as trainer:
+        assert trainer.state.timestamp.batch == 0
+        trainer.fit("1ba")
+    assert not (tmp_path / "small").exists()  # nothing asked for a file
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "foreign"])
+def test_a_path_that_is_no_checkpoint_of_a_trainer_is_an_error(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    if kind == "empty":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("weights")
+    elif kind == "foreign":
+        write_checkpoint(path, {"model": {}}, {"step": 3})
+    with pytest.raises(CheckpointError, match="given"):
+        small_trainer(tmp_path / "runs", resume=path)
+
+
+def other(folder: Path, **changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        "scheduler": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "runs_folder": folder,
+        "run_name": "other",
+    }
+    model = changes.pop("model", None) or nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1))
+    data = [(torch.ones(2, 3), torch.ones(2, 1))]
+    return Trainer(model, nn.functional.mse_loss, data, **(arguments | changes))
+
+
+def test_a_checkpoint_of_another_model_is_an_error(run_of_three: Path, tmp_path: Path) -> None:
+    for model in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 1))):
+        with pytest.raises(CheckpointError, match="ep0-ba3.*model"):
+            other(tmp_path, model=model, resume=run_of_three / "ep0-ba3")
+
+
+@pytest.mark.xfail(strict=True, reason="torch's load_state_dict takes it, and the first step fails with a KeyError")
+def test_a_checkpoint_of_another_kind_of_optimizer_is_an_error(run_of_three: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="ep0-ba3.*optimizer"):
+        other(tmp_path, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), resume=run_of_three / "ep0-ba3").fit()
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_anew(run_of_three: Path) -> None:
+    before = sorted(run_of_three.rglob("*"))
+    with pytest.raises(ConfigError, match=r"small holds a run already; resume='auto' .* another run_name"):
+        small_trainer(run_of_three.parent.parent)
+    assert sorted(run_of_three.rglob("*")) == before
+
+
+def test_loading_restores_the_whole_state_of_the_optimizer(run_of_three: Path) -> None:
+    path = run_of_three / "ep0-ba3"
+    saved, _ = read_checkpoint(path)
+    with small_trainer(run_of_three.parent.parent, seed=8, resume=path) as trainer:
+        assert trainer.optimizer is not None
+        now = trainer.optimizer.state_dict()
+    assert now["param_groups"] == saved["optimizer"]["param_groups"]
+    for index, moments in saved["optimizer"]["state"].items():
+        assert moments["step"] == 3
+        assert all(torch.equal(moments[name], now["state"][index][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+# --- signals and kills ---
+
+
+def start_script(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), str(folder / "report.json"), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Until the process has completed so many steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (folder / "steps.txt").exists() and len((folder / "steps.txt").read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.001)
+    raise AssertionError(f"step {step} never came")
+
+
+def test_killed_at_any_moment_the_curve_goes_on(tmp_path: Path) -> None:
+    seen = 0
+    for _ in range(2):
+        process = start_script(tmp_path)
+        wait_for_step(process, tmp_path, seen + random.randint(1, 5))
+        moment = time.monotonic() + random.random() * 0.02
+        while time.monotonic() < moment:
+            pass
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        seen = len((tmp_path / "steps.txt").read_text().splitlines())
+    resumed = run_small(tmp_path, seed=random.randrange(100), resume="auto")
+    # the script's seed was its own: what it drew is in the checkpoints; nothing but the losses of its first steps can be held against
+    assert len(resumed["losses"]) == STEPS
+
+
+def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    process = start_script(tmp_path, "--until-sigterm", "4")
+    wait_for_step(process, tmp_path, 4)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report == {"outcome": "preempted", "events": ["on_preempt", "on_train_end", "on_run_end"], "step": 4}
+    [path] = checkpoints(tmp_path)
+    _, told = read_checkpoint(path)
+    assert (told["kind"], told["step"]) == ("preempt", 4)
+    assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
