@@ -233,13 +233,11 @@ class CallbackSpec:
         kind = import_path(self.class_path)
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise NotACallbackError(f"{self.class_path} is not a subclass of callsheet.Callback")
+        takes = inspect.Signature() if kind.__init__ is object.__init__ else inspect.signature(kind)
         try:
-            if self.init_args and kind.__init__ is object.__init__:
-                raise TypeError("it takes no arguments")
-            inspect.signature(kind).bind(**self.init_args)
+            takes.bind(**self.init_args)
         except TypeError as error:
-            parameters = ", ".join(inspect.signature(kind).parameters) or "nothing"
-            raise ConfigError(f"{self.class_path}: {error}; it takes {parameters}") from None
+            raise ConfigError(f"{self.class_path}: {error}; it takes {', '.join(takes.parameters) or 'nothing'}") from None
         callback = kind(**self.init_args)
         if self.name:
             callback.name = self.name

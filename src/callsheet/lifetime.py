@@ -10,7 +10,7 @@ from callsheet.context import Context, Outcome
 from callsheet.errors import RunEndedError
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
-from callsheet.spans import noted_span
+from callsheet.spans import take_noted_span
 
 logger = logging.getLogger("callsheet")
 
@@ -78,7 +78,7 @@ class Lifetime:
         if not self._started:
             self._ended = True
             return
-        span, ctx = noted_span(error) or ("run", self._ctx)
+        span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         for tell in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):

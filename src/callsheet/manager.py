@@ -228,6 +228,9 @@ class CallbackManager:
             LaneNotAvailable: a callback chose a lane that nothing serves.
             ConfigError: an interval is a fraction of a duration that this run does not have.
         """
+        entries = self.call_sheet().entries
+        for entry in entries:
+            _check_interval(entry, ctx)
         self._ranks = ctx.run.ranks
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
@@ -235,14 +238,13 @@ class CallbackManager:
         for member in self._members:
             member.failures = member.failures_in_a_row = 0
             member.is_off = False
-        for entry in self.call_sheet().entries:
+        for entry in entries:
             entry.previous, entry.added_at, entry.was_end = None, None, False
-            if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
-                raise ConfigError(
-                    f"{entry.member.label} ({entry.member.source}) wants {entry.event} {entry.every}, and this run has no max_duration; "
-                    "give it another unit"
-                )
-        self._compile()
+        try:
+            self._compile()
+        except LaneNotAvailable:
+            self.close()
+            raise
 
     def tell_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call `method(ctx, **payload)` on every callback that has it: how tables, images and files reach the loggers. Isolated."""
@@ -324,6 +326,9 @@ class CallbackManager:
         before = self._members, {event: list(entries) for event, entries in self._entries.items()}
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
+            if ctx is not None:
+                _check_interval(entry, ctx)
+        for entry in lines:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
             self._entries[entry.event].append(entry)
         self._members = [*self._members, *members]
@@ -381,6 +386,14 @@ def _interval(every: str | int | Time, label: str, function: Callable[..., Any])
         return Interval(every, default=TimeUnit.BATCH)
     except ValueError as error:
         raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
+
+
+def _check_interval(entry: Entry, ctx: Context) -> None:
+    if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
+        raise ConfigError(
+            f"{entry.member.label} ({entry.member.source}) wants {entry.event} {entry.every}, and this run has no max_duration; "
+            "give it another unit"
+        )
 
 
 def _keeps_state(callback: Callback) -> bool:

@@ -34,17 +34,14 @@ class Series:
         if self.over == "last":
             self.values = [value]
             return
-        self.values.append(value if weight is None or self.over == "sum" else value * weight)
+        self.values.append(value if weight is None or self.over == "sum" else _wider(value) * _wider(weight))
         self.weights.append(1 if weight is None else weight)
         if len(self.values) >= _FOLD:
             self.values, self.weights = [_total(self.values)], [_total(self.weights)]
 
-    def result(self) -> Any:
-        """A number or a scalar tensor; None for a mean of nothing but weight zero."""
-        if self.over != "mean":
-            return _total(self.values)
-        weight = _total(self.weights)
-        return None if isinstance(weight, (int, float)) and weight == 0 else _total(self.values) / weight
+    def result(self) -> tuple[Any, Any]:
+        """The total, and the weight to divide it by: numbers or scalar tensors."""
+        return _total(self.values), _total(self.weights) if self.over == "mean" else 1
 
 
 class MetricLog:
@@ -85,19 +82,24 @@ class MetricLog:
         return series
 
     def take(self) -> dict[str, float]:
-        """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors."""
-        results = {name: series.result() for name, series in self._series.items() if series.values}
-        results = {name: value for name, value in results.items() if value is not None}
+        """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors.
+
+        A mean of nothing but weight zero is left out.
+        """
+        names = [name for name, series in self._series.items() if series.values]
+        numbers = [number for name in names for number in self._series[name].result()]  # total, weight, total, weight, ...
         self.clear()
-        by_device: dict[Any, list[str]] = {}
-        for name, value in results.items():
-            if hasattr(value, "device"):
-                by_device.setdefault(value.device, []).append(name)
-        for device, names in by_device.items():
+        by_device: dict[Any, list[int]] = {}
+        for place, number in enumerate(numbers):
+            if hasattr(number, "device"):
+                by_device.setdefault(number.device, []).append(place)
+        for device, places in by_device.items():
             torch = sys.modules["torch"]
-            stacked = torch.stack([results[name].to(_wide(device)) for name in names]).tolist()  # the boundary's one copy
-            results.update(zip(names, stacked, strict=True))
-        return {name: float(value) for name, value in results.items()}
+            stacked = torch.stack([numbers[place].to(_wide(device)) for place in places]).tolist()  # the boundary's one copy
+            for place, number in zip(places, stacked, strict=True):
+                numbers[place] = number
+        results = zip(names, numbers[::2], numbers[1::2], strict=True)
+        return {name: float(total / weight) for name, total, weight in results if weight}
 
     def clear(self) -> None:
         """Forget everything since the last `take`, without waiting for anything."""
@@ -142,7 +144,12 @@ def _total(values: list[Any]) -> Any:
     if len(values) > 1 and all(hasattr(value, "device") for value in values):
         wide = _wide(values[0].device)
         return sys.modules["torch"].stack([value.to(wide) for value in values]).sum()
-    return sum(values[1:], start=values[0])
+    return sum(map(_wider, values[1:]), start=_wider(values[0]))
+
+
+def _wider(value: Any) -> Any:
+    """`value`; a tensor of fewer than 32 bits in a type in which it can be multiplied and added up."""
+    return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
 
 
 def _wide(device: Any) -> Any:

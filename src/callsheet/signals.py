@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -20,7 +19,7 @@ from callsheet.errors import ConfigError
 GRACE_SECONDS = 30.0
 """How long launchers commonly wait between SIGTERM and SIGKILL."""
 
-_active: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
+_active: list[SignalWatch] = []  # the outermost first
 
 
 class SignalWatch:
@@ -55,7 +54,7 @@ class SignalWatch:
             for number in self._signals:
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
-            _active.add(self)
+            _active.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
@@ -77,7 +76,8 @@ class SignalWatch:
             self._clock = None
 
     def _put_back(self) -> None:
-        _active.discard(self)
+        if self in _active:
+            _active.remove(self)
         for number, earlier in self._earlier.items():
             if earlier is not None:  # None: it was set by C code, and cannot be put back from here
                 signal.signal(number, earlier)
@@ -137,7 +137,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in list(_active):
+    for watch in reversed(_active.copy()):  # the innermost first, as each knows only the handler before its own
         watch.after_fork()
 
 

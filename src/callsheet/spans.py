@@ -19,13 +19,16 @@ from callsheet.sheet import Told, recover
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
     """`error` left `span`: write it on the error itself; the first span that does so is the innermost."""
-    if not hasattr(error, "_callsheet_span"):
-        error._callsheet_span = (span, ctx)  # type: ignore[attr-defined]  # exceptions take attributes
+    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr: a frozen exception would refuse it
 
 
-def noted_span(error: BaseException) -> tuple[str, Context] | None:
-    """The innermost span that `error` left, and the context of its loop."""
-    return getattr(error, "_callsheet_span", None)
+def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
+    """The innermost span that `error` left, and the context of its loop.
+
+    The error forgets them: whoever catches or pickles it later does not hold the model, and a run around this one notes its own.
+    """
+    noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
+    return noted
 
 
 class Span:

@@ -157,6 +157,11 @@ def checkpoints(folder: Path, run: str = "small") -> list[Path]:
     return [checkpoint.path for checkpoint in sorted(found.checkpoints, key=lambda c: c.seal.sealed_at)]
 
 
+def seed_for(folder: Path) -> int:
+    """The run's own where it has saved nothing yet; else any other, since all random states come out of the checkpoint."""
+    return random.randrange(1, 1000) if find_checkpoints(folder / "small" / "checkpoints").checkpoints else 0
+
+
 class Progress(Callback):
     """Appends each completed step to a file; at step `until` it waits there for the signal."""
 
@@ -194,7 +199,7 @@ def main(arguments: list[str]) -> None:
     progress = Progress(given.folder / "steps.txt", given.until_sigterm, came)
     history = History()
     saves = [] if given.until_sigterm is not None else [SavesAt("step", "epoch")]
-    with small_trainer(given.folder, history, progress, *saves, seed=random.randrange(100), resume="auto") as trainer:
+    with small_trainer(given.folder, history, progress, *saves, seed=seed_for(given.folder), resume="auto") as trainer:
         trainer.fit()
     report = {"outcome": trainer.run.outcome, "events": progress.events, "step": trainer.state.timestamp.batch}
     given.report.write_text(json.dumps(report))

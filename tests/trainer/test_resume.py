@@ -27,7 +27,7 @@ from callsheet import Callback, CheckpointError, ConfigError, Context, Outcome, 
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.testing import Recorder, check_events
 
-from .small_run import LOADERS, STEPS, STEPS_PER_EPOCH, History, SavesAt, checkpoints, result, run_small, small_trainer
+from .small_run import LOADERS, STEPS, STEPS_PER_EPOCH, History, SavesAt, checkpoints, result, run_small, seed_for, small_trainer
 
 SCRIPT = Path(__file__).with_name("small_run.py")
 NO_EVALUATION: dict[str, Any] = {"eval_interval": None}
@@ -79,11 +79,21 @@ def test_the_undisturbed_runs_can_differ(undisturbed: dict[str, dict[str, Any]],
     assert [step for step, values in undisturbed["dataloader"]["records"] if "noisy/loss" in values] == [4, 8, 12]
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "loader", [pytest.param(loader, marks=FORGETS_THE_SAMPLER if loader == "stateful" else ()) for loader in LOADERS]
+)
 def test_a_chain_of_processes_of_one_boundary_each_gives_the_undisturbed_run(
     loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    final = _chain(tmp_path, ("step", "epoch"), loader)
+    for link in range(3 * STEPS):
+        history = History()
+        saves = SavesAt("step", "epoch", stops=True)
+        with small_trainer(tmp_path, history, saves, loader=loader, seed=link, resume="auto") as trainer:
+            trainer.fit()
+        if trainer.run.outcome is Outcome.FINISHED:
+            break
+    assert trainer.state.elapsed == 1.0
+    final = result(trainer, history)
     assert final["losses"] == undisturbed[loader]["losses"]
     assert final["weights"] == undisturbed[loader]["weights"]
 
@@ -92,23 +102,15 @@ def test_a_chain_of_processes_of_one_boundary_each_gives_the_undisturbed_run(
     strict=True,
     reason="a checkpoint written before the resumed epoch has begun holds this process's random states, not the run's",
 )
-def test_a_chain_over_the_ends_of_rounds_gives_the_undisturbed_run(
+def test_a_checkpoint_of_a_round_s_end_that_a_resumed_run_came_to_first_is_good(
     undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Resumed at an epoch's end, the first thing a process comes to is the round's end."""
-    final = _chain(tmp_path, ("epoch", "round"), "dataloader")
-    assert final["weights"] == undisturbed["dataloader"]["weights"]
-
-
-def _chain(folder: Path, boundaries: tuple[str, ...], loader: str) -> dict[str, Any]:
-    for link in range(3 * STEPS):
-        history = History()
-        with small_trainer(folder, history, SavesAt(*boundaries, stops=True), loader=loader, seed=link, resume="auto") as trainer:
-            trainer.fit()
-        if trainer.state.elapsed == 1.0 and trainer.run.outcome is Outcome.FINISHED:
-            return result(trainer, history)
-        shutil.rmtree(folder / "small" / "checkpoints" / "older", ignore_errors=True)
-    raise AssertionError("the chain came to no end")
+    """Killed between an epoch's end and its round's, the next process begins with the round's end."""
+    run_small(tmp_path, SavesAt("epoch"))
+    end_of_epoch = next(path for path in checkpoints(tmp_path) if path.name.startswith("ep2"))
+    run_small(tmp_path / "second", SavesAt("round"), seed=5, resume=end_of_epoch)
+    end_of_round = next(path for path in checkpoints(tmp_path / "second") if path.name.startswith("ep2"))
+    assert run_small(tmp_path / "third", seed=6, resume=end_of_round) == undisturbed["dataloader"]
 
 
 @pytest.mark.parametrize("loader", ["dataloader", "stateful"])
@@ -150,14 +152,12 @@ def test_fit_called_again_goes_on_where_it_was(
 
 
 @pytest.mark.xfail(strict=True, reason="a second fit() begins the epoch's data anew, and counts on from where the first stopped")
-def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(tmp_path: Path) -> None:
-    with small_trainer(tmp_path, History(), loader="list") as trainer:
+def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    with small_trainer(tmp_path, History()) as trainer:
         trainer.fit("2ba")
         trainer.fit("5ba")
         path = trainer.save_checkpoint().path
-        straight = result(trainer, History())["weights"]
-    resumed = run_small(tmp_path / "resumed", loader="list", resume=path, max_duration="5ba")
-    assert resumed["weights"] == straight
+    assert run_small(tmp_path / "resumed", seed=8, resume=path)["weights"] == undisturbed["dataloader"]["weights"]
 
 
 @pytest.mark.xfail(strict=True, reason="the evaluation counts as done before it has begun, also in the checkpoint that precedes it")
@@ -257,7 +257,16 @@ def test_the_timestamp_and_intervals_come_back(tmp_path: Path) -> None:
         assert (second.ctx.step, second.ctx.epoch) == (4, saved.epoch)
     assert (saved.batch, saved.epoch, saved.batch_in_epoch, saved.sample) == (4, 1, 1, 15)
     assert (info.step, info.epoch, info.kind) == (4, 1, "requested")
-    assert info.size_bytes == sum(file.stat().st_size for file in Path(info.path).iterdir())
+
+
+@pytest.mark.xfail(strict=True, reason="when saved, the size is that of state and tensors; when loaded, of all files in the folder")
+def test_what_was_saved_is_told_alike_when_it_is_loaded(tmp_path: Path) -> None:
+    with small_trainer(tmp_path, History()) as first:
+        first.fit("4ba")
+        info = first.save_checkpoint()
+    recorder = Recorder(fields=("checkpoint",))
+    small_trainer(tmp_path / "resumed", recorder, History(), resume=info.path).close()
+    assert recorder.values["checkpoint"] == [("on_checkpoint_load_end", info)]
 
 
 def test_loading_is_told_with_what_was_loaded_or_none(tmp_path: Path) -> None:
@@ -315,7 +324,7 @@ def run_of_three(three: Path, tmp_path: Path) -> Path:
 
 
 def resumed_at(run: Path) -> int:
-    with small_trainer(run.parent.parent, resume="auto") as trainer:
+    with small_trainer(run.parent.parent, History(), resume="auto") as trainer:
         return trainer.state.timestamp.batch
 
 
@@ -501,7 +510,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
     raise AssertionError(f"step {step} never came")
 
 
-def test_killed_at_any_moment_the_curve_goes_on(tmp_path: Path) -> None:
+def test_killed_at_any_moment_the_curve_goes_on(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     seen = 0
     for _ in range(2):
         process = start_script(tmp_path)
@@ -513,9 +522,7 @@ def test_killed_at_any_moment_the_curve_goes_on(tmp_path: Path) -> None:
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         seen = len((tmp_path / "steps.txt").read_text().splitlines())
-    resumed = run_small(tmp_path, seed=random.randrange(100), resume="auto")
-    # the script's seed was its own: what it drew is in the checkpoints; nothing but the losses of its first steps can be held against
-    assert len(resumed["losses"]) == STEPS
+    assert run_small(tmp_path, seed=seed_for(tmp_path), resume="auto") == undisturbed["dataloader"]
 
 
 def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -531,3 +538,78 @@ def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp
     _, told = read_checkpoint(path)
     assert (told["kind"], told["step"]) == ("preempt", 4)
     assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
+
+
+class Signals(Callback):
+    """Sends this process a SIGTERM at the nth telling of an event, as a preemption may come at any moment."""
+
+    def __init__(self, event: str, nth: int) -> None:
+        self.event = event
+        self.left = nth
+
+    def on_event(self, ctx: Context) -> None:
+        if ctx.event == self.event:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+LATE = pytest.mark.xfail(
+    strict=True, reason="a signal that comes during a boundary ends training as if finished: no on_preempt, no checkpoint"
+)
+
+
+@pytest.mark.parametrize(
+    ("event", "nth", "step"),
+    [
+        ("on_epoch_start", 2, 4),
+        ("on_fetch_start", 3, 3),
+        ("on_fetch_end", 4, 3),  # the data of the first epoch has run out
+        ("on_backward_end", 3, 2),
+        ("on_train_step_end", 5, 5),
+        pytest.param("on_log", 1, 4, marks=LATE),
+        pytest.param("on_eval_step_start", 1, 4, marks=LATE),
+        pytest.param("on_eval_all_end", 1, 4, marks=LATE),
+        pytest.param("on_checkpoint_due", 2, 2, marks=LATE),
+    ],
+)
+def test_a_preemption_at_any_event_saves_and_makes_way(
+    event: str, nth: int, step: int, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    recorder, history = Recorder(), History()
+    with small_trainer(tmp_path, history, Signals(event, nth), recorder) as trainer:
+        trainer.fit()
+    check_events(recorder.events)
+    assert trainer.state.timestamp.batch == step
+    assert trainer.run.outcome is Outcome.PREEMPTED
+    assert trainer.preempted
+    assert recorder.events.count("on_preempt") == 1
+    assert [read_checkpoint(path)[1]["kind"] for path in checkpoints(tmp_path)] == ["preempt"]
+    assert run_small(tmp_path, seed=3, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
+
+
+@pytest.mark.xfail(strict=True, reason="fit() looks at the signal only at boundaries, and the outcome is finished")
+@pytest.mark.parametrize("event", ["on_train_start", "on_round_start"])
+def test_a_preemption_before_the_first_step_is_told(event: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    with small_trainer(tmp_path, Signals(event, 1), recorder) as trainer:
+        trainer.fit()
+    assert trainer.run.outcome is Outcome.PREEMPTED
+    assert recorder.events.count("on_preempt") == 1
+
+
+def test_the_handler_that_was_there_before_is_called_and_comes_back(tmp_path: Path) -> None:
+    came: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        came.append(number)
+
+    earlier = signal.signal(signal.SIGTERM, handler)
+    try:
+        with small_trainer(tmp_path, Signals("on_train_step_end", 2)) as trainer:
+            trainer.fit()
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert came == [signal.SIGTERM]
+    assert trainer.run.outcome is Outcome.PREEMPTED
