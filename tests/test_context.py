@@ -121,24 +121,23 @@ def test_a_kept_field_stays_to_the_end_of_the_step_and_no_longer() -> None:
     assert not ctx.has("outputs")
 
 
-@pytest.mark.xfail(strict=True, reason="close() never shuts the window of a kept field that has no kept_until")
-@pytest.mark.parametrize("name", ["loss", "batch", "record", "exception"])
-def test_keeping_a_field_that_cannot_be_kept_longer_leaves_nothing_stale(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in WINDOWED if FIELDS[name].kept_until])
+def test_every_field_that_can_be_kept_is_shut_by_its_own_windows_and_what_keeps_it(name: str) -> None:
     ctx = context()
     ctx.kept = frozenset({name})
     setattr(ctx, name, 1)
-    for _, closes in FIELDS[name].windows:
+    for _, closes in (*FIELDS[name].windows, ("", FIELDS[name].kept_until)):
         ctx.close(closes)
     assert not ctx.has(name)
 
 
-@pytest.mark.xfail(strict=True, reason="keep stretches the training window over the evaluation's windows too")
 def test_kept_outputs_do_not_outlive_an_evaluation_step() -> None:
     ctx = context()
     ctx.kept = frozenset({"outputs"})
-    ctx.outputs = 1
-    ctx.close("on_eval_step_end")
-    assert not ctx.has("outputs")
+    for closes in ("on_eval_step_end", "on_test_step_end", "on_predict_step_end"):
+        ctx.outputs = 1
+        ctx.close(closes)
+        assert not ctx.has("outputs"), closes
 
 
 def test_a_sibling_shares_the_run_and_not_the_windows() -> None:

@@ -140,10 +140,32 @@ def test_a_request_cannot_be_changed() -> None:
         control.stop_requested = None  # type: ignore[misc]  # that is what is tested
 
 
-@pytest.mark.xfail(strict=True, reason="done() takes every unknown word for 'stop' and drops a sticky request")
+def test_pending_says_whether_there_is_anything_to_look_at() -> None:
+    control = Control(ALL)
+    seen = [control.pending]
+    control.accumulate(2)
+    control.load("x")
+    seen.append(control.pending)
+    assert seen == [False, False]
+    for what, ask in (("save", control.save), ("evaluate", control.evaluate), ("stop", control.stop)):
+        ask("x")
+        ask("y")
+        seen = [control.pending]
+        control.done(what)
+        assert [*seen, control.pending] == [True, False], what
+    Asker().ask(control)
+    seen = []
+    for what in ("stop", "save", "evaluate"):
+        control.done(what)
+        seen.append(control.pending)
+    assert seen == [True, True, False]
+
+
 def test_a_misspelt_done_drops_no_stop() -> None:
     control = Control()
     control.stop("x")
-    with pytest.raises((ConfigError, ValueError, KeyError)):
+    with pytest.raises(ConfigError, match=r"there is no request 'saev'; did you mean 'save'\?"):
         control.done("saev")
+    with pytest.raises(ConfigError, match="there is no request 'accumulate'"):
+        control.done("accumulate")
     assert control.stop_requested is not None

@@ -84,11 +84,14 @@ def _train(recipe: str | None, overrides: list[str]) -> int:
     kind = recipe_class(path)
     parser = recipe_parser(kind, path)
     parsed = parsed_with(parser, overrides)
-    made = parser.instantiate_classes(parsed)
+    made = parser.instantiate(parsed)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     config = kind.Config(**{field.name: made[field.name] for field in fields(kind.Config)})
     job = kind(
-        config, callbacks=made.callbacks, loggers=made.loggers, resolved=parser.dump(parsed, skip_none=False, with_comments=False)
+        config,
+        callbacks=made.callbacks,
+        loggers=made.loggers,
+        resolved=parser.dump(parsed, skip_unset=False, with_comments=False),
     )
     return _run(job)
 

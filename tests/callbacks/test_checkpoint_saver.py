@@ -110,6 +110,37 @@ def test_one_step_is_saved_once_though_two_boundaries_follow_it(tmp_path: Path) 
     assert fit(tmp_path, CheckpointSaver(save_interval="1ep"), max_duration="3ba", run_name="other") == {3: "final"}
 
 
+def test_one_step_is_saved_once_though_a_resume_lies_between(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(), max_duration="3ba") == {3: "final"}  # before the epoch's own boundary
+    assert fit(tmp_path, CheckpointSaver(), max_duration="2ep", resume="auto") == {3: "final", 6: "final"}
+
+
+def test_the_end_is_saved_once_though_it_is_evaluated_twice(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(), scores=[0.5, 0.4], max_duration="3ba") == {3: "final"}
+
+
+def test_the_final_one_knows_the_last_evaluation(tmp_path: Path) -> None:
+    with trainer(tmp_path, CheckpointSaver(save_interval="3ba"), scores=[0.5, 0.4], max_duration="2ep") as trained:
+        trained.fit()
+    found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert sorted((each.step, each.seal.info["kind"], each.seal.info["val_losses"].get("validation")) for each in found) == [
+        (3, "periodic", None),
+        (6, "final", 0.4),
+        (6, "periodic", 0.5),
+    ]
+
+
+def test_a_saver_may_serve_another_run(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval="2ba", keep=1)
+    assert fit(tmp_path, saver, max_duration="2ba") == {2: "final"}
+    with trainer(tmp_path, saver, max_duration="3ba", run_name="other") as trained:
+        trained.fit("2ba")
+        assert left(tmp_path, "other") == {2: "final"}
+        trained.fit("3ba")
+    assert left(tmp_path, "other") == {3: "final"}
+    assert left(tmp_path) == {2: "final"}
+
+
 def test_all_reasons_at_one_boundary_make_one_checkpoint(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss")
     assert fit(tmp_path, saver, scores=[0.5, 0.4], max_duration="2ep") == {3: "best", 6: "final"}

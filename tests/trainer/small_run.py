@@ -122,6 +122,7 @@ def small_trainer(
         "run_name": "small",
         "runs_folder": folder,
         "resume": resume,
+        "callbacks": callbacks,
     }
     # a function makes the loader: what it draws on being made comes after the seed
     return Trainer(
@@ -129,7 +130,6 @@ def small_trainer(
         nn.functional.mse_loss,
         lambda: made_loader(loader),
         {"noisy": evaluation},
-        callbacks=callbacks,
         **(arguments | changes),
     )
 

@@ -147,39 +147,14 @@ def test_the_checking_mode_refuses_one_that_does_not_say_so(source: str, tmp_pat
             DRAWERS[source]()
 
     manager = CallbackManager([Sneaky()], checking=True)
-    trainer = small_trainer(tmp_path)
-    trainer.close()
     with pytest.raises(CallsheetError, match=r"Sneaky.*test_neutrality\.py:\d+.*on_log.*samples = True"):
-        with Trainer(
-            nn.Linear(2, 1),
-            nn.functional.mse_loss,
-            [(torch.ones(2, 2), torch.ones(2, 1))],
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            callbacks=manager,
-            runs_folder=tmp_path,
-        ) as checked:
+        with small_trainer(tmp_path, callbacks=manager) as checked:
             checked.fit()
 
 
 def test_the_checking_mode_lets_honest_observers_run(bare: Weights, tmp_path: Path) -> None:
     manager = CallbackManager([Quiet(), Reader(), Recorder(), SaysSo(*EVENTS)], checking=True)
-    trainer = small_trainer(tmp_path, eval_interval=None)
-    trainer.close()
-    torch.manual_seed(0)
-    checked = Trainer(
-        nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1)),
-        nn.functional.mse_loss,
-        lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 3)),
-        max_duration="4ep",
-        microbatch_size=3,
-        clip_grad_norm=0.5,
-        seed=0,
-        callbacks=manager,
-        runs_folder=tmp_path,
-    )
-    assert same(weights_of(checked), bare)
+    assert same(weights_of(small_trainer(tmp_path, callbacks=manager, eval_interval=None)), bare)
 
 
 def test_an_observer_that_fails_and_is_isolated_changes_nothing(
@@ -218,8 +193,7 @@ def test_a_function_on_every_event_changes_nothing(bare: Weights, tmp_path: Path
     told: list[str] = []
     manager = CallbackManager()
     manager.register("*", lambda ctx: told.append(str(ctx.event)))
-    trainer = small_trainer(tmp_path, eval_interval=None)
-    for event in EVENTS[1:]:
-        trainer.callbacks.register(event, lambda ctx: told.append(str(ctx.event)))
-    assert same(weights_of(trainer), bare)
-    assert "on_train_step_end" in told
+    assert same(weights_of(small_trainer(tmp_path, callbacks=manager, eval_interval=None)), bare)
+    assert told[0] == "on_run_start"
+    assert told[-1] == "on_run_end"
+    assert told.count("on_train_step_end") == 12

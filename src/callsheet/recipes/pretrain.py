@@ -213,7 +213,7 @@ class Pretrain:
             trainer.fit()
             if trainer.preempted:
                 return self.results
-            loss = trainer.evaluate()["validation"]["loss"]
+            loss = (trainer.eval_results or trainer.evaluate())["validation"]["loss"]  # a run that was complete has not evaluated
             self.generations = [[prompt, self.generate(prompt)] for prompt in self.config.prompts]
             if self.generations:
                 trainer.ctx.log_table("generations", ["prompt", "continuation"], self.generations)

@@ -150,7 +150,8 @@ class Trainer:
             raise ConfigError(f"max_duration={max_duration!r} counts rounds; say how many epochs make one with epochs_per_round")
         self._records = Records(self.callbacks, log_every, self.device)
         self._last_loss: Tensor | None = None
-        self._val_losses: dict[str, float] = {}
+        self.eval_results: dict[str, dict[str, float]] = {}
+        """Of the last evaluation, by dataset; empty until there has been one."""
         self._is_training = False
         self._signals = SignalWatch(preempt_signals, grace=grace_seconds)
         self.ctx = Context(
@@ -395,8 +396,7 @@ class Trainer:
             return self._evaluation.predict(made(dataloader, "dataloader"))
 
     def _evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        results = self._evaluation.evaluate(loaders, standalone=standalone)
-        self._val_losses = {name: result["loss"] for name, result in results.items() if "loss" in result}
+        self.eval_results = results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
         return results
 
@@ -426,7 +426,8 @@ class Trainer:
 
     def _save(self, kind: str, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
         self._records.tally.settle(self.state)
-        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=self._val_losses)
+        val_losses = {name: result["loss"] for name, result in self.eval_results.items() if "loss" in result}
+        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=val_losses)
 
     def _parts(self) -> dict[str, Stateful]:
         """What a checkpoint holds, besides the random states and, once it is open, the data."""
