@@ -1,0 +1,114 @@
+"""What telling an event costs: unheard, and with 1, 5 and 20 listeners.
+
+python benchmarks/dispatch.py [--turns 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any
+
+from callsheet import Callback, CallbackManager, Context, RunInfo
+from timing import in_turns, least, machine, timed
+
+TIMES = 20_000
+
+
+class OnLog(Callback):
+    def on_log(self, ctx: Context) -> None:
+        pass
+
+
+class OnForwardEnd(Callback):
+    def on_forward_end(self, ctx: Context) -> None:
+        pass
+
+
+class Flag:
+    __slots__ = ("is_up",)
+
+    def __init__(self) -> None:
+        self.is_up = False
+
+
+def subjects(listeners: int) -> dict[str, Any]:
+    ctx = Context(RunInfo("benchmark"))
+    manager = CallbackManager([OnLog() for _ in range(listeners)])
+    manager.add([OnForwardEnd() for _ in range(listeners)])
+    spans, heard, flag, null = manager.spans(ctx), manager.heard, Flag(), contextlib.nullcontext()
+    bound = tuple(callback.on_log for callback in manager.callbacks[:listeners])
+
+    def nothing(times: int) -> None:
+        for _ in range(times):
+            pass
+
+    def floor(times: int) -> None:
+        for _ in range(times):
+            for handler in bound:
+                handler(ctx)
+
+    def fire(times: int) -> None:
+        for _ in range(times):
+            manager.fire("on_log", ctx)
+
+    def span(times: int) -> None:
+        for _ in range(times):
+            with spans.forward:
+                pass
+
+    def an_if(times: int) -> None:
+        for _ in range(times):
+            if flag.is_up:
+                pass
+
+    def heard_if(times: int) -> None:
+        for _ in range(times):
+            if heard.on_preempt:
+                pass
+
+    def null_with(times: int) -> None:
+        for _ in range(times):
+            with null:
+                pass
+
+    def idle_span(times: int) -> None:
+        for _ in range(times):
+            with spans.backward:
+                pass
+
+    names = {
+        "floor": floor,
+        "fire": fire,
+        "span": span,
+        "if": an_if,
+        "heard": heard_if,
+        "nullcontext": null_with,
+        "idle span": idle_span,
+    }
+    return {name: timed(function, TIMES) for name, function in names.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=60)
+    turns = parser.parse_args().turns
+    print(f"{machine()}; the best of {turns} turns of {TIMES:,}, a loop's own cost taken off\n")
+    print("| | figure | promise |\n| --- | --- | --- |")
+    for listeners in (1, 5, 20):
+        figures = in_turns(subjects(listeners), turns)
+        cost = {name: least(figures, name) - least(figures, "nothing") for name in figures}
+        if listeners == 1:
+            print(f"| an event nobody hears: `if heard.on_x` over `if flag.is_up` | {cost['heard'] / cost['if']:.2f} x | 1.1 x |")
+            print(
+                f"| a span nobody hears over `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
+            )
+        for name, promise in (("fire", 60), ("span", 150)):
+            over = cost[name] - 1.3 * cost["floor"]
+            print(
+                f"| {listeners} listeners: `{name}` over 1.3 x a bare `for` over bound methods | {over:+.0f} ns | +{promise} ns |"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Every benchmark in turn; what they print also goes to benchmarks/results/.
+
+make bench
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    status = 0
+    for name in ("dispatch", "imports", "trainer"):
+        print(f"\n{name}", flush=True)
+        done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=False)
+        print(done.stdout, end="", flush=True)
+        if done.returncode == 0:
+            (HERE / "results" / f"{name}.md").write_text(done.stdout)
+        status = status or done.returncode
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Timing on a noisy machine: many short turns of everything in the same run, so that what is compared has had the same weather."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+Turn = Callable[[], float]
+
+
+def in_turns(subjects: Mapping[str, Turn], turns: int) -> dict[str, list[float]]:
+    """Run every subject once a turn, in the same order; a subject returns its own figure."""
+    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    for turn in range(turns):
+        for name, subject in subjects.items():
+            figures[name].append(subject())
+        if sys.stderr.isatty():
+            print(f"\r{turn + 1} of {turns} turns ", end="" if turn + 1 < turns else "\r", file=sys.stderr, flush=True)
+    return figures
+
+
+def timed(statement: Callable[[int], None], times: int) -> Turn:
+    """A turn that gives nanoseconds a time, of a function that does it so many times."""
+
+    def turn() -> float:
+        began = time.perf_counter_ns()
+        statement(times)
+        return (time.perf_counter_ns() - began) / times
+
+    return turn
+
+
+def difference(figures: Mapping[str, list[float]], subject: str, floor: str) -> float:
+    """The median over turns of the subject's figure less the floor's of the same turn."""
+    return statistics.median(a - b for a, b in zip(figures[subject], figures[floor], strict=True))
+
+
+def least(figures: Mapping[str, list[float]], subject: str) -> float:
+    """The subject's best turn: for nanoseconds, where everything that disturbs only adds."""
+    return min(figures[subject])
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    import torch
+
+    return f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
