@@ -78,6 +78,7 @@ def subjects(listeners: int) -> dict[str, Any]:
                 pass
 
     names = {
+        "nothing": nothing,
         "floor": floor,
         "fire": fire,
         "span": span,

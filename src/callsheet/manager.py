@@ -196,20 +196,18 @@ class CallbackManager:
             BaseException: what a callback raised, unless it is isolated; reports and restorations have been told by then.
         """
         try:
-            told = self._told[event]
+            handlers, named, entries = self._told[event]
         except KeyError:
-            told = self._lookup(as_event(event))
-        handlers, named, _ = told
+            handlers, named, entries = self._lookup(as_event(event))
         if handlers:
             outer = ctx.event
             ctx.event = named
-            handler = None
             try:
                 for handler in handlers:
                     handler(ctx)
             except BaseException as error:
-                try:
-                    recover(told, handler, error, ctx)
+                try:  # `handler` is unbound where Ctrl-C came before the first
+                    recover((handlers, named, entries), locals().get("handler"), error, ctx)
                 finally:
                     ctx.event = outer
             ctx.event = outer

@@ -57,14 +57,13 @@ class Span:
         ctx = self._ctx
         outer = ctx.event
         ctx.event = event
-        handler = None
         try:
             for handler in handlers:
                 handler(ctx)
         except BaseException as error:
             note_span(error, self.name, ctx)
             try:
-                recover(told, handler, error, ctx)
+                recover(told, locals().get("handler"), error, ctx)
             finally:
                 ctx.event = outer
         ctx.event = outer

@@ -104,7 +104,12 @@ class SavesAt(Callback):
 
 
 def small_trainer(
-    folder: Path, *callbacks: Callback, loader: str = "dataloader", seed: int = 0, resume: str | Path | None = None, **changes: Any
+    folder: Path,
+    *callbacks: Callback,
+    loader: str = "dataloader",
+    seed: int = 0,
+    resume: str | Path | None = None,
+    **changes: Any,
 ) -> Trainer:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1))
@@ -141,7 +146,12 @@ def result(trainer: Trainer, history: History) -> dict[str, Any]:
 
 
 def run_small(
-    folder: Path, *callbacks: Callback, loader: str = "dataloader", seed: int = 0, resume: str | Path | None = None, **changes: Any
+    folder: Path,
+    *callbacks: Callback,
+    loader: str = "dataloader",
+    seed: int = 0,
+    resume: str | Path | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """One process's part of a run, from its beginning or from a checkpoint; the result is the whole run's."""
     history = History()

@@ -481,7 +481,9 @@ LOSES_REQUESTS = {"on_round_end", "on_train_end"}
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(event, marks=pytest.mark.xfail(strict=True, reason="no boundary follows: the request is neither refused nor kept"))
+        pytest.param(
+            event, marks=pytest.mark.xfail(strict=True, reason="no boundary follows: the request is neither refused nor kept")
+        )
         if event in LOSES_REQUESTS
         else event
         for event in IN_TRAINING
@@ -498,7 +500,9 @@ def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tm
     assert "on_checkpoint_save_end" in witness.events[asked + 1 :]
 
 
-@pytest.mark.xfail(strict=True, reason="a stop in mid-epoch leaves the epoch without a boundary: the request is neither refused nor kept")
+@pytest.mark.xfail(
+    strict=True, reason="a stop in mid-epoch leaves the epoch without a boundary: the request is neither refused nor kept"
+)
 def test_a_save_asked_for_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()
     plan = plain(calls=(("fit", 1),), actions=(Action("stop", "on_train_step_end", 1), Action("save", "on_epoch_end", 1)))

@@ -136,7 +136,10 @@ def test_a_checkpoint_saved_again_before_training_goes_on_is_as_good(
     "first",
     [
         pytest.param(
-            2, marks=pytest.mark.xfail(strict=True, reason="a second fit() begins the epoch's data anew where the first stopped in it")
+            2,
+            marks=pytest.mark.xfail(
+                strict=True, reason="a second fit() begins the epoch's data anew where the first stopped in it"
+            ),
         ),
         STEPS_PER_EPOCH,
     ],
@@ -160,7 +163,9 @@ def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(undisturbed: dict[str,
     assert run_small(tmp_path / "resumed", seed=8, resume=path)["weights"] == undisturbed["dataloader"]["weights"]
 
 
-@pytest.mark.xfail(strict=True, reason="the evaluation counts as done before it has begun, also in the checkpoint that precedes it")
+@pytest.mark.xfail(
+    strict=True, reason="the evaluation counts as done before it has begun, also in the checkpoint that precedes it"
+)
 def test_resuming_from_before_a_risky_evaluation_makes_it(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     run_small(tmp_path, SavesAt("before_eval"))
     assert run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[0]) == undisturbed["dataloader"]
@@ -259,7 +264,9 @@ def test_the_timestamp_and_intervals_come_back(tmp_path: Path) -> None:
     assert (info.step, info.epoch, info.kind) == (4, 1, "requested")
 
 
-@pytest.mark.xfail(strict=True, reason="when saved, the size is that of state and tensors; when loaded, of all files in the folder")
+@pytest.mark.xfail(
+    strict=True, reason="when saved, the size is that of state and tensors; when loaded, of all files in the folder"
+)
 def test_what_was_saved_is_told_alike_when_it_is_loaded(tmp_path: Path) -> None:
     with small_trainer(tmp_path, History()) as first:
         first.fit("4ba")
@@ -456,13 +463,13 @@ def other(folder: Path, **changes: Any) -> Trainer:
 
 def test_a_checkpoint_of_another_model_is_an_error(run_of_three: Path, tmp_path: Path) -> None:
     for model in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 1))):
-        with pytest.raises(CheckpointError, match="ep0-ba3.*model"):
+        with pytest.raises(CheckpointError, match=r"ep0-ba3.*model"):
             other(tmp_path, model=model, resume=run_of_three / "ep0-ba3")
 
 
 @pytest.mark.xfail(strict=True, reason="torch's load_state_dict takes it, and the first step fails with a KeyError")
 def test_a_checkpoint_of_another_kind_of_optimizer_is_an_error(run_of_three: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="ep0-ba3.*optimizer"):
+    with pytest.raises(CheckpointError, match=r"ep0-ba3.*optimizer"):
         other(tmp_path, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), resume=run_of_three / "ep0-ba3").fit()
 
 
