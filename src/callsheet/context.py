@@ -80,12 +80,14 @@ class TrainState:
 
     `timestamp` counts what is completed and moves just before each end event; `previous_timestamp` is the one before the last step.
     Its samples, tokens and seconds are those of the last log boundary and stand still between. `baseline` is where this process began.
+    `epoch_batches` is how many batches an epoch has, where that is known.
     """
 
     max_duration: Time | None = None
     timestamp: Timestamp = field(default_factory=Timestamp)
     previous_timestamp: Timestamp = field(default_factory=Timestamp)
     baseline: Timestamp = field(default_factory=Timestamp)
+    epoch_batches: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """How far training is, as plain data."""

@@ -257,7 +257,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "learning_rate",
             "float",
-            "the first parameter group's, as the step uses it",
+            "the first parameter group's, as the step uses it; a scalar tensor where the optimizer keeps one",
             "replicated",
             (("on_optimizer_step_start", "on_train_step_end"),),
         ),

@@ -113,7 +113,8 @@ def read_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> Found:
-    """The checkpoints directly under `root`, newest first: by step, then by the time of the seal.
+    """The checkpoints directly under `root`, newest first: by the time of the seal, since a run that went back to an earlier one leaves
+    behind later steps that did not happen.
 
     Digests are not taken here but while reading: who resumes goes down the list until one reads. Links are left out, and a root
     that does not exist has none.
@@ -126,7 +127,7 @@ def find_checkpoints(root: str | os.PathLike[str]) -> Found:
             found.checkpoints.append(Checkpoint(folder, read_seal(folder)))
         except CheckpointError as error:
             found.skipped.append((folder, str(error)))
-    found.checkpoints.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.seal.sealed_at), reverse=True)
+    found.checkpoints.sort(key=lambda checkpoint: (checkpoint.seal.sealed_at, checkpoint.step), reverse=True)
     return found
 
 

@@ -72,8 +72,7 @@ class Checkpoints:
         )
         with self._spans.checkpoint_save:
             state = {"random": random_state(), **{name: part.state_dict() for name, part in self.parts.items()}}
-            weights = [value for value in state["model"].values() if isinstance(value, Tensor)]
-            is_finite = all_finite([*weights, *([train_loss] if train_loss is not None else [])])
+            is_finite = all_finite([*ctx.model.parameters(), *([train_loss] if train_loss is not None else [])])
             if not is_finite:
                 logger.error("%s has weights or a loss that are not finite: automatic resume will pass it by", info.path)
             size = self._write(info, state, is_finite)

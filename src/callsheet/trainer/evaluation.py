@@ -46,19 +46,24 @@ class Evaluation:
         self._spans = manager.spans(self.ctx)
 
     def is_due(self, ctx: Context, is_over: bool) -> bool:
-        """Whether the boundary in hand is one to evaluate at: by the interval, on request, or at the end of training."""
+        """Whether the boundary in hand is one to evaluate at: on request, or, once a step, by the interval and at the end of training."""
         if not self.loaders:
             return False
-        due = ctx.control.evaluate_requested is not None
-        if due:
-            ctx.control.done("evaluate")
+        if ctx.control.evaluate_requested is not None:
+            return True
+        if self.every is None or self._last_step == ctx.step:
+            return False
+        return is_over or self._index(ctx) > self._passed
+
+    def done(self, ctx: Context) -> None:
+        """What was due has been evaluated. Not before: a checkpoint that was saved ahead of it must not say that it was."""
+        ctx.control.done("evaluate")
+        self._last_step = ctx.step
         if self.every is not None:
-            passed = self.every.index(ctx.state.timestamp, ctx.state.elapsed)
-            due = due or passed > self._passed or (is_over and self._last_step != ctx.step)
-            self._passed = passed
-        if due:
-            self._last_step = ctx.step
-        return due
+            self._passed = self._index(ctx)
+
+    def _index(self, ctx: Context) -> int:
+        return self.every.index(ctx.state.timestamp, ctx.state.elapsed) if self.every is not None else 0
 
     def state_dict(self) -> dict[str, int]:
         """Which evaluations have been."""

@@ -181,6 +181,7 @@ class Trainer:
             self._open_training_fields()
             with self._spans.data_init:
                 self._batches = TrainBatches(made(train_dataloader, "train_dataloader")) if train_dataloader is not None else None
+                self.state.epoch_batches = self._batches.length if self._batches is not None else None
                 self._evaluation.loaders = _named(eval_dataloader, "eval_dataloader")
                 if self._batches is not None:
                     self._checkpoints.parts["data"] = self._batches
@@ -217,9 +218,10 @@ class Trainer:
             try:
                 with self._signals:
                     with spans.train:
-                        while not self._is_over():
+                        is_over = self._is_over()
+                        while not is_over:
                             with spans.round:
-                                while not self._is_over() and not self._round_is_full():
+                                while not is_over and not self._round_is_full():
                                     ctx.epoch = state.timestamp.epoch + 1
                                     with spans.epoch:
                                         is_whole = self._train_epoch(optimizer, batches)
@@ -227,13 +229,12 @@ class Trainer:
                                         if is_whole:
                                             batches.end_epoch()
                                             state.timestamp = state.timestamp.next_epoch()
-                                    if is_whole:
-                                        self._boundary("epoch")
+                                    is_over = self._boundary("epoch") if is_whole else True
                                 is_full = self._round_is_full()
                                 if is_full:
                                     state.timestamp = state.timestamp.next_round()
                             if is_full:
-                                self._boundary("round")
+                                is_over = self._boundary("round") or is_over
                         self._records.tally.settle(state)
             finally:
                 self._records.tally.stop()
@@ -290,7 +291,8 @@ class Trainer:
                     if self.clip_grad_norm is not None:
                         ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                ctx.learning_rate = records.learning_rate = optimizer.param_groups[0]["lr"]
+                rate: Any = optimizer.param_groups[0]["lr"]  # a tensor is written over by the scheduler where it stands
+                ctx.learning_rate = records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
                 with spans.optimizer_step:
                     optimizer.step()
                     ctx.step_skipped = False
@@ -304,10 +306,12 @@ class Trainer:
                 del ctx.outputs
             self._last_loss = loss
             optimizer.zero_grad()
-            if ctx.step >= next_boundary or control.pending or signals.received is not None or self._heard.on_checkpoint_due:
+            if ctx.step >= next_boundary or control.pending or signals.received is not None:
                 if self._boundary("step"):
                     return state.timestamp.batch_in_epoch == batches.length
                 next_boundary = self._next_boundary()
+            elif self._heard.on_checkpoint_due:
+                self._tell_checkpoint_due("step")
 
     def _next_boundary(self) -> int:
         """The next step after which something can be due; the other units only move at log boundaries and the ends of epochs."""
@@ -350,9 +354,10 @@ class Trainer:
             self._tell_checkpoint_due("before_eval")
             with self._training_stopped():
                 self._evaluate(self._evaluation.loaders, standalone=False)
+            self._evaluation.done(ctx)
             is_over = self._is_over()
         self._tell_checkpoint_due(boundary)
-        return is_over or self._is_over()
+        return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
 
     def _is_over(self) -> bool:
         elapsed = self.state.elapsed
@@ -425,7 +430,6 @@ class Trainer:
                 self._save(request.kind)
 
     def _save(self, kind: str, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        self._records.tally.settle(self.state)
         val_losses = {name: result["loss"] for name, result in self.eval_results.items() if "loss" in result}
         return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=val_losses)
 
