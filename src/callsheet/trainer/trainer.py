@@ -291,8 +291,10 @@ class Trainer:
                     if self.clip_grad_norm is not None:
                         ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                rate: Any = optimizer.param_groups[0]["lr"]  # a tensor is written over by the scheduler where it stands
-                ctx.learning_rate = records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
+                rate: Any = optimizer.param_groups[0]["lr"]
+                if isinstance(rate, Tensor):
+                    rate = rate.clone()  # the scheduler writes over it where it stands
+                ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     optimizer.step()
                     ctx.step_skipped = False
