@@ -123,7 +123,11 @@ class LogRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint. `kind` is periodic, best, final, preempt or requested; `size_bytes` is 0 until it is written."""
+    """One checkpoint. `kind` is periodic, best, final, preempt or requested.
+
+    `size_bytes` and `is_finite`, whether weights and loss were, are known once it is written. `requested_by` are the names under which
+    it was asked for (`Control.save`), each once; empty where no request was made.
+    """
 
     path: str
     step: int
@@ -133,6 +137,8 @@ class CheckpointInfo:
     val_losses: dict[str, float] = field(default_factory=dict)
     best_metric_key: str | None = None
     size_bytes: int = 0
+    is_finite: bool = True
+    requested_by: tuple[str, ...] = ()
 
 
 class Accumulator(Protocol):

@@ -19,7 +19,7 @@ SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: `by` is the qualified name of the function that asked, `step` the step in hand."""
+    """One request: `by` is the name that the asker gave, or the qualified name of the function that asked."""
 
     what: str
     why: str
@@ -61,14 +61,17 @@ class Control:
             self._stop = Request("stop", why, _asker())
             self.pending = True
 
-    def save(self, why: str, *, kind: str = "requested", replicated: bool = False) -> None:
-        """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does."""
+    def save(self, why: str, *, kind: str = "requested", by: str = "", replicated: bool = False) -> None:
+        """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
+
+        `by` is the name under which the asker will know it, in `ctx.checkpoint.requested_by`, also after a resume.
+        """
         if kind not in SAVE_KINDS:
             raise ConfigError(
                 f"unknown kind of checkpoint {kind!r}{did_you_mean(kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
             )
         self._check("save", replicated)
-        self._saves.append(Request("save", why, _asker(), kind))
+        self._saves.append(Request("save", why, by or _asker(), kind))
         self.pending = True
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
@@ -97,8 +100,13 @@ class Control:
 
     @property
     def save_requested(self) -> Request | None:
-        """The save request that the next boundary will carry out."""
+        """The save request that the next boundary will carry out; it stands for all of them."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
+
+    @property
+    def save_requests(self) -> tuple[Request, ...]:
+        """All that the next boundary's checkpoint will answer."""
+        return tuple(self._saves)
 
     @property
     def evaluate_requested(self) -> Request | None:

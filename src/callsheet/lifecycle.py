@@ -313,7 +313,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "checkpoint",
             "CheckpointInfo | None",
-            "path, step, epoch, kind, losses and size of the checkpoint; None when nothing was loaded",
+            "path, step, epoch, kind, losses and size of the checkpoint, and who asked for it; None when nothing was loaded",
             "replicated",
             (*_CHECKPOINT, ("on_checkpoint_published", "on_checkpoint_published")),
         ),

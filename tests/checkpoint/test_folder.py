@@ -234,15 +234,15 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     (root / "latest").write_text("killed\n")  # the hint says nothing
 
     found = find_checkpoints(root)
-    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["again", "a", "z", "odd", "none"]
-    assert [checkpoint.step for checkpoint in found.checkpoints] == [10, 10, 9, -1, -1]
+    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["odd", "none", "again", "a", "z"]
+    assert [checkpoint.step for checkpoint in found.checkpoints] == [-1, -1, 10, 10, 9]
     reasons = {path.name: reason for path, reason in found.skipped}
     assert reasons.keys() == {"killed", "short", "empty"}
     assert "its writer never finished" in reasons["killed"]
     assert "state.json is missing" in reasons["short"]
     first = newest(root)
     assert first is not None
-    assert first.path == root / "again"
+    assert first.path == root / "odd"
 
 
 def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:

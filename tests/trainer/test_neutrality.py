@@ -173,10 +173,6 @@ def test_an_observer_that_fails_and_is_isolated_changes_nothing(
     assert "switched off" in caplog.text
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a save settles the counts, and a duration in samples is decided on what is settled: saving ends training sooner",
-)
 def test_saving_does_not_move_the_end_of_training(tmp_path: Path) -> None:
     """A duration in samples ends at the same step, with checkpoints and without."""
 

@@ -163,12 +163,26 @@ def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(undisturbed: dict[str,
     assert run_small(tmp_path / "resumed", seed=8, resume=path)["weights"] == undisturbed["dataloader"]["weights"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the evaluation counts as done before it has begun, also in the checkpoint that precedes it"
+@pytest.mark.parametrize(
+    ("interval", "which"),
+    [
+        ("4ba", 0),
+        ("4ba", -1),
+        ("1ep", 0),
+        pytest.param(
+            "1ep",
+            -1,
+            marks=pytest.mark.xfail(strict=True, reason="training is over at once, and no boundary is left to evaluate at"),
+        ),
+    ],
 )
-def test_resuming_from_before_a_risky_evaluation_makes_it(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    run_small(tmp_path, SavesAt("before_eval"))
-    assert run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[0]) == undisturbed["dataloader"]
+def test_resuming_from_before_a_risky_evaluation_makes_it(interval: str, which: int, tmp_path: Path) -> None:
+    """It may come at the next boundary, but it comes."""
+    straight = run_small(tmp_path, SavesAt("before_eval"), eval_interval=interval)
+    resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[which], eval_interval=interval)
+    assert resumed["losses"] == straight["losses"]
+    evaluations = [["noisy/loss" in values for _, values in run["records"]].count(True) for run in (straight, resumed)]
+    assert evaluations[1] >= evaluations[0] > 0
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -562,7 +576,7 @@ class Signals(Callback):
 
 
 LATE = pytest.mark.xfail(
-    strict=True, reason="a signal that comes during a boundary ends training as if finished: no on_preempt, no checkpoint"
+    strict=True, reason="a signal that comes during an evaluation ends training as if finished: no on_preempt, no checkpoint"
 )
 
 
@@ -577,7 +591,7 @@ LATE = pytest.mark.xfail(
         pytest.param("on_log", 1, 4, marks=LATE),
         pytest.param("on_eval_step_start", 1, 4, marks=LATE),
         pytest.param("on_eval_all_end", 1, 4, marks=LATE),
-        pytest.param("on_checkpoint_due", 2, 2, marks=LATE),
+        ("on_checkpoint_due", 2, 2),
     ],
 )
 def test_a_preemption_at_any_event_saves_and_makes_way(
@@ -587,7 +601,7 @@ def test_a_preemption_at_any_event_saves_and_makes_way(
     with small_trainer(tmp_path, history, Signals(event, nth), recorder) as trainer:
         trainer.fit()
     check_events(recorder.events)
-    assert trainer.state.timestamp.batch == step
+    assert step <= trainer.state.timestamp.batch <= step + 1  # what comes during a boundary may act at the next
     assert trainer.run.outcome is Outcome.PREEMPTED
     assert trainer.preempted
     assert recorder.events.count("on_preempt") == 1
@@ -595,8 +609,15 @@ def test_a_preemption_at_any_event_saves_and_makes_way(
     assert run_small(tmp_path, seed=3, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 
-@pytest.mark.xfail(strict=True, reason="fit() looks at the signal only at boundaries, and the outcome is finished")
-@pytest.mark.parametrize("event", ["on_train_start", "on_round_start"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(
+            "on_train_start", marks=pytest.mark.xfail(strict=True, reason="training is over at once, and the outcome is finished")
+        ),
+        "on_round_start",
+    ],
+)
 def test_a_preemption_before_the_first_step_is_told(event: str, tmp_path: Path) -> None:
     recorder = Recorder()
     with small_trainer(tmp_path, Signals(event, 1), recorder) as trainer:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from callsheet.errors import CallsheetError
+from callsheet.errors import CallsheetError, ConfigError, did_you_mean
+from callsheet.events import as_event
 from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
 
 
@@ -86,6 +87,8 @@ def read_order(text: str) -> Order:
         ValueError: a bracket is missing, or a sign stands where none may.
     """
     words = re.findall(r"[a-z_]+|[()|?*+]", text)
+    if strange := re.sub(r"[a-z_]+|[()|?*+]|\s", "", text):
+        raise ValueError(f"{strange[0]!r} means nothing in {text!r}")
 
     def either() -> Order:
         parts = [sequence()]
@@ -142,6 +145,9 @@ class GrammarChecker:
     """
 
     def __init__(self, *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
+        for name in (*(orders or {}), *([within] if within else [])):
+            if name not in SPANS:
+                raise ConfigError(f"the lifecycle has no span {name!r}{did_you_mean(name, SPANS)}")
         self._orders = {name: read_order(span.order) for name, span in SPANS.items()}
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
@@ -157,9 +163,12 @@ class GrammarChecker:
         Raises:
             GrammarError: it cannot come here.
         """
+        as_event(event)
         self._count += 1
         depth = len(self._open)
         name = SPAN_OF.get(event, event)
+        is_outside = not self._open or self._open[-1][0] == ""
+        self._refuse_if(is_outside and event != "on_run_start", event, "no run is open" if self._open else "the span is over")
         if event == "on_exception":
             self._refuse_if(self._failed, event, "a second exception is told")
             self._failed = True

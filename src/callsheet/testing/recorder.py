@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from callsheet.callback import Callback
+from callsheet.callback import Callback, one_of
 from callsheet.context import Context
 from callsheet.lifecycle import ALWAYS, FIELDS
 
@@ -22,7 +22,7 @@ class Told:
 
 
 class Recorder(Callback):
-    """Records every event, and holds it against the lifecycle's grammar if asked.
+    """Records every event; `callsheet.testing.check_events(recorder.events)` holds them against the lifecycle's grammar.
 
     Args:
         fields: names of fields whose values to keep, in `values`: by field, a list of (event, value) where it could be read.
@@ -31,6 +31,8 @@ class Recorder(Callback):
     phase = "report"
 
     def __init__(self, *, fields: tuple[str, ...] = ()) -> None:
+        for name in fields:
+            one_of("field", name, tuple(FIELDS))
         self.told: list[Told] = []
         self.values: dict[str, list[tuple[str, Any]]] = {name: [] for name in fields}
 

@@ -48,60 +48,102 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 class TrainBatches:
-    """The training batches, epoch by epoch, and how to come back to the middle of one.
+    """The training batches, epoch by epoch, and the place in them: what a resumed run needs to draw what an unbroken one would have.
 
-    A dataloader with `state_dict` and `load_state_dict` keeps its own place. Any other is started again from the random states that
-    it started the epoch with, and what was taken is drawn again and dropped: the order is exact, and with `num_workers=0` so is what
-    the dataset draws.
+    A dataloader with `state_dict` and `load_state_dict` keeps its own place within an epoch. Any other is started again from the random
+    states that it started the epoch with, and what was taken is drawn again and dropped: the order is exact, and with `num_workers=0`
+    so is what the dataset draws. Generators of its own that the dataloader or its sampler has are kept too.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self.length = length_of(loader)
-        self._keeps_place = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._at_start: dict[str, Any] | None = None
+    def __init__(self) -> None:
+        self.loader: Iterable[Any] | None = None
+        self._epoch: Iterator[Any] | None = None  # the one in progress
+        self._at_start: dict[str, Any] | None = None  # its random states
+        self._resumed: Mapping[str, Any] | None = None  # until its epoch begins
 
-    def epoch(self, number: int) -> Iterator[Any]:
-        """The batches of epoch `number`, counted from 1."""
-        for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(number - 1)  # type: ignore[union-attr]  # a sampler that is None has no set_epoch
-        self._at_start = random_state()
-        return iter(self.loader)
+    @property
+    def length(self) -> int | None:
+        """How many batches an epoch has, where that is known."""
+        return length_of(self.loader) if self.loader is not None else None
 
-    def epoch_from(self, number: int, taken: int, state: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of epoch `number`, of which `taken` batches were trained on; `state` is what `state_dict` gave then."""
-        if self._keeps_place and state.get("loader") is not None:
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]  # it keeps its place
-            return self.epoch(number)
-        if state.get("at_start") is not None:
-            restore_random_state(state["at_start"])
-        batches, began, told = self.epoch(number), time.monotonic(), False
-        for drawn in range(taken):
-            if next(batches, None) is None:
-                raise ConfigError(
-                    f"epoch {number} ended after {drawn} batches, and the checkpoint was saved after {taken}: is this the same data?"
-                )
-            if not told and time.monotonic() - began > 5:
-                told = True
-                logger.info("coming back to batch %d of epoch %d: the batches before it are drawn again", taken, number)
-        return batches
+    def epoch(self, number: int, taken: int) -> Iterator[Any]:
+        """The batches of epoch `number`, counted from 1, but for the `taken` that were trained on already.
+
+        Raises:
+            ConfigError: the data has changed since the checkpoint: it ends before its place in it.
+        """
+        assert self.loader is not None
+        if self._epoch is not None:  # an earlier fit stopped in the midst of it
+            return self._epoch
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return self._begin(number)
+        if not taken:
+            self._restore(resumed["now"])
+            return self._begin(number)
+        if resumed["loader"] is not None and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(resumed["loader"])
+            taken = 0
+        self._restore(resumed["at_start"])
+        epoch = self._begin(number)
+        self._drop(epoch, number, taken)
+        self._restore(resumed["now"])  # last: opening the data has drawn from them
+        return epoch
 
     def end_epoch(self) -> None:
         """The epoch is over: there is no middle of it to come back to."""
-        self._at_start = None
+        self._epoch = self._at_start = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this epoch began and stands, as plain data and tensors; empty between epochs."""
-        if self._at_start is None:
-            return {}
+        """The random states now and at the epoch's start, and the dataloader's own place: plain data and tensors."""
+        if self._resumed is not None:  # nothing has been drawn since
+            return dict(self._resumed)
+        is_inside = self._epoch is not None and hasattr(self.loader, "state_dict")
         return {
+            "now": self._random_state(),
             "at_start": self._at_start,
-            "loader": self.loader.state_dict() if self._keeps_place else None,  # type: ignore[attr-defined]
+            "loader": self.loader.state_dict() if is_inside else None,  # type: ignore[union-attr]  # it has one, then
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A place in the data is come back to by `epoch_from`, when its epoch begins."""
+        """Come back to where `state_dict` was read, when the epoch begins: random states are restored when the data has been opened."""
+        self._resumed = state
+
+    def _begin(self, number: int) -> Iterator[Any]:
+        for sampler in self._samplers():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(number - 1)
+        self._at_start = self._random_state()
+        self._epoch = iter(self.loader or ())
+        return self._epoch
+
+    def _drop(self, epoch: Iterator[Any], number: int, taken: int) -> None:
+        began, is_told = time.monotonic(), False
+        for drawn in range(taken):
+            if next(epoch, None) is None:
+                raise ConfigError(
+                    f"epoch {number} ended after {drawn} batches, and the checkpoint was saved after {taken}: is this the same data?"
+                )
+            if not is_told and time.monotonic() - began > 5:
+                is_told = True
+                logger.info("coming back to batch %d of epoch %d: the batches before it are drawn again", taken, number)
+
+    def _samplers(self) -> list[Any]:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        found = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        return [sampler for sampler in found if sampler is not None]
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(owner, "generator", None) for owner in (self.loader, *self._samplers())]
+        return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+    def _random_state(self) -> dict[str, Any]:
+        return {"global": random_state(), "generators": [generator.get_state() for generator in self._generators()]}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        restore_random_state(state["global"])
+        for generator, saved in zip(self._generators(), state["generators"], strict=False):
+            generator.set_state(saved)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

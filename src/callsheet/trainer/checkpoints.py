@@ -11,12 +11,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from callsheet.checkpoint import all_finite, find_checkpoints, point_latest, read_checkpoint, write_checkpoint
+from callsheet.checkpoint import (
+    all_finite,
+    find_checkpoints,
+    flatten,
+    point_latest,
+    read_checkpoint,
+    read_manifest,
+    write_checkpoint,
+)
 from callsheet.context import CheckpointInfo, Context
 from callsheet.errors import CheckpointError, ConfigError
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
-from callsheet.randomness import random_state
 from callsheet.spans import Spans
 
 logger = logging.getLogger("callsheet")
@@ -31,11 +38,28 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+class Typed:
+    """An optimizer or scheduler as a part: its class is saved with it, since another's state would load and fail later."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part's state, and its class's name."""
+        return {"class": type(self._part).__name__, "state": self._part.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load it; ValueError where it is another class's."""
+        if state["class"] != type(self._part).__name__:
+            raise ValueError(f"it is a {state['class']}'s, and this is a {type(self._part).__name__}")
+        self._part.load_state_dict(state["state"])
+
+
 class Checkpoints:
     """Reads and writes `<run folder>/checkpoints`.
 
     Args:
-        parts: what a checkpoint holds besides the random states, by name; loaded in this order.
+        parts: what a checkpoint holds, by name; loaded in this order.
     """
 
     def __init__(self, manager: CallbackManager, ctx: Context, spans: Spans, parts: dict[str, Stateful]) -> None:
@@ -44,6 +68,7 @@ class Checkpoints:
         self._spans = spans
         self.parts = parts
         self._written: set[Path] = set()
+        self._named: set[str] = set()
 
     @property
     def folder(self) -> Path:
@@ -51,7 +76,13 @@ class Checkpoints:
         return Path(self._ctx.run.folder or ".") / "checkpoints"
 
     def save(
-        self, kind: str, path: str | os.PathLike[str] | None, *, train_loss: Tensor | None, val_losses: dict[str, float]
+        self,
+        kind: str,
+        path: str | os.PathLike[str] | None,
+        *,
+        train_loss: Tensor | None,
+        val_losses: dict[str, float],
+        requested_by: tuple[str, ...],
     ) -> CheckpointInfo:
         """Write a checkpoint and tell it; `train_loss` is the last step's, and waited for.
 
@@ -69,31 +100,30 @@ class Checkpoints:
             kind=kind,
             train_loss=train_loss.item() if train_loss is not None else None,
             val_losses=val_losses,
+            requested_by=requested_by,
         )
         with self._spans.checkpoint_save:
-            state = {"random": random_state(), **{name: part.state_dict() for name, part in self.parts.items()}}
+            state = {name: part.state_dict() for name, part in self.parts.items()}
+            state["callbacks"]["user_state"] = self._plain(state["callbacks"]["user_state"])
             is_finite = all_finite([*ctx.model.parameters(), *([train_loss] if train_loss is not None else [])])
             if not is_finite:
                 logger.error("%s has weights or a loss that are not finite: automatic resume will pass it by", info.path)
-            size = self._write(info, state, is_finite)
-            ctx.checkpoint = info = replace(info, size_bytes=size)
+            info = replace(info, is_finite=is_finite)
+            ctx.checkpoint = info = replace(info, size_bytes=self._write(info, state))
         ctx.close("on_checkpoint_save_end")
         ctx.checkpoint = info
         self._manager.fire(Event.CHECKPOINT_PUBLISHED, ctx)
         ctx.close("on_checkpoint_published")
         return info
 
-    def load(self, resume: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-        """Restore what a callback, or else `resume`, names; returns the whole state, or None where there was nothing.
-
-        The random states are not restored: they come last, when the data has been opened.
+    def load(self, resume: str | os.PathLike[str] | None) -> None:
+        """Restore what a callback, or else `resume`, names.
 
         Raises:
             ConfigError: to start anew where another run has written.
             CheckpointError: what was named does not hold, or is not of this run's parts.
         """
         ctx = self._ctx
-        state: dict[str, Any] | None = None
         ctx.control.able.add("load")
         with self._spans.checkpoint_load:
             ctx.control.able.discard("load")
@@ -104,7 +134,6 @@ class Checkpoints:
                 self._restore(state, info.path)
                 logger.info("resuming from %s, step %d", info.path, info.step)
         ctx.close("on_checkpoint_load_end")
-        return state
 
     def _restore(self, state: Mapping[str, Any], path: str) -> None:
         for name, part in self.parts.items():
@@ -139,15 +168,28 @@ class Checkpoints:
                 logger.warning("not resuming from %s: %s", checkpoint.path, error)
         return None
 
-    def _write(self, info: CheckpointInfo, state: Mapping[str, Any], is_finite: bool) -> int:
+    def _write(self, info: CheckpointInfo, state: Mapping[str, Any]) -> int:
         """What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed."""
         path = Path(info.path)
         told = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
-        size = write_checkpoint(path, state, {**told, "is_finite": is_finite, "run": self._ctx.run.name}, overwrite=True)
+        size = write_checkpoint(path, state, {**told, "run": self._ctx.run.name}, overwrite=True)
         self._written.add(path)
-        if is_finite and path.parent == self.folder:
+        if info.is_finite and path.parent == self.folder:
             point_latest(path)
         return size
+
+    def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
+        """What can be saved of it; what cannot is named, once."""
+        plain: dict[str, Any] = {}
+        for name, value in user_state.items():
+            try:
+                flatten(value)
+                plain[name] = value
+            except CheckpointError as error:
+                if name not in self._named:
+                    logger.warning("ctx.user_state[%r] is not saved in checkpoints: %s", name, error)
+                    self._named.add(name)
+        return plain
 
     def _free_path(self, name: str, kind: str) -> Path:
         """A folder that this process has not written yet."""
@@ -162,5 +204,6 @@ def _read(path: Path) -> tuple[dict[str, Any], CheckpointInfo]:
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key")
     if not isinstance(state, dict) or any(name not in told for name in names):
         raise CheckpointError(f"{path} was not saved by a Trainer: its seal does not tell {', '.join(names)}")
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return state, CheckpointInfo(path=str(path), size_bytes=size, **{name: told[name] for name in names})
+    size = read_manifest(path).size_bytes
+    since = {name: told[name] for name in ("is_finite", "requested_by") if name in told}  # older seals lack them
+    return state, CheckpointInfo(path=str(path), size_bytes=size, **{name: told[name] for name in names}, **since)

@@ -48,6 +48,7 @@ class Evaluation:
     def is_due(self, ctx: Context, is_over: bool) -> bool:
         """Whether the boundary in hand is one to evaluate at: on request, or, once a step, by the interval and at the end of training."""
         if not self.loaders:
+            ctx.control.done("evaluate")  # there is nothing to carry out
             return False
         if ctx.control.evaluate_requested is not None:
             return True
@@ -118,9 +119,10 @@ class Evaluation:
 
         def add() -> None:
             losses = self._task.loss(self.ctx.outputs, self.ctx.batch)
-            weights.append(self._task.weight(self.ctx.batch))
+            weights.append(weight := self._task.weight(self.ctx.batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
-                totals[name] = totals.get(name, 0) + loss.detach() * weights[-1]
+                part = loss.detach() * weight  # where nothing counts, the mean is NaN
+                totals[name] = totals.get(name, 0) + torch.where(torch.as_tensor(weight, device=part.device) > 0, part, 0)
 
         self._each(loader, step, forward, add)
         return {name: total / sum(weights) for name, total in totals.items()}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from callsheet.errors import ConfigError
@@ -13,33 +12,51 @@ from callsheet.trainer.batches import like
 from callsheet.trainer.tasks import Losses, Task
 
 
-def split(batch: Any, size: int | None) -> list[Any]:
+def split(batch: Any, size: int) -> list[Any]:
     """The batch in microbatches of at most `size` samples, along the first dimension of its tensors.
 
     Raises:
         ConfigError: the batch holds nothing that can be split, or things of different lengths.
     """
-    if size is None:
-        return [batch]
+    lengths = set(_lengths(batch))
+    if len(lengths) != 1:
+        found = (
+            f"has parts of different lengths: {sorted(lengths)}" if lengths else f"of type {type(batch).__name__} has no length"
+        )
+        raise ConfigError(
+            f"the batch cannot be split: it {found}; give tensors and lists of one length in tuples or dicts, or microbatch_size=None"
+        )
+    return [_part(batch, slice(start, start + size)) for start in range(0, lengths.pop(), size)]
+
+
+def _lengths(batch: Any) -> Iterator[int]:
     if isinstance(batch, Tensor):
-        return list(torch.split(batch, size))
+        if not batch.ndim:
+            raise ConfigError(
+                "the batch cannot be split: it holds a tensor without dimensions; give one value a sample, or microbatch_size=None"
+            )
+        yield batch.size(0)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _lengths(value)
+    elif _is_structure(batch):
+        for value in batch:
+            yield from _lengths(value)
+    elif isinstance(batch, (list, tuple)):
+        yield len(batch)
+
+
+def _part(batch: Any, where: slice) -> Any:
     if isinstance(batch, Mapping):
-        parts = _in_step(list(batch.values()), size)
-        return [dict(zip(batch, part, strict=True)) for part in parts]
-    if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (Tensor, Mapping, list, tuple)):
-        return [batch[start : start + size] for start in range(0, len(batch), size)]
-    if isinstance(batch, (list, tuple)) and batch:
-        return [like(batch, list(part)) for part in _in_step(list(batch), size)]
-    raise ConfigError(
-        f"a batch of type {type(batch).__name__} cannot be split; give microbatch_size=None, or tensors in tuples or dicts"
-    )
+        return {key: _part(value, where) for key, value in batch.items()}
+    if _is_structure(batch):
+        return like(batch, [_part(value, where) for value in batch])
+    return batch[where] if isinstance(batch, (Tensor, list, tuple)) else batch
 
 
-def _in_step(values: list[Any], size: int) -> list[tuple[Any, ...]]:
-    columns = [split(value, size) for value in values]
-    if len({len(column) for column in columns}) > 1:
-        raise ConfigError(f"the batch's parts make different numbers of microbatches: {[len(column) for column in columns]}")
-    return list(zip(*columns, strict=True))
+def _is_structure(batch: Any) -> bool:
+    """A list or tuple of things to be split, not of one value a sample."""
+    return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
 def microbatches(batch: Any, size: int | None, task: Task) -> Iterable[tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import time
 import weakref
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
@@ -25,11 +27,11 @@ from callsheet.errors import ConfigError, RequestRefused
 from callsheet.events import Event
 from callsheet.lifetime import Lifetime
 from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.randomness import restore_random_state, seed_all
+from callsheet.randomness import seed_all
 from callsheet.signals import GRACE_SECONDS, SignalWatch
 from callsheet.time import Interval, Time, TimeUnit
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
-from callsheet.trainer.checkpoints import Checkpoints, Stateful
+from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.evaluation import Evaluation
 from callsheet.trainer.microbatches import added, microbatches, trained_on
 from callsheet.trainer.records import Records
@@ -123,36 +125,36 @@ class Trainer:
         self.task = resolve_task(task, model)
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
-        self.microbatch_size = _positive("microbatch_size", microbatch_size)
-        self.clip_grad_norm = _positive("clip_grad_norm", clip_grad_norm)
-        self.epochs_per_round = _positive("epochs_per_round", epochs_per_round)
+        self.microbatch_size = _positive("microbatch_size", microbatch_size, int)
+        self.clip_grad_norm = _positive("clip_grad_norm", clip_grad_norm, float)
+        self.epochs_per_round = _positive("epochs_per_round", epochs_per_round, int)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         self.callbacks.add(loggers)
-        self.state = TrainState(max_duration=_duration(max_duration))
+        self.state = TrainState(max_duration=self._duration(max_duration))
         self.control = Control(able={"stop", "save", "evaluate"})
         self.run = RunInfo(
-            run_name if run_name is not None else time.strftime("run-%Y%m%d-%H%M%S"),
+            run_name if run_name is not None else f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             config=dict(config or {}),
             ranks=ranks,
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             device=str(self.device),
         )
-        if not self.run.name or Path(self.run.name).name != self.run.name:
+        if Path(self.run.name).name != self.run.name or self.run.name in ("", ".."):
             raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
         self.run.folder = Path(runs_folder) / self.run.name
 
-        log_every = Interval(log_interval, default=TimeUnit.BATCH)
+        log_every = _interval("log_interval", log_interval, TimeUnit.BATCH)
         if log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
             raise ConfigError(
                 f"log_interval={log_interval!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
             )
-        if self.state.unit is TimeUnit.ROUND and self.epochs_per_round is None:
-            raise ConfigError(f"max_duration={max_duration!r} counts rounds; say how many epochs make one with epochs_per_round")
+        eval_every = _interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
         self._records = Records(self.callbacks, log_every, self.device)
+        self._batches = TrainBatches()
         self._last_loss: Tensor | None = None
         self.eval_results: dict[str, dict[str, float]] = {}
         """Of the last evaluation, by dataset; empty until there has been one."""
-        self._is_training = False
+        self._activity = ""  # which of its methods has the thread
         self._signals = SignalWatch(preempt_signals, grace=grace_seconds)
         self.ctx = Context(
             self.run,
@@ -163,8 +165,7 @@ class Trainer:
             loggers=self.callbacks.tell_loggers,
         )
         self._lifetime = Lifetime(self.callbacks, self.ctx)
-        self.close: Callable[[], object] = weakref.finalize(self, self._lifetime.end)
-        """End the run, if it has not ended; may be called twice. It is also called when the trainer is collected, and at exit."""
+        self._end = weakref.finalize(self, self._lifetime.end)  # also when the trainer is collected, and at exit
         with self._lifetime:
             self._lifetime.start()
             if seed is not None:
@@ -173,18 +174,16 @@ class Trainer:
             self._make_optimizer(optimizer, scheduler)
             self._spans = self.callbacks.spans(self.ctx)
             self._heard = self.callbacks.heard
-            eval_every = Interval(eval_interval, default=TimeUnit.EPOCH) if eval_interval is not None else None
             self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device, eval_every)
             self._checkpoints = Checkpoints(self.callbacks, self.ctx, self._spans, self._parts())
-            self._resumed = self._checkpoints.load(resume)  # until the resumed epoch has begun
+            self._checkpoints.load(resume)
             self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
             self._open_training_fields()
             with self._spans.data_init:
-                self._batches = TrainBatches(made(train_dataloader, "train_dataloader")) if train_dataloader is not None else None
-                self.state.epoch_batches = self._batches.length if self._batches is not None else None
+                if train_dataloader is not None:
+                    self._batches.loader = made(train_dataloader, "train_dataloader")
+                self.state.epoch_batches = self._batches.length
                 self._evaluation.loaders = _named(eval_dataloader, "eval_dataloader")
-                if self._batches is not None:
-                    self._checkpoints.parts["data"] = self._batches
 
     @property
     def preempted(self) -> bool:
@@ -200,20 +199,14 @@ class Trainer:
             ConfigError: there is no training data, or no optimizer.
             BaseException: what the model, the data or a callback raised, after the run has been ended.
         """
-        with self._lifetime:
-            if self._is_training:
-                raise RequestRefused(
-                    "fit() was called inside fit(); a callback that wants more training asks for a longer max_duration"
-                )
+        with self._lifetime, self._doing("fit"):
             optimizer, batches = self.optimizer, self._batches
-            if optimizer is None or batches is None:
+            if optimizer is None or batches.loader is None:
                 raise ConfigError("fit() needs a train_dataloader and an optimizer; give both to the Trainer")
             if max_duration is not None:
-                self.state.max_duration = _duration(max_duration)
-            self.control.done("stop")
+                self.state.max_duration = self._duration(max_duration)
             self._open_training_fields()
             ctx, spans, state = self.ctx, self._spans, self.state
-            self._is_training = True
             self.model.train()
             try:
                 with self._signals:
@@ -238,19 +231,19 @@ class Trainer:
                         self._records.tally.settle(state)
             finally:
                 self._records.tally.stop()
-                self._is_training = False
             ctx.close("on_train_end")
-            if self._lifetime.outcome != Outcome.PREEMPTED:
+            self._carry_out_rest()
+            if not self.preempted:
                 self._lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
+            self.control.done("stop")
 
     def _train_epoch(self, optimizer: Optimizer, batches: TrainBatches) -> bool:
         """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
         ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
         state, records, control, signals = self.state, self._records, self.control, self._signals
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         size = self.microbatch_size
         on_cpu = self.device.type == "cpu"
-        epoch = self._epoch(batches)
+        epoch = batches.epoch(ctx.epoch, state.timestamp.batch_in_epoch)
         next_boundary = self._next_boundary()
         records.tally.start()
         while True:
@@ -289,6 +282,7 @@ class Trainer:
                 with spans.clip_gradients:
                     ctx.grad_norm = None
                     if self.clip_grad_norm is not None:
+                        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                         ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0]["lr"]
@@ -326,40 +320,42 @@ class Trainer:
                 steps.append(int((interval.index(self.state.timestamp) + 1) * interval.every.value))
         return min(steps, default=sys.maxsize)
 
-    def _epoch(self, batches: TrainBatches) -> Iterator[Any]:
-        """The batches of the epoch in hand; after a resume those that are left of it, and then the random states as they were."""
-        resumed, self._resumed = self._resumed, None
-        taken = self.state.timestamp.batch_in_epoch
-        if resumed is None:
-            return batches.epoch(self.ctx.epoch)
-        if not taken:
-            restore_random_state(resumed["random"])
-            return batches.epoch(self.ctx.epoch)
-        epoch = batches.epoch_from(self.ctx.epoch, taken, resumed["data"])
-        restore_random_state(resumed["random"])  # last: making the iterator has drawn from them
-        return epoch
-
     def _boundary(self, boundary: str) -> bool:
         """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
         ctx, state, control, records = self.ctx, self.state, self.control, self._records
-        is_preempted = self._signals.received is not None
-        if boundary != "step" or is_preempted or control.stop_requested is not None or records.are_due(ctx):
+        self._make_way()
+        evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())
+        if evaluates or self.preempted or boundary != "step" or control.stop_requested is not None or records.are_due(ctx):
             records.tally.settle(state)
-        is_over = self._is_over()
-        if is_preempted and not self.preempted:
-            self._lifetime.outcome = Outcome.PREEMPTED
-            control.save(f"signal {self._signals.received}", kind="preempt")
-            self.callbacks.fire(Event.PREEMPT, ctx)
-        if is_over or records.are_due(ctx):
+        evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())  # settling may have reached the end
+        if evaluates or self._is_over() or records.are_due(ctx):
             records.tell(ctx)
-        if not is_preempted and self._evaluation.is_due(ctx, is_over):
+        if evaluates:
             self._tell_checkpoint_due("before_eval")
             with self._training_stopped():
                 self._evaluate(self._evaluation.loaders, standalone=False)
             self._evaluation.done(ctx)
-            is_over = self._is_over()
+            self._make_way()
+        is_over = self._is_over()
         self._tell_checkpoint_due(boundary)
         return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
+
+    def _make_way(self) -> None:
+        """If a signal came: tell it, once, and ask for a checkpoint."""
+        if self._signals.received is not None and not self.preempted:
+            self._lifetime.outcome = Outcome.PREEMPTED
+            self.callbacks.fire(Event.PREEMPT, self.ctx)
+            if (request := self.control.save_requested) is None or request.kind != "preempt":
+                self.control.save(f"signal {self._signals.received.name}", kind="preempt")
+
+    def _carry_out_rest(self) -> None:
+        """What was asked for after the last boundary, such as saving at `on_train_end`; and the evaluation that a crash left undone."""
+        self._make_way()
+        if not self.preempted and self._evaluation.is_due(self.ctx, self._is_over()):
+            self._evaluate(self._evaluation.loaders, standalone=False)
+            self._evaluation.done(self.ctx)
+        if self.control.save_requested is not None:
+            self._save_as_asked()
 
     def _is_over(self) -> bool:
         elapsed = self.state.elapsed
@@ -381,8 +377,7 @@ class Trainer:
             ConfigError: there is nothing to evaluate.
             RequestRefused: while training runs: `ctx.control.evaluate(why)` asks for it.
         """
-        with self._lifetime:
-            self._refuse_while_training("evaluate")
+        with self._lifetime, self._doing("evaluate"):
             loaders = _named(dataloader, "dataloader") or self._evaluation.loaders
             if not loaders:
                 raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
@@ -390,16 +385,14 @@ class Trainer:
 
     def test(self, dataloader: Loader) -> dict[str, float]:
         """The mean losses over a test set. Raises as `evaluate` does."""
-        with self._lifetime:
-            self._refuse_while_training("test")
+        with self._lifetime, self._doing("test"):
             results = self._evaluation.test(made(dataloader, "dataloader"))
             self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
         """The model's outputs, one item a batch, on the device. Raises as `evaluate` does."""
-        with self._lifetime:
-            self._refuse_while_training("predict")
+        with self._lifetime, self._doing("predict"):
             return self._evaluation.predict(made(dataloader, "dataloader"))
 
     def _evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
@@ -416,8 +409,7 @@ class Trainer:
             RequestRefused: while training runs: `ctx.control.save(why)` asks for it.
             CheckpointError: it cannot be written, or a callback's state is not plain data.
         """
-        with self._lifetime:
-            self._refuse_while_training("save_checkpoint")
+        with self._lifetime, self._doing("save_checkpoint"):
             return self._save("requested", path)
 
     def _tell_checkpoint_due(self, boundary: str) -> None:
@@ -425,28 +417,47 @@ class Trainer:
             self.ctx.boundary = boundary
             self.callbacks.fire(Event.CHECKPOINT_DUE, self.ctx)
             self.ctx.close("on_checkpoint_due")
-        request = self.control.save_requested
-        if request is not None:
-            self.control.done("save")
+        if self.control.save_requested is not None:
             with self._training_stopped():
-                self._save(request.kind)
+                self._save_as_asked()
 
-    def _save(self, kind: str, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
+    def _save_as_asked(self) -> None:
+        request = self.control.save_requested
+        assert request is not None
+        asked_by = tuple(dict.fromkeys(each.by for each in self.control.save_requests))
+        self.control.done("save")
+        self._save(request.kind, requested_by=asked_by)
+
+    def _save(
+        self, kind: str, path: str | os.PathLike[str] | None = None, *, requested_by: tuple[str, ...] = ()
+    ) -> CheckpointInfo:
         val_losses = {name: result["loss"] for name, result in self.eval_results.items() if "loss" in result}
-        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=val_losses)
+        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=val_losses, requested_by=requested_by)
 
     def _parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds, besides the random states and, once it is open, the data."""
+        """What a checkpoint holds, by name."""
         parts: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
+            "optimizer": Typed(self.optimizer) if self.optimizer is not None else None,
+            "scheduler": Typed(self.scheduler) if self.scheduler is not None else None,
             "callbacks": self.callbacks,
             "records": self._records,
             "evaluation": self._evaluation,
+            "batches": self._batches,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """End the run, if it has not ended; may be called twice.
+
+        Raises:
+            RequestRefused: from a callback: `ctx.control.stop(why)` ends training in order.
+        """
+        with self._doing("close"):
+            self._end()
 
     # --- set-up and small change ---
 
@@ -475,17 +486,54 @@ class Trainer:
         if scheduler is not None:
             if self.optimizer is None:
                 raise ConfigError("a scheduler needs an optimizer; give the Trainer both")
-            self.scheduler = scheduler if hasattr(scheduler, "step") else scheduler(self.optimizer)
+            made_here = scheduler
+            if callable(scheduler) and not isinstance(scheduler, LRScheduler):
+                try:
+                    made_here = scheduler(self.optimizer)
+                except TypeError as error:
+                    raise ConfigError(f"scheduler={scheduler!r} is no function of the optimizer alone: {error}") from error
+            if not isinstance(made_here, LRScheduler) or isinstance(made_here, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"scheduler gave {type(made_here).__name__}; give a torch LRScheduler that steps without a metric, or a function of the optimizer"
+                )
+            if made_here.optimizer is not self.optimizer:
+                raise ConfigError(
+                    "the scheduler is another optimizer's; give a function instead: scheduler=lambda optimizer: ..."
+                )
+            self.scheduler = made_here
+
+    def _duration(self, given: str | int | Time) -> Time:
+        try:
+            duration = Time.parse(given, TimeUnit.EPOCH)
+        except ConfigError as error:
+            raise ConfigError(f"max_duration={given!r}: {error}") from None
+        if duration.value <= 0 or duration.unit is TimeUnit.DURATION:
+            raise ConfigError(
+                f"max_duration={given!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'"
+            )
+        if duration.unit is TimeUnit.ROUND and self.epochs_per_round is None:
+            raise ConfigError(f"max_duration={given!r} counts rounds; say how many epochs make one with epochs_per_round")
+        return duration
 
     def _open_training_fields(self) -> None:
         self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
 
-    def _refuse_while_training(self, what: str) -> None:
-        if self._is_training:
-            ask = {"evaluate": "ctx.control.evaluate(why)", "save_checkpoint": "ctx.control.save(why)"}.get(what)
-            raise RequestRefused(
-                f"{what}() inside fit() would change the step in hand" + (f"; ask the loop for it: {ask}" if ask else "")
-            )
+    @contextmanager
+    def _doing(self, activity: str) -> Iterator[None]:
+        """One thing at a time: in the midst of one, the others have nothing whole to work on."""
+        if self._activity:
+            ask = {
+                "evaluate": "ctx.control.evaluate(why)",
+                "save_checkpoint": "ctx.control.save(why)",
+                "close": "ctx.control.stop(why)",
+            }
+            mend = f"; ask the loop for it: {ask[activity]}" if activity in ask else ""
+            raise RequestRefused(f"{activity}() inside {self._activity}() would come in the midst of it{mend}")
+        self._activity = activity
+        try:
+            yield
+        finally:
+            self._activity = ""
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
@@ -495,13 +543,11 @@ class Trainer:
         self._records.tally.start()
 
 
-def _duration(given: str | int | Time) -> Time:
-    duration = Time.parse(given, TimeUnit.EPOCH)
-    if duration.value <= 0 or duration.unit is TimeUnit.DURATION:
-        raise ConfigError(
-            f"max_duration={str(duration)!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'"
-        )
-    return duration
+def _interval(name: str, given: str | int | Time, default: TimeUnit) -> Interval:
+    try:
+        return Interval(given, default=default)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={given!r}: {error}") from None
 
 
 def _named(loaders: Loader | Mapping[str, Loader] | None, argument: str) -> dict[str, Iterable[Any]]:
@@ -510,7 +556,9 @@ def _named(loaders: Loader | Mapping[str, Loader] | None, argument: str) -> dict
     return {name: made(loader, f"{argument} {name!r}") for name, loader in named.items() if loader is not None}
 
 
-def _positive(name: str, value: Any) -> Any:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name}={value!r}: give more than 0, or None")
+def _positive(name: str, value: Any, kind: type) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not value > 0:
+        raise ConfigError(f"{name}={value!r}: give {'a whole' if kind is int else 'a'} number above 0, or None")
     return value
