@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, Context, FieldNotTold, RequestRefused, RunInfo, TimeUnit, TrainState
+from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotTold, RequestRefused, RunInfo, TimeUnit, TrainState
 from callsheet.distributed import Ranks
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS
@@ -244,6 +244,11 @@ def test_the_state_knows_how_far_it_is() -> None:
     assert state.unit is TimeUnit.BATCH
     assert TrainState().elapsed is None
     assert TrainState().unit is None
+
+
+def test_a_checkpoint_is_nobodys_and_good_unless_it_says_otherwise() -> None:
+    info = CheckpointInfo("a", step=1, epoch=0, kind="requested")
+    assert (info.requested_by, info.is_finite) == ((), True)
 
 
 def test_contexts_do_not_share_by_accident() -> None:

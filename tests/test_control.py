@@ -74,6 +74,17 @@ def test_of_several_saves_the_kind_that_stands_last_is_written(last: int) -> Non
     assert control.save_requested.kind == SAVE_KINDS[last]
 
 
+def test_a_save_is_known_by_the_name_that_its_asker_gives() -> None:
+    control = Control()
+    assert control.save_requests == ()
+    control.save("often", kind="periodic", by="saver")
+    Asker().ask(control)
+    assert [(request.by, request.kind) for request in control.save_requests] == [("saver", "periodic"), ("Asker.ask", "best")]
+    assert control.save_requested == control.save_requests[1]
+    control.done("save")
+    assert control.save_requests == ()
+
+
 def test_a_save_is_a_requested_one_unless_it_says_otherwise() -> None:
     control = Control()
     control.save("x")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
-from callsheet.checkpoint import find_checkpoints
+from callsheet.checkpoint import find_checkpoints, read_checkpoint, write_checkpoint
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
@@ -67,6 +67,14 @@ class Asks(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == self.step:
             getattr(ctx.control, self.what)("asked for")
+
+
+class Preempt(Callback):
+    """Has the run make way after the second step."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Spoils(Callback):
@@ -168,6 +176,34 @@ def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) 
     ]
 
 
+def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Path) -> None:
+    manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), Asks(3), Spoils(5)])
+    told: list[tuple[int, tuple[str, ...], bool]] = []
+
+    @manager.register(["on_checkpoint_published", "on_checkpoint_load_end"])
+    def tell(ctx: Context) -> None:
+        if ctx.checkpoint is not None:
+            told.append((ctx.checkpoint.step, ctx.checkpoint.requested_by, ctx.checkpoint.is_finite))
+
+    with trainer(tmp_path, manager=manager, scores=[0.5, 0.6], max_duration="2ep") as trained:
+        trained.fit()
+        trained.save_checkpoint()
+    good = (3, ("Asks.on_train_step_end", "CheckpointSaver/best"), True)
+    assert told == [good, (3, ("CheckpointSaver",), True), (6, ("CheckpointSaver",), False), (6, (), False)]
+    told.clear()
+    trainer(tmp_path, manager=manager, scores=[], resume="auto").close()
+    assert told == [good]
+
+
+def test_a_seal_of_before_there_were_names_can_be_loaded(tmp_path: Path) -> None:
+    fit(tmp_path, CheckpointSaver(), max_duration="3ba")
+    path = tmp_path / "run" / "checkpoints" / "ep0-ba3"
+    state, info = read_checkpoint(path)
+    del info["requested_by"], info["is_finite"]
+    write_checkpoint(path, state, info, overwrite=True)
+    assert fit(tmp_path, CheckpointSaver(keep=1), max_duration="3ep", resume="auto") == {3: "final", 9: "final"}  # nobody's now
+
+
 # --- what is kept ---
 
 
@@ -223,16 +259,35 @@ def test_another_runs_checkpoints_are_not_ours_to_delete(tmp_path: Path) -> None
 
 def test_a_checkpoint_that_somebody_else_asked_for_as_well_stays(tmp_path: Path) -> None:
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Asks(2), max_duration="5ba")) == [2, 5]
+    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="7ba", resume="auto")) == [2, 7]
+
+
+def test_what_was_saved_by_hand_stays(tmp_path: Path) -> None:
+    with trainer(tmp_path, CheckpointSaver(keep=1), max_duration="1ep") as trained:
+        trained.fit("2ba")
+        by_hand = trained.save_checkpoint()
+        trained.fit("2ep")
+    assert Path(by_hand.path).exists()
+    assert left(tmp_path) == {2: "requested", 6: "final"}
+
+
+def test_one_that_was_the_best_goes_only_when_it_is_old_as_well_and_the_other_way_round(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")
+    assert list(fit(tmp_path, saver, scores=[0.5, 0.4, 0.6, 0.7, 0.3], max_duration="4ep")) == [6, 9, 12]
+    saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")
+    assert list(fit(tmp_path, saver, scores=[0.3], max_duration="5ep", resume="auto")) == [12, 15]
 
 
 def test_a_preempted_runs_checkpoint_is_taken_over(tmp_path: Path) -> None:
-    class Preempt(Callback):
-        def on_train_step_end(self, ctx: Context) -> None:
-            if ctx.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    assert fit(tmp_path, CheckpointSaver(), Preempt()) == {2: "preempt"}
+    assert fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Preempt()) == {2: "preempt"}
     assert list(fit(tmp_path, CheckpointSaver(keep=1), resume="auto")) == [9]
+    assert list(fit(tmp_path, CheckpointSaver(keep=1), Preempt(), Asks(2), run_name="other")) == [2]
+    assert list(fit(tmp_path, CheckpointSaver(keep=1), run_name="other", resume="auto")) == [2, 9]
+
+
+def test_a_preempted_run_without_a_saver_saves_what_no_saver_deletes(tmp_path: Path) -> None:
+    assert fit(tmp_path, Preempt()) == {2: "preempt"}
+    assert list(fit(tmp_path, CheckpointSaver(keep=1), resume="auto")) == [2, 9]
 
 
 def test_only_the_first_rank_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

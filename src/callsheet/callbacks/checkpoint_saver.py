@@ -16,9 +16,9 @@ from callsheet.time import Interval, Time, TimeUnit
 class CheckpointSaver(Callback):
     """Ask for checkpoints regularly, at the end and when a metric is at its best, and delete old ones.
 
-    A checkpoint goes only after a newer one is durable, and only if nobody else asked for it. Those whose weights or loss were not
-    finite go first, so that they never push out good ones. The best one does not count among the `keep` regular ones.
-    Several savers stand side by side if each has a `name` of its own.
+    Old ones are deleted once a newer one is durable, except what somebody else asked for as well. Those whose weights or loss were
+    not finite go first, so that they never push out good ones. The best one does not count among the `keep` regular ones.
+    Several savers stand side by side if each has a `name` of its own: what two of them asked for goes when both have given it up.
 
     Args:
         save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means epochs; None leaves it to the end and the best.
@@ -54,10 +54,10 @@ class CheckpointSaver(Callback):
         self._monitor = monitor
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
         self._before_eval = before_eval
+        self._keep = keep
         self._passed = 0  # intervals
         self._saved_at = self._best_at = -1  # steps
         self._best_score = math.inf  # by `_sign`, less is better
-        self._keep = keep
 
     def on_train_start(self, ctx: Context) -> None:
         """What is completed by now is not due again."""
@@ -111,9 +111,8 @@ class CheckpointSaver(Callback):
             forget(ctx)
         elif self._take(ctx):
             self._saved_at = info.step
-        if not ctx.gather(bool(held_by(ctx, self._best_label)))[
-            0
-        ]:  # without its checkpoint, a score to beat would keep out the next best
+        has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
+        if not has_best:  # without its checkpoint, a score to beat would keep out the next best
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:

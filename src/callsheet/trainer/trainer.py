@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
@@ -29,7 +28,8 @@ from callsheet.lifetime import Lifetime
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import seed_all
 from callsheet.signals import GRACE_SECONDS, SignalWatch
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.time import Time, TimeUnit
+from callsheet.trainer.arguments import checked_optimizer, checked_scheduler, duration, interval, named_loaders, positive
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
 from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.evaluation import Evaluation
@@ -125,12 +125,12 @@ class Trainer:
         self.task = resolve_task(task, model)
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
-        self.microbatch_size = _positive("microbatch_size", microbatch_size, int)
-        self.clip_grad_norm = _positive("clip_grad_norm", clip_grad_norm, float)
-        self.epochs_per_round = _positive("epochs_per_round", epochs_per_round, int)
+        self.microbatch_size = positive("microbatch_size", microbatch_size, int)
+        self.clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
+        self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         self.callbacks.add(loggers)
-        self.state = TrainState(max_duration=self._duration(max_duration))
+        self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
         self.control = Control(able={"stop", "save", "evaluate"})
         self.run = RunInfo(
             run_name if run_name is not None else f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
@@ -143,12 +143,12 @@ class Trainer:
             raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
         self.run.folder = Path(runs_folder) / self.run.name
 
-        log_every = _interval("log_interval", log_interval, TimeUnit.BATCH)
+        log_every = interval("log_interval", log_interval, TimeUnit.BATCH)
         if log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
             raise ConfigError(
                 f"log_interval={log_interval!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
             )
-        eval_every = _interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
+        eval_every = interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
         self._records = Records(self.callbacks, log_every, self.device)
         self._batches = TrainBatches()
         self._last_loss: Tensor | None = None
@@ -171,7 +171,8 @@ class Trainer:
             if seed is not None:
                 seed_all(seed)
             self.model.to(self.device)
-            self._make_optimizer(optimizer, scheduler)
+            self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
+            self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
             self._spans = self.callbacks.spans(self.ctx)
             self._heard = self.callbacks.heard
             self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device, eval_every)
@@ -183,7 +184,7 @@ class Trainer:
                 if train_dataloader is not None:
                     self._batches.loader = made(train_dataloader, "train_dataloader")
                 self.state.epoch_batches = self._batches.length
-                self._evaluation.loaders = _named(eval_dataloader, "eval_dataloader")
+                self._evaluation.loaders = named_loaders(eval_dataloader, "eval_dataloader")
 
     @property
     def preempted(self) -> bool:
@@ -204,7 +205,7 @@ class Trainer:
             if optimizer is None or batches.loader is None:
                 raise ConfigError("fit() needs a train_dataloader and an optimizer; give both to the Trainer")
             if max_duration is not None:
-                self.state.max_duration = self._duration(max_duration)
+                self.state.max_duration = duration(max_duration, self.epochs_per_round)
             self._open_training_fields()
             ctx, spans, state = self.ctx, self._spans, self.state
             self.model.train()
@@ -311,13 +312,13 @@ class Trainer:
 
     def _next_boundary(self) -> int:
         """The next step after which something can be due; the other units only move at log boundaries and the ends of epochs."""
-        step, duration = self.state.timestamp.batch, self.state.max_duration
-        steps = [int(duration.value)] if duration is not None and duration.unit is TimeUnit.BATCH else []
-        for interval in (self._records.every, self._evaluation.every):
-            if interval is not None and interval.every.unit is TimeUnit.DURATION:
+        step, longest = self.state.timestamp.batch, self.state.max_duration
+        steps = [int(longest.value)] if longest is not None and longest.unit is TimeUnit.BATCH else []
+        for due in (self._records.every, self._evaluation.every):
+            if due is not None and due.every.unit is TimeUnit.DURATION:
                 return step + 1
-            if interval is not None and interval.every.unit is TimeUnit.BATCH:
-                steps.append(int((interval.index(self.state.timestamp) + 1) * interval.every.value))
+            if due is not None and due.every.unit is TimeUnit.BATCH:
+                steps.append(int((due.index(self.state.timestamp) + 1) * due.every.value))
         return min(steps, default=sys.maxsize)
 
     def _boundary(self, boundary: str) -> bool:
@@ -378,7 +379,7 @@ class Trainer:
             RequestRefused: while training runs: `ctx.control.evaluate(why)` asks for it.
         """
         with self._lifetime, self._doing("evaluate"):
-            loaders = _named(dataloader, "dataloader") or self._evaluation.loaders
+            loaders = named_loaders(dataloader, "dataloader") or self._evaluation.loaders
             if not loaders:
                 raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
             return self._evaluate(loaders, standalone=True)
@@ -469,52 +470,6 @@ class Trainer:
             self._lifetime.fail(error)
         self.close()
 
-    def _make_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if optimizer is not None:
-            self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
-            if not isinstance(self.optimizer, Optimizer):
-                raise ConfigError(
-                    f"optimizer gave {type(self.optimizer).__name__}; give a torch optimizer, or a function of the parameters"
-                )
-            ours = {id(parameter) for parameter in self.model.parameters()}
-            if any(id(parameter) not in ours for group in self.optimizer.param_groups for parameter in group["params"]):
-                raise ConfigError(
-                    "the optimizer holds parameters that are not the model's (was the model copied or moved after it was made?); "
-                    "give a function instead, which is called once the model is final: optimizer=lambda params: AdamW(params, lr=...)"
-                )
-        if scheduler is not None:
-            if self.optimizer is None:
-                raise ConfigError("a scheduler needs an optimizer; give the Trainer both")
-            made_here = scheduler
-            if callable(scheduler) and not isinstance(scheduler, LRScheduler):
-                try:
-                    made_here = scheduler(self.optimizer)
-                except TypeError as error:
-                    raise ConfigError(f"scheduler={scheduler!r} is no function of the optimizer alone: {error}") from error
-            if not isinstance(made_here, LRScheduler) or isinstance(made_here, ReduceLROnPlateau):
-                raise ConfigError(
-                    f"scheduler gave {type(made_here).__name__}; give a torch LRScheduler that steps without a metric, or a function of the optimizer"
-                )
-            if made_here.optimizer is not self.optimizer:
-                raise ConfigError(
-                    "the scheduler is another optimizer's; give a function instead: scheduler=lambda optimizer: ..."
-                )
-            self.scheduler = made_here
-
-    def _duration(self, given: str | int | Time) -> Time:
-        try:
-            duration = Time.parse(given, TimeUnit.EPOCH)
-        except ConfigError as error:
-            raise ConfigError(f"max_duration={given!r}: {error}") from None
-        if duration.value <= 0 or duration.unit is TimeUnit.DURATION:
-            raise ConfigError(
-                f"max_duration={given!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'"
-            )
-        if duration.unit is TimeUnit.ROUND and self.epochs_per_round is None:
-            raise ConfigError(f"max_duration={given!r} counts rounds; say how many epochs make one with epochs_per_round")
-        return duration
-
     def _open_training_fields(self) -> None:
         self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
 
@@ -541,24 +496,3 @@ class Trainer:
         self._records.tally.stop()
         yield
         self._records.tally.start()
-
-
-def _interval(name: str, given: str | int | Time, default: TimeUnit) -> Interval:
-    try:
-        return Interval(given, default=default)
-    except ConfigError as error:
-        raise ConfigError(f"{name}={given!r}: {error}") from None
-
-
-def _named(loaders: Loader | Mapping[str, Loader] | None, argument: str) -> dict[str, Iterable[Any]]:
-    """The dataloaders by name; one alone is called `validation`."""
-    named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
-    return {name: made(loader, f"{argument} {name!r}") for name, loader in named.items() if loader is not None}
-
-
-def _positive(name: str, value: Any, kind: type) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: give {'a whole' if kind is int else 'a'} number above 0, or None")
-    return value
