@@ -76,7 +76,7 @@ def test_of_several_saves_the_kind_that_stands_last_is_written(last: int) -> Non
 
 def test_a_save_is_known_by_the_name_that_its_asker_gives() -> None:
     control = Control()
-    assert control.save_requests == ()
+    assert not control.save_requests
     control.save("often", kind="periodic", by="saver")
     Asker().ask(control)
     assert [(request.by, request.kind) for request in control.save_requests] == [("saver", "periodic"), ("Asker.ask", "best")]

@@ -149,6 +149,14 @@ def test_a_saver_may_serve_another_run(tmp_path: Path) -> None:
     assert left(tmp_path) == {2: "final"}
 
 
+def test_what_was_asked_for_in_another_run_says_nothing_about_this_one(tmp_path: Path) -> None:
+    asks = Asks(2)
+    manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1), asks])
+    assert list(fit(tmp_path, manager=manager)) == [2, 9]
+    asks.step = 3
+    assert list(fit(tmp_path, manager=manager, run_name="other")) == [3, 9]
+
+
 def test_all_reasons_at_one_boundary_make_one_checkpoint(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss")
     assert fit(tmp_path, saver, scores=[0.5, 0.4], max_duration="2ep") == {3: "best", 6: "final"}
@@ -177,10 +185,17 @@ def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) 
 
 
 def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Path) -> None:
-    manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), Asks(3), Spoils(5)])
+    class AsksTwice(Callback):
+        def on_eval_all_end(self, ctx: Context) -> None:
+            if ctx.step == 3:
+                ctx.control.save("asked for", by="me")
+                ctx.control.save("and again", by="me")
+
+    manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), AsksTwice(), Spoils(5)])
     told: list[tuple[int, tuple[str, ...], bool]] = []
 
-    @manager.register(["on_checkpoint_published", "on_checkpoint_load_end"])
+    @manager.register("on_checkpoint_published")
+    @manager.register("on_checkpoint_load_end")
     def tell(ctx: Context) -> None:
         if ctx.checkpoint is not None:
             told.append((ctx.checkpoint.step, ctx.checkpoint.requested_by, ctx.checkpoint.is_finite))
@@ -188,8 +203,8 @@ def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Pa
     with trainer(tmp_path, manager=manager, scores=[0.5, 0.6], max_duration="2ep") as trained:
         trained.fit()
         trained.save_checkpoint()
-    good = (3, ("Asks.on_train_step_end", "CheckpointSaver/best"), True)
-    assert told == [good, (3, ("CheckpointSaver",), True), (6, ("CheckpointSaver",), False), (6, (), False)]
+    good = (3, ("me", "CheckpointSaver", "CheckpointSaver/best"), True)
+    assert told == [good, (6, ("CheckpointSaver",), False), (6, (), False)]
     told.clear()
     trainer(tmp_path, manager=manager, scores=[], resume="auto").close()
     assert told == [good]
@@ -271,7 +286,7 @@ def test_what_was_saved_by_hand_stays(tmp_path: Path) -> None:
     assert left(tmp_path) == {2: "requested", 6: "final"}
 
 
-def test_one_that_was_the_best_goes_only_when_it_is_old_as_well_and_the_other_way_round(tmp_path: Path) -> None:
+def test_the_best_and_the_regular_ones_are_given_up_each_for_itself(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")
     assert list(fit(tmp_path, saver, scores=[0.5, 0.4, 0.6, 0.7, 0.3], max_duration="4ep")) == [6, 9, 12]
     saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")

@@ -118,6 +118,7 @@ def small_trainer(
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 3)),
         "max_duration": f"{EPOCHS}ep",
+        "eval_dataloader": {"noisy": evaluation},
         "microbatch_size": 3,
         "clip_grad_norm": 0.5,
         "eval_interval": "4ba",
@@ -134,7 +135,6 @@ def small_trainer(
         model,
         nn.functional.mse_loss,
         lambda: made_loader(loader),
-        {"noisy": evaluation},
         **(arguments | changes),
     )
 

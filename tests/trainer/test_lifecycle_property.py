@@ -475,20 +475,7 @@ def test_stop_from_any_event_of_training_ends_it_at_the_next_boundary(event: str
     assert later[-2:] == ["on_train_end", "on_run_end"] or event == "on_train_end"
 
 
-LOSES_REQUESTS = {"on_round_end", "on_train_end"}
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        pytest.param(
-            event, marks=pytest.mark.xfail(strict=True, reason="no boundary follows: the request is neither refused nor kept")
-        )
-        if event in LOSES_REQUESTS
-        else event
-        for event in IN_TRAINING
-    ],
-)
+@pytest.mark.parametrize("event", IN_TRAINING)
 def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tmp_path: Path) -> None:
     """Control: what the loop cannot carry out is refused when it is asked for, not ignored."""
     raised, witness = Raised(), Witness()
@@ -500,9 +487,6 @@ def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tm
     assert "on_checkpoint_save_end" in witness.events[asked + 1 :]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a stop in mid-epoch leaves the epoch without a boundary: the request is neither refused nor kept"
-)
 def test_a_save_asked_for_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()
     plan = plain(calls=(("fit", 1),), actions=(Action("stop", "on_train_step_end", 1), Action("save", "on_epoch_end", 1)))
@@ -510,7 +494,6 @@ def test_a_save_asked_for_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path:
     assert "on_checkpoint_save_end" in witness.events
 
 
-@pytest.mark.xfail(strict=True, reason="fit() forgets a stop that was asked for before it: neither refused nor carried out")
 @pytest.mark.parametrize("event", ["on_run_start", "on_data_init_end"])
 def test_a_stop_asked_for_during_set_up_is_carried_out(event: str, tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()

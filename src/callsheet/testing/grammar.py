@@ -167,8 +167,8 @@ class GrammarChecker:
         self._count += 1
         depth = len(self._open)
         name = SPAN_OF.get(event, event)
-        is_outside = not self._open or self._open[-1][0] == ""
-        self._refuse_if(is_outside and event != "on_run_start", event, "no run is open" if self._open else "the span is over")
+        self._refuse_if(not self._open, event, "the span that the sequence began in is over")
+        self._refuse_if(self._open[-1][0] == "" and event != "on_run_start", event, "no run is open")
         if event == "on_exception":
             self._refuse_if(self._failed, event, "a second exception is told")
             self._failed = True
@@ -201,7 +201,7 @@ class GrammarChecker:
         Raises:
             GrammarError: spans are still open.
         """
-        if len(self._open) > self._base or (self._open[0][0] == "" and not self._open[0][1].may_be_empty):
+        if len(self._open) > self._base or (self._open[:1] == [("", read_order("run"))]):
             still = " > ".join(name for name, _ in self._open if name) or "the run, which was never told"
             raise GrammarError(f"after {self._count} events there is no end of {still}")
 

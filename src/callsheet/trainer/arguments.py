@@ -39,7 +39,7 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     """None, or a number above zero; a whole one where `kind` is int."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(value, (int, kind)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(value, (int, kind)) or not value > 0:
         raise ConfigError(f"{name}={value!r}: give {'a whole' if kind is int else 'a'} number above 0, or None")
     return value
 

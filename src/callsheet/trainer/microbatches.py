@@ -16,13 +16,12 @@ def split(batch: Any, size: int) -> list[Any]:
     """The batch in microbatches of at most `size` samples, along the first dimension of its tensors.
 
     Raises:
-        ConfigError: the batch holds nothing that can be split, or things of different lengths.
+        ConfigError: the batch holds nothing that can be split, or no sample, or things of different lengths.
     """
     lengths = set(_lengths(batch))
-    if len(lengths) != 1:
-        found = (
-            f"has parts of different lengths: {sorted(lengths)}" if lengths else f"of type {type(batch).__name__} has no length"
-        )
+    if len(lengths) != 1 or 0 in lengths:
+        several = f"has parts of different lengths: {sorted(lengths)}"
+        found = several if len(lengths) > 1 else "is empty" if lengths else f"is {type(batch).__name__}, which has no length"
         raise ConfigError(
             f"the batch cannot be split: it {found}; give tensors and lists of one length in tuples or dicts, or microbatch_size=None"
         )

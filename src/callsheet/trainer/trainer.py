@@ -245,7 +245,8 @@ class Trainer:
         size = self.microbatch_size
         on_cpu = self.device.type == "cpu"
         epoch = batches.epoch(ctx.epoch, state.timestamp.batch_in_epoch)
-        next_boundary = self._next_boundary()
+        is_overdue = self._evaluation.is_due(ctx, is_over=False)  # a crash left it undone: the first step is a boundary
+        next_boundary = ctx.step + 1 if is_overdue else self._next_boundary()
         records.tally.start()
         while True:
             with spans.fetch:
@@ -331,6 +332,8 @@ class Trainer:
         evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())  # settling may have reached the end
         if evaluates or self._is_over() or records.are_due(ctx):
             records.tell(ctx)
+            self._make_way()
+            evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())  # on_log may have stopped training
         if evaluates:
             self._tell_checkpoint_due("before_eval")
             with self._training_stopped():
@@ -346,7 +349,7 @@ class Trainer:
         if self._signals.received is not None and not self.preempted:
             self._lifetime.outcome = Outcome.PREEMPTED
             self.callbacks.fire(Event.PREEMPT, self.ctx)
-            if (request := self.control.save_requested) is None or request.kind != "preempt":
+            if (request := self.control.save_requested) is None or request.kind != "preempt":  # in a callback's name
                 self.control.save(f"signal {self._signals.received.name}", kind="preempt")
 
     def _carry_out_rest(self) -> None:
