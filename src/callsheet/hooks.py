@@ -163,7 +163,7 @@ class Hooks:
         """
 
     def on_log(self, ctx: Context) -> None:
-        """At a log boundary: `ctx.record` holds what was logged since the last one.
+        """At a log boundary, and before and after an evaluation: `ctx.record` holds what was logged since the last one.
 
         Told here: optimizer, scheduler, record.
         """

@@ -51,6 +51,11 @@ class SupervisedTask(Task):
         """`loss_function(outputs, targets)`."""
         return self.loss_function(outputs, batch[1])
 
+    def counts(self, batch: Any) -> tuple[int, int]:
+        """The length of the inputs."""
+        inputs = batch[0]
+        return (inputs.size(0) if isinstance(inputs, Tensor) and inputs.ndim else _leading_length(inputs)), 0
+
 
 class HuggingFaceTask(Task):
     """Batches are dictionaries of the model's arguments, `labels` among them; the loss is the model's own.

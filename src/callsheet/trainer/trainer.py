@@ -58,7 +58,7 @@ class Trainer:
         microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
         eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`.
-        log_interval: how often a record is made of what was logged; a whole number means batches.
+        log_interval: how often a record is made of what was logged; a whole number means batches. One is also made before each evaluation.
         epochs_per_round: how many epochs make a round; None: all of them.
         callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
         loggers: more callbacks, told after the others in the phase `report`.
