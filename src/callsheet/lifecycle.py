@@ -166,7 +166,10 @@ SPANS: dict[str, Span] = {
 POINTS: dict[str, Point] = {
     point.name: point
     for point in (
-        Point("on_log", "At a log boundary, and before and after an evaluation: `ctx.record` holds what was logged since the last one."),
+        Point(
+            "on_log",
+            "At a log boundary, and before and after an evaluation: `ctx.record` holds what was logged since the last one.",
+        ),
         Point("on_checkpoint_due", "At a boundary where a checkpoint may be asked for; `ctx.boundary` says which."),
         Point("on_checkpoint_published", "A checkpoint is durable and visible, perhaps many steps after it was saved."),
         Point("on_preempt", "A signal asked the run to make way: a checkpoint follows, then the end."),

@@ -21,27 +21,37 @@ _FOLD = 256  # so many values are kept before they are added up, so that a loop 
 class Series:
     """The values of one name since the last boundary."""
 
-    __slots__ = ("across", "over", "values", "weights")
+    __slots__ = ("across", "over", "unweighted", "values", "weights")
 
     def __init__(self, over: str, across: str) -> None:
         self.over = over
         self.across = across
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the values."""
         self.values: list[Any] = []
         self.weights: list[Any] = []
+        self.unweighted = 0  # values without a weight, which weigh one each
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Take one more value."""
         if self.over == "last":
             self.values = [value]
             return
-        self.values.append(value if weight is None or self.over == "sum" else _wider(value) * _wider(weight))
-        self.weights.append(1 if weight is None else weight)
+        if weight is None or self.over == "sum":
+            self.values.append(value)
+            self.unweighted += 1
+        else:
+            self.values.append(_wider(value) * _wider(weight))
+            self.weights.append(weight)
         if len(self.values) >= _FOLD:
-            self.values, self.weights = [_total(self.values)], [_total(self.weights)]
+            self.values = [_total(self.values)]
+            self.weights = [_total(self.weights)] if self.weights else []
 
     def result(self) -> tuple[Any, Any]:
         """The total, and the weight to divide it by: numbers or scalar tensors."""
-        return _total(self.values), _total(self.weights) if self.over == "mean" else 1
+        return _total(self.values), _total([self.unweighted, *self.weights]) if self.over == "mean" else 1
 
 
 class MetricLog:
@@ -104,12 +114,18 @@ class MetricLog:
     def clear(self) -> None:
         """Forget everything since the last `take`, without waiting for anything."""
         for series in self._series.values():
-            series.values, series.weights = [], []
+            series.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What was logged since the last boundary, as plain data and tensors: a resumed run's next record is that of an unbroken one."""
         return {
-            name: {"over": series.over, "across": series.across, "values": list(series.values), "weights": list(series.weights)}
+            name: {
+                "over": series.over,
+                "across": series.across,
+                "values": list(series.values),
+                "weights": list(series.weights),
+                "unweighted": series.unweighted,
+            }
             for name, series in self._series.items()
         }
 
@@ -118,7 +134,7 @@ class MetricLog:
         self._series = {}
         for name, saved in state.items():
             series = self.series(name, saved["over"], saved["across"])
-            series.values, series.weights = list(saved["values"]), list(saved["weights"])
+            series.values, series.weights, series.unweighted = list(saved["values"]), list(saved["weights"]), saved["unweighted"]
 
 
 def _scalar(name: str, value: Any) -> Any:

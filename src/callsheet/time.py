@@ -232,14 +232,10 @@ class Timestamp(NamedTuple):
 
     def settled(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
         """With what the ranks have agreed on added, in all and within the epoch."""
-        return self._replace(
-            sample=self.sample + samples,
-            token=self.token + tokens,
-            seconds=self.seconds + seconds,
-            sample_in_epoch=self.sample_in_epoch + samples,
-            token_in_epoch=self.token_in_epoch + tokens,
-            seconds_in_epoch=self.seconds_in_epoch + seconds,
-        )
+        rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
+        more = sample + samples, token + tokens, all_seconds + seconds
+        more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds
+        return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # not tuple.count: nobody counts equal fields
         """The bare number completed of `unit`; ConfigError for `dur`, which a timestamp alone does not know."""

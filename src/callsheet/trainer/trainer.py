@@ -324,17 +324,15 @@ class Trainer:
 
     def _boundary(self, boundary: str) -> bool:
         """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
-        ctx, state, control, records = self.ctx, self.state, self.control, self._records
+        ctx, records = self.ctx, self._records
         self._make_way()
-        evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())
-        if evaluates or self.preempted or boundary != "step" or control.stop_requested is not None or records.are_due(ctx):
-            records.tally.settle(state)
-        evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())  # settling may have reached the end
-        if evaluates or self._is_over() or records.are_due(ctx):
+        logs = records.are_due(ctx)
+        if logs or boundary != "step" or self._is_over() or self._evaluates():
+            records.tally.settle(self.state)
+        if logs or self._is_over() or self._evaluates():  # settling may have reached the end
             records.tell(ctx)
             self._make_way()
-            evaluates = not self.preempted and self._evaluation.is_due(ctx, self._is_over())  # on_log may have stopped training
-        if evaluates:
+        if self._evaluates():
             self._tell_checkpoint_due("before_eval")
             with self._training_stopped():
                 self._evaluate(self._evaluation.loaders, standalone=False)
@@ -343,6 +341,9 @@ class Trainer:
         is_over = self._is_over()
         self._tell_checkpoint_due(boundary)
         return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
+
+    def _evaluates(self) -> bool:
+        return not self.preempted and self._evaluation.is_due(self.ctx, self._is_over())
 
     def _make_way(self) -> None:
         """If a signal came: tell it, once, and ask for a checkpoint."""
@@ -355,7 +356,7 @@ class Trainer:
     def _carry_out_rest(self) -> None:
         """What was asked for after the last boundary, such as saving at `on_train_end`; and the evaluation that a crash left undone."""
         self._make_way()
-        if not self.preempted and self._evaluation.is_due(self.ctx, self._is_over()):
+        if self._evaluates():
             self._evaluate(self._evaluation.loaders, standalone=False)
             self._evaluation.done(self.ctx)
         if self.control.save_requested is not None:
