@@ -73,6 +73,11 @@ def order_table() -> list[str]:
     return ["| span | what may stand directly inside |", "| --- | --- |", *rows, f"| any | {anywhere} |"]
 
 
+def figures(name: str) -> Callable[[], list[str]]:
+    """What a benchmark printed when it last ran."""
+    return lambda: (ROOT / "benchmarks" / "results" / f"{name}.md").read_text().strip().splitlines()
+
+
 REGIONS: dict[str, Callable[[], list[str]]] = {
     "events": events,
     "hooks": hooks,
@@ -82,6 +87,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "event-table": event_table,
     "field-table": field_table,
     "order-table": order_table,
+    **{f"figures-{name}": figures(name) for name in ("dispatch", "imports", "trainer")},
 }
 
 
