@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> int:
     status = 0
+    (HERE / "results").mkdir(exist_ok=True)
     for name in ("dispatch", "imports", "trainer"):
         print(f"\n{name}", flush=True)
         done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=False)

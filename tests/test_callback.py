@@ -12,7 +12,7 @@ import pytest
 
 from callsheet import Callback, CallbackSpec, Context, RunInfo, at, every, local_rank_zero_only, rank_zero_only
 from callsheet.callback import Marks, import_path, label_of, marks, ungated
-from callsheet.errors import ConfigError, NotACallbackError
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError
 from callsheet.time import Interval, Time
 
 
@@ -125,13 +125,19 @@ def test_a_bare_number_counts_batches_and_at_end_is_kept() -> None:
 
 @pytest.mark.parametrize("given", ["", "often", 0, "-1ba"])
 def test_an_interval_that_is_none_is_refused_where_it_is_written(given: str | int) -> None:
-    with pytest.raises(ConfigError):
-        every(given)
+    def on_log(ctx: Context) -> None: ...
+
+    with pytest.raises(RegistrationError, match=r"on_log, test_callback.py:\d+\)"):
+        every(given)(on_log)
 
 
 def test_an_unknown_phase_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ConfigError, match=r"unknown phase 'mesure'; did you mean 'measure'\? \(one of change, measure, decide"):
-        at("mesure")
+    def on_log(ctx: Context) -> None: ...
+
+    with pytest.raises(
+        RegistrationError, match=r"unknown phase 'mesure'; did you mean 'measure'\? .*on_log, test_callback.py:\d+\)"
+    ):
+        at("mesure")(on_log)
 
 
 @pytest.mark.parametrize(

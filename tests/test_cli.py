@@ -128,3 +128,20 @@ def test_help_explains_the_keys(recipe: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "--optimizer.learning_rate" in printed
     assert "after the warm-up" in printed
+
+
+def test_going_on_with_another_job_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
+    assert main(arguments) == 0
+    before = Path("runs/tiny/config.yaml").read_text()
+    assert main([*arguments, "--max_duration", "9ba", "--batch_size", "4", "--optimizer.learning_rate", "0.5"]) == 2
+    assert "holds a run with another batch_size, optimizer; --resume new sets it aside" in capsys.readouterr().err
+    assert Path("runs/tiny/config.yaml").read_text() == before
+
+
+def test_a_run_without_a_checkpoint_is_set_aside(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/metrics.jsonl").write_text("")
+    assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
+    assert "which had no checkpoint, is now runs/tiny.1; starting anew" in capsys.readouterr().out
+    assert steps_in(Path("runs/tiny"))[-1] == 6

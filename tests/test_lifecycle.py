@@ -200,11 +200,11 @@ def test_fields_without_a_window_are_told_always() -> None:
         ("on_backward_end", ("optimizer", "scheduler", "batch", "microbatch", "loss")),
         ("on_forward_backward_end", ("optimizer", "scheduler", "batch", "loss")),
         ("on_log", ("optimizer", "scheduler", "record")),
-        ("on_test_end", ("eval_losses",)),
-        ("on_predict_forward_end", ("batch", "outputs")),
+        ("on_test_end", ("optimizer", "scheduler", "eval_losses")),
+        ("on_predict_forward_end", ("optimizer", "scheduler", "batch", "outputs")),
         ("on_exception", ("exception", "span")),
         ("on_checkpoint_published", ("checkpoint",)),
-        ("on_run_end", ()),
+        ("on_run_end", ("optimizer", "scheduler")),
     ],
 )
 def test_fields_told(event: str, told: tuple[str, ...]) -> None:

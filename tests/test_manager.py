@@ -734,3 +734,14 @@ def test_the_package_tells_events_without_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout == "on_log [1]\nFalse\n", ran.stderr
+
+
+def test_a_manager_serves_one_run_at_a_time() -> None:
+    manager = CallbackManager()
+    first, second = Context(RunInfo("first")), Context(RunInfo("second"))
+    manager.open(first)
+    with pytest.raises(RequestRefused, match="serves the run 'first'; close that first"):
+        manager.open(second)
+    manager.close()
+    manager.open(second)
+    assert second.user_state is manager.user_state

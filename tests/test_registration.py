@@ -458,3 +458,19 @@ def test_words_are_checked_also_where_no_event_is_heard(words: dict[str, str]) -
         setattr(callback, name, value)
     ((name, value),) = words.items()
     assert f"unknown {name} {value!r}" in refusal(RegistrationError, callback)
+
+
+def test_register_names_the_function_and_its_line_for_an_unknown_event() -> None:
+    with pytest.raises(
+        UnknownEventError, match=r"unknown event 'on_lgo'; did you mean 'on_log'\? \(callback .*, test_registration.py:\d+\)"
+    ):
+        CallbackManager().register("on_lgo", lambda ctx: None)
+
+
+def test_a_handler_whose_body_a_call_does_not_run_is_refused() -> None:
+    class Yields(Callback):
+        def on_log(self, ctx: Context) -> Any:
+            yield ctx
+
+    with pytest.raises(RegistrationError, match=r"it is a generator.*Yields, test_registration.py:\d+"):
+        CallbackManager([Yields()])

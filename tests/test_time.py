@@ -493,3 +493,12 @@ def test_a_duration_that_has_no_fractions_is_refused(duration: str) -> None:
 def test_the_examples_in_the_docstrings() -> None:
     failed, tried = doctest.testmod(callsheet.time)
     assert (failed, tried) == (0, 2)
+
+
+def test_a_timestamp_and_a_time_make_a_time() -> None:
+    now = Timestamp(batch=7, epoch=1)
+    assert now + "3ba" == Time("10ba")
+    assert now - Time("1ep") == Time("0ep")
+    for wrong in (lambda: now + now, lambda: now * 2, lambda: 2 * now, lambda: now + 3):  # type: ignore[operator]  # wrong on purpose
+        with pytest.raises(TypeError):
+            wrong()

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from callsheet.distributed import RankGate, read_ranks
-from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, did_you_mean, where
 from callsheet.hooks import Hooks
 from callsheet.time import Interval, Time, TimeUnit
 
@@ -100,18 +100,18 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
     `at_end` it is told also when `max_duration` is reached.
 
     Raises:
-        ConfigError: an interval that is none, or not above zero.
+        RegistrationError: an interval that is none, or not above zero; the message names the method and its line.
     """
-    return _mark(every=Interval(interval, default=TimeUnit.BATCH, at_end=at_end))
+    return _mark(lambda: {"every": Interval(interval, default=TimeUnit.BATCH, at_end=at_end)})
 
 
 def at(phase: str) -> Callable[[F], F]:
     """Put the method in this phase instead of the callback's own.
 
     Raises:
-        ConfigError: an unknown phase.
+        RegistrationError: an unknown phase; the message names the method and its line.
     """
-    return _mark(phase=one_of("phase", phase, PHASES))
+    return _mark(lambda: {"phase": one_of("phase", phase, PHASES)})
 
 
 def rank_zero_only(function: F) -> F:
@@ -140,9 +140,13 @@ def one_of(what: str, word: str, words: tuple[str, ...]) -> str:
     return word
 
 
-def _mark(**changes: Any) -> Callable[[F], F]:
+def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
-        function.__callsheet__ = replace(marks(function), **changes)  # type: ignore[attr-defined]  # functions take attributes
+        try:
+            made = changes()
+        except ConfigError as error:
+            raise RegistrationError(f"{error} ({function.__qualname__}, {where(function)})") from None
+        function.__callsheet__ = replace(marks(function), **made)  # type: ignore[attr-defined]  # functions take attributes
         return function
 
     return decorate
@@ -153,7 +157,7 @@ def _gated(gate: str, function: F) -> F:
     def on_those_ranks(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if read_ranks().passes(gate) else None
 
-    return _mark(ranks=gate)(on_those_ranks)  # type: ignore[return-value]  # a wrapper has the signature of what it wraps
+    return _mark(lambda: {"ranks": gate})(on_those_ranks)  # type: ignore[return-value]  # a wrapper has the signature of what it wraps
 
 
 _GATE = _gated("zero", lambda: None).__code__

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -37,10 +38,17 @@ class Recipe(Protocol):
     trainer: Trainer
 
     def __init__(self, config: Any, callbacks: Any, loggers: Any, *, resolved: str) -> None: ...
-    def setup(self) -> None: ...
-    def found(self) -> str: ...
-    def run(self) -> Any: ...
-    def report(self) -> str: ...
+    def setup(self) -> None:
+        """Make everything, and find out what there is to resume."""
+
+    def found(self) -> str:
+        """What was there, and what will be done about it."""
+
+    def run(self) -> Any:
+        """Do the job."""
+
+    def report(self) -> str:
+        """What came of it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "events":
         if rest:
             parser.error(f"unknown arguments: {' '.join(rest)}")
-        print(lifecycle.tree())
+        with suppress(BrokenPipeError):  # `callsheet events | head`
+            print(lifecycle.tree(), flush=True)
         return 0
     try:
         return _train(given.recipe, rest)

@@ -104,6 +104,12 @@ class TrainState:
         return elapsed_fraction(self.timestamp, self.max_duration)
 
     @property
+    def is_complete(self) -> bool:
+        """`max_duration` has been reached."""
+        elapsed = self.elapsed
+        return elapsed is not None and elapsed >= 1.0
+
+    @property
     def unit(self) -> TimeUnit | None:
         """The unit in which this run's length is given."""
         return self.max_duration.unit if self.max_duration is not None else None
@@ -144,7 +150,8 @@ class CheckpointInfo:
 class Accumulator(Protocol):
     """Where logged values go until the next boundary; see `callsheet.metrics`."""
 
-    def log(self, values: Mapping[str, Any], *, over: str, across: str, weight: Any) -> None: ...
+    def log(self, values: Mapping[str, Any], *, over: str, across: str, weight: Any) -> None:
+        """Take values; see `Context.log`."""
 
 
 class LoggerLine(Protocol):
@@ -295,10 +302,10 @@ class Context:
             except AttributeError:  # it was not told this time
                 continue
 
-    def close_all(self) -> None:
-        """For the loop: every window is shut, as after an exception."""
+    def close_all(self, *, before: str = "") -> None:
+        """For the loop: every window is shut, as after an exception; those that end with the event `before` stay open."""
         for name in FIELDS:
-            if name not in ALWAYS and hasattr(self, name):
+            if name not in ALWAYS and name not in _CLOSED_BY.get(before, ()) and hasattr(self, name):
                 delattr(self, name)
 
     def _to_loggers(self, method: str, **payload: Any) -> None:

@@ -253,67 +253,76 @@ class Hooks:
         """
 
     def on_test_start(self, ctx: Context) -> None:
-        """The model is in evaluation mode."""
+        """The model is in evaluation mode.
+
+        Told here: optimizer, scheduler.
+        """
 
     def on_test_step_start(self, ctx: Context) -> None:
         """Before a test batch.
 
-        Told here: batch.
+        Told here: optimizer, scheduler, batch.
         """
 
     def on_test_forward_start(self, ctx: Context) -> None:
         """Before the model is called.
 
-        Told here: batch.
+        Told here: optimizer, scheduler, batch.
         """
 
     def on_test_forward_end(self, ctx: Context) -> None:
         """The model's outputs are there.
 
-        Told here: batch, outputs.
+        Told here: optimizer, scheduler, batch, outputs.
         """
 
     def on_test_step_end(self, ctx: Context) -> None:
         """After a test batch.
 
-        Told here: batch, outputs.
+        Told here: optimizer, scheduler, batch, outputs.
         """
 
     def on_test_end(self, ctx: Context) -> None:
         """The test losses are aggregated.
 
-        Told here: eval_losses.
+        Told here: optimizer, scheduler, eval_losses.
         """
 
     def on_predict_start(self, ctx: Context) -> None:
-        """The model is in evaluation mode."""
+        """The model is in evaluation mode.
+
+        Told here: optimizer, scheduler.
+        """
 
     def on_predict_step_start(self, ctx: Context) -> None:
         """Before a prediction batch.
 
-        Told here: batch.
+        Told here: optimizer, scheduler, batch.
         """
 
     def on_predict_forward_start(self, ctx: Context) -> None:
         """Before the model is called.
 
-        Told here: batch.
+        Told here: optimizer, scheduler, batch.
         """
 
     def on_predict_forward_end(self, ctx: Context) -> None:
         """The model's outputs are there.
 
-        Told here: batch, outputs.
+        Told here: optimizer, scheduler, batch, outputs.
         """
 
     def on_predict_step_end(self, ctx: Context) -> None:
         """After a prediction batch.
 
-        Told here: batch, outputs.
+        Told here: optimizer, scheduler, batch, outputs.
         """
 
     def on_predict_end(self, ctx: Context) -> None:
-        """All predictions are made."""
+        """All predictions are made.
+
+        Told here: optimizer, scheduler.
+        """
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         """A checkpoint is durable and visible, perhaps many steps after it was saved.
@@ -331,6 +340,9 @@ class Hooks:
         """
 
     def on_run_end(self, ctx: Context) -> None:
-        """Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended."""
+        """Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended.
+
+        Told here: optimizer, scheduler.
+        """
 
     # end of generated: hooks

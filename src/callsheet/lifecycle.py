@@ -189,7 +189,9 @@ FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
         Field("event", "Event | None", "the event being told, restored after a nested one; None between events", "replicated"),
-        Field("run", "RunInfo", "name, folder, config, ranks, device, restart count, outcome", "local"),
+        Field(
+            "run", "RunInfo", "name, folder, config, restart count, outcome; ranks and device, which are this process's", "local"
+        ),
         Field("state", "TrainState", "timestamps of what is completed, `max_duration`, elapsed fraction", "replicated"),
         Field("step", "int", "the optimizer step in hand, from 1; between steps the last one; 0 before the first", "replicated"),
         Field("epoch", "int", "the epoch in hand, from 1; 0 before the first", "replicated"),
@@ -201,14 +203,14 @@ FIELDS: dict[str, Field] = {
             "Any",
             "the optimizer",
             "local",
-            (("on_data_init_start", "on_train_end"), ("on_train_start", "on_train_end")),
+            (("on_data_init_start", "on_run_end"),),
         ),
         Field(
             "scheduler",
             "Any",
             "the learning-rate scheduler, or None",
             "local",
-            (("on_data_init_start", "on_train_end"), ("on_train_start", "on_train_end")),
+            (("on_data_init_start", "on_run_end"),),
         ),
         Field(
             "batch",

@@ -52,11 +52,12 @@ class Lifetime:
         self._ended = True
         if not self._started:
             return
-        self._ctx.close_all()
+        self._ctx.close_all(before=Event.RUN_END)
         self._ctx.run.outcome = outcome or self.outcome
         try:
             self._manager.fire(Event.RUN_END, self._ctx)
         finally:
+            self._ctx.close_all()
             self._manager.close()
 
     def __enter__(self) -> None:

@@ -12,7 +12,15 @@ from typing import Any, TypeVar, overload
 from callsheet.callback import Callback, label_of, ungated
 from callsheet.context import Context
 from callsheet.distributed import RankGate, Ranks, read_ranks
-from callsheet.errors import ConfigError, LaneNotAvailable, NotACallbackError, RegistrationError, where
+from callsheet.errors import (
+    ConfigError,
+    LaneNotAvailable,
+    NotACallbackError,
+    RegistrationError,
+    RequestRefused,
+    UnknownEventError,
+    where,
+)
 from callsheet.events import as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.registration import check_callback, heard_by, wishes
@@ -133,14 +141,19 @@ class CallbackManager:
             UnknownEventError: no such event.
             RegistrationError: an unknown word, or a function that cannot be called with the context alone.
         """
-        events = EVENTS if event == "*" else (as_event(event).value,)
         if function is None:
+            if event != "*":
+                as_event(event)
             return lambda given: self.register(
                 event, given, every=every, phase=phase, ranks=ranks, lane=lane, on_error=on_error, name=name
             )
         if isinstance(function, (type, Callback)) or not callable(function):
             raise NotACallbackError(f"register takes a function of the context, not {function!r}; for a callback there is add()")
         label = name or getattr(function, "__qualname__", repr(function))
+        try:
+            events = EVENTS if event == "*" else (as_event(event).value,)
+        except UnknownEventError as error:
+            raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
         if any(entry.member.thing == function for told in events for entry in self._entries[told]):
@@ -225,7 +238,13 @@ class CallbackManager:
         Raises:
             LaneNotAvailable: a callback chose a lane that nothing serves.
             ConfigError: an interval is a fraction of a duration that this run does not have.
+            RequestRefused: the manager serves another run, which has not ended.
         """
+        other = self._ctx() if self._ctx is not None else None
+        if other is not None and other is not ctx:
+            raise RequestRefused(
+                f"this manager serves the run {other.run.name!r}; close that first, or give each run a manager of its own"
+            )
         entries = self.call_sheet().entries
         for entry in entries:
             _check_interval(entry, ctx)

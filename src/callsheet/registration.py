@@ -110,7 +110,12 @@ def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str,
     """
     wish = _policy(owner, marks(handler), given, label, where(handler))
     call = getattr(handler, "__call__", handler)  # noqa: B004  # of an object that is called like a function
-    awaited = any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in (handler, call))
+    bodies = [inspect.unwrap(each) for each in (handler, call)]
+    if any(inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body) for body in bodies):
+        raise RegistrationError(
+            f"it is a generator, whose body a call does not run: leave the yield out (callback {label}, {where(handler)})"
+        )
+    awaited = any(inspect.iscoroutinefunction(body) for body in bodies)
     if awaited and wish.lane == "inline":
         raise RegistrationError(
             "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`, or make it a plain function "

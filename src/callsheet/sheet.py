@@ -133,7 +133,7 @@ def _when_due(handler: Handler, entry: Entry, every: Interval, ctx: Context) -> 
     now = every.index(state.timestamp, elapsed)
     if entry.previous is None:  # the first telling of this process
         entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
-    is_end = every.at_end and elapsed is not None and elapsed >= 1.0
+    is_end = every.at_end and state.is_complete
     due = now > entry.previous or (is_end and not entry.was_end)
     entry.previous, entry.was_end = now, is_end
     if due:

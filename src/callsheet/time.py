@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 from callsheet.errors import ConfigError, MixedUnitsError, did_you_mean
 
@@ -265,6 +265,26 @@ class Timestamp(NamedTuple):
 
     def __ge__(self, other: Time | str) -> bool:  # type: ignore[override]
         return self._against(other, lambda a, b: a >= b)
+
+    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # not a tuple's: nobody joins timestamps
+        """The time of the other's unit that is so much later: `timestamp + "100ba"`."""
+        return self._moved(other, 1)
+
+    def __sub__(self, other: Time | str) -> Time:
+        """The time of the other's unit that is so much earlier."""
+        return self._moved(other, -1)
+
+    def __mul__(self, other: object) -> NoReturn:
+        raise TypeError("a timestamp has no multiple; multiply timestamp.get(unit)")
+
+    def __rmul__(self, other: object) -> NoReturn:
+        self.__mul__(other)
+
+    def _moved(self, other: object, sign: int) -> Time:
+        if not isinstance(other, Time | str):
+            raise TypeError(f"a timestamp adds to a Time or a string like '10ba', not {other!r}")
+        time = Time.parse(other)
+        return self.get(time.unit) + time * sign
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON data."""

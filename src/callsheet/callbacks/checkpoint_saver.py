@@ -84,7 +84,7 @@ class CheckpointSaver(Callback):
         step, elapsed = ctx.step, ctx.state.elapsed
         passed = self._interval.index(ctx.state.timestamp, elapsed) if self._interval is not None else 0
         is_periodic, self._passed = passed > self._passed, passed
-        is_over = (elapsed is not None and elapsed >= 1.0) or ctx.control.stop_requested is not None
+        is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
         if (is_periodic or is_final) and self._saved_at != step:
             self._saved_at = step

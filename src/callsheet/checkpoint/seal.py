@@ -43,6 +43,7 @@ class Seal:
 
     @property
     def size_bytes(self) -> int:
+        """Of all files that the seal counts, in bytes."""
         return sum(file.size_bytes for file in self.files.values())
 
 

@@ -8,16 +8,34 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from callsheet.callback import Callback
+from callsheet.checkpoint import find_checkpoints
 from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.recipes.byte_files import ByteFiles
 from callsheet.trainer import Trainer
 
 BYTES = 256  # the vocabulary
+_MAY_CHANGE = frozenset(
+    {
+        "resume",
+        "max_duration",
+        "eval_interval",
+        "log_interval",
+        "threads",
+        "prompts",
+        "generated_bytes",
+        "callbacks",
+        "loggers",
+        "runs_folder",
+    }
+    | {"recipe", "config"}
+)
+"""Keys that a run may go on with under other values: they do not change what is trained on what."""
 
 
 @dataclass
@@ -158,8 +176,10 @@ class Pretrain:
         folder = Path(config.runs_folder) / config.run_name
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        if config.resume == "new":
-            self._aside = set_aside(folder)
+        if config.resume == "new" or (config.resume == "auto" and not find_checkpoints(folder / "checkpoints").checkpoints):
+            self._aside = set_aside(folder)  # without a checkpoint there is nothing to go on from, only half a record of it
+        elif config.resume == "auto":
+            self._refuse_another_job(folder / "config.yaml")
         torch.manual_seed(config.seed)
         self.trainer = Trainer(
             config.model.build(config.data.sequence_length + config.generated_bytes),
@@ -175,13 +195,26 @@ class Pretrain:
             callbacks=self.callbacks,
             run_name=config.run_name,
             runs_folder=config.runs_folder,
-            resume=None if config.resume == "new" else config.resume,
+            resume=None if self._aside is not None or not folder.exists() else config.resume,
             seed=config.seed,
             config={**asdict(config)},
         )
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
         if self.resolved:
             (folder / "config.yaml").write_text(self.resolved)
+
+    def _refuse_another_job(self, path: Path) -> None:
+        """Going on with a run means going on with its model, data and optimizer: half of one job and half of another is neither."""
+        if not self.resolved or not path.exists():
+            return
+        before, now = yaml.safe_load(path.read_text()), yaml.safe_load(self.resolved)
+        changed = sorted(key for key in now if key not in _MAY_CHANGE and now[key] != before.get(key))
+        if changed:
+            raise ConfigError(
+                f"{path.parent} holds a run with another {', '.join(changed)}; --resume new sets it aside and starts anew, "
+                "--run_name starts beside it"
+            )
 
     def found(self) -> str:
         """What was there, and what will be done about it, in a sentence or two."""
@@ -193,8 +226,9 @@ class Pretrain:
         ]
         step, elapsed = trainer.state.timestamp.batch, trainer.state.elapsed or 0.0
         if self._aside is not None:
-            lines.append(f"The run that was there is now {self._aside}; starting anew.")
-        elif step and elapsed >= 1.0:
+            had = "" if self.config.resume == "new" else ", which had no checkpoint,"
+            lines.append(f"The run that was there{had} is now {self._aside}; starting anew.")
+        elif step and trainer.state.is_complete:
             longer = trainer.state.max_duration * 2 if trainer.state.max_duration is not None else ""
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} goes on, {again}."

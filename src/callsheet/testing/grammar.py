@@ -224,7 +224,11 @@ class GrammarChecker:
         """
         ended = event in SPAN_OF and len(self._open) < depth
         for name, (closes, parent) in list(self._windows.items()):
-            if closes == self._past or (ended and parent == depth and closes != event) or event == "on_run_end":
+            if (
+                closes == self._past
+                or (ended and parent == depth and closes != event)
+                or (event == "on_run_end" and closes != event)
+            ):
                 del self._windows[name]
         self._past = event
         for field in FIELDS.values():

@@ -21,7 +21,7 @@ from callsheet.checkpoint import (
     write_checkpoint,
 )
 from callsheet.context import CheckpointInfo, Context
-from callsheet.errors import CheckpointError, ConfigError
+from callsheet.errors import CheckpointError, ConfigError, did_you_mean
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
 from callsheet.spans import Spans
@@ -34,8 +34,11 @@ AUTO = "auto"
 class Stateful(Protocol):
     """A part of the run that a checkpoint holds."""
 
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def state_dict(self) -> Any:
+        """Its state, as plain data and tensors."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` gave."""
 
 
 class Typed:
@@ -154,6 +157,10 @@ class Checkpoints:
                 )
             return None
         if os.fspath(resume) != AUTO:
+            if not Path(resume).exists():
+                raise CheckpointError(
+                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
+                )
             return _read(Path(resume))
         found = find_checkpoints(self.folder)
         for path, reason in found.skipped:

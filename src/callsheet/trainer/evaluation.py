@@ -154,7 +154,6 @@ class Evaluation:
             for module, training in modes:
                 module.training = training
             restore_random_state(random)
-        self.ctx.close("on_train_end")
 
 
 def _floats(losses: dict[str, Tensor]) -> dict[str, float]:

@@ -103,7 +103,7 @@ class Trainer:
         log_interval: str | int | Time = "10ba",
         epochs_per_round: int | None = None,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
-        loggers: Iterable[Callback] = (),
+        loggers: Iterable[Callback] | None = None,
         run_name: str | None = None,
         runs_folder: str | os.PathLike[str] = "runs",
         resume: str | os.PathLike[str] | None = None,
@@ -129,7 +129,7 @@ class Trainer:
         self.clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
-        self.callbacks.add(loggers)
+        self.callbacks.add(loggers or ())
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
         self.control = Control(able={"stop", "save", "evaluate"})
         self.run = RunInfo(
@@ -179,7 +179,7 @@ class Trainer:
             self._checkpoints = Checkpoints(self.callbacks, self.ctx, self._spans, self._parts())
             self._checkpoints.load(resume)
             self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
-            self._open_training_fields()
+            self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with self._spans.data_init:
                 if train_dataloader is not None:
                     self._batches.loader = made(train_dataloader, "train_dataloader")
@@ -206,7 +206,6 @@ class Trainer:
                 raise ConfigError("fit() needs a train_dataloader and an optimizer; give both to the Trainer")
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
-            self._open_training_fields()
             ctx, spans, state = self.ctx, self._spans, self.state
             self.model.train()
             try:
@@ -232,7 +231,6 @@ class Trainer:
                         self._records.tally.settle(state)
             finally:
                 self._records.tally.stop()
-            ctx.close("on_train_end")
             self._carry_out_rest()
             if not self.preempted:
                 self._lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
@@ -363,12 +361,7 @@ class Trainer:
             self._save_as_asked()
 
     def _is_over(self) -> bool:
-        elapsed = self.state.elapsed
-        return (
-            (elapsed is not None and elapsed >= 1.0)
-            or self.control.stop_requested is not None
-            or self._signals.received is not None
-        )
+        return self.state.is_complete or self.control.stop_requested is not None or self._signals.received is not None
 
     def _round_is_full(self) -> bool:
         return self.epochs_per_round is not None and self.state.timestamp.epoch_in_round >= self.epochs_per_round
@@ -473,9 +466,6 @@ class Trainer:
         if error is not None:
             self._lifetime.fail(error)
         self.close()
-
-    def _open_training_fields(self) -> None:
-        self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:

@@ -1,0 +1,44 @@
+"""Every public name says what it is, and the examples in docstrings run."""
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    missing = [] if ast.get_docstring(tree) else ["module"]
+
+    def look(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
+                continue
+            is_overload = any(getattr(mark, "id", "") == "overload" for mark in node.decorator_list)
+            if not is_overload and not ast.get_docstring(node):
+                missing.append(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                look(node.body, f"{prefix}{node.name}.")
+
+    look(tree.body, "")
+    return missing
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_public_name_has_a_docstring(path: Path) -> None:
+    assert undocumented(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["callsheet.callback", "callsheet.manager", "callsheet.testing.grammar", "callsheet.time", "callsheet.trainer.trainer"],
+)
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
+    assert found.attempted
+    assert not found.failed
