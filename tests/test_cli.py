@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet import __version__, lifecycle
+from callsheet import Callback, Context, __version__, lifecycle
 from callsheet.cli import main
 
 TINY = """
@@ -28,6 +28,20 @@ callbacks:
 loggers:
   - class_path: callsheet.loggers.RunLog
 """
+
+
+class Misspelt(Callback):
+    def on_train_stepend(self, ctx: Context) -> None: ...
+
+
+def test_a_callback_is_found_in_the_current_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("shouting.py").write_text(
+        "from callsheet import Callback\nclass Shout(Callback):\n    def on_run_end(self, ctx):\n        print('LOUD', ctx.run.outcome)\n"
+    )
+    command = [sys.executable, "-c", "import sys; del sys.path[0]; from callsheet.cli import main; sys.exit(main(sys.argv[1:]))"]
+    arguments = ["train", "tiny.yaml", "--data.folder", "texts", "--callbacks", '[{"class_path": "shouting.Shout"}]']
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert "LOUD finished" in done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -86,7 +100,10 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "tiny.yaml", "--optimizer.learning_rte", "1"], "did you mean 'optimizer.learning_rate'?"),
         (["train", "tiny.yaml", "--batch_size", "many"], "batch_size"),
         (["train", "tiny.yaml", "--max_duration", "3parsecs"], "unknown unit 'parsecs'"),
-        (["train", "tiny.yaml", "--data.folder", "nowhere"], "nowhere has 0 files *.py"),
+        (["train", "tiny.yaml", "--data.folder", "nowhere"], "there is no folder nowhere"),
+        (["train", "tiny.yaml", "--batch_size", "0"], "batch_size=0: give a whole number above 0"),
+        (["train", "tiny.yaml", "--model.hiden_size", "8"], "did you mean 'model.hidden_size'?"),
+        (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
         (["train", "broken.yaml"], "broken.yaml is not YAML"),
         (["train", "nameless.yaml"], "its key `recipe` must name one of pretrain"),
         (["train", "misspelt.yaml"], "'max_durtion' is not accepted; did you mean 'max_duration'?"),

@@ -102,6 +102,8 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
     Raises:
         RegistrationError: an interval that is none, or not above zero; the message names the method and its line.
     """
+    if callable(interval):
+        raise RegistrationError(f"write @every('100ba'), with an interval ({interval.__qualname__}, {where(interval)})")
     return _mark(lambda: {"every": Interval(interval, default=TimeUnit.BATCH, at_end=at_end)})
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from callsheet import __version__, lifecycle
 from callsheet.callback import Callback, import_path
 from callsheet.context import Outcome
-from callsheet.errors import CallsheetError, ConfigError, did_you_mean
+from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean
 from callsheet.manager import CallbackManager
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(given.recipe, rest)
     except CallsheetError as error:
         print(f"callsheet: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, (ConfigError, RegistrationError, UnknownEventError, NotACallbackError)) else 1
     except KeyboardInterrupt:
-        print("callsheet: interrupted", file=sys.stderr)
+        print("callsheet: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 
@@ -89,6 +90,8 @@ def _train(recipe: str | None, overrides: list[str]) -> int:
     for package in ("torch", "transformers", "jsonargparse"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"callsheet train needs {package}: pip install 'callsheet[hf]'")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a recipe may name a callback of the user's own, in a module beside it
     path = recipe_path(recipe)
     kind = recipe_class(path)
     parser = recipe_parser(kind, path)
@@ -183,6 +186,6 @@ def parsed_with(parser: ArgumentParser, overrides: list[str]) -> Namespace:
     except argparse.ArgumentError as error:
         message = str(error)
         keys = [action.dest for action in parser._actions]
-        unknown = re.search(r"(?:unrecognized arguments: --|Option ')([\w.]+)", message)
+        unknown = re.search(r"(?:unrecognized arguments: --|[Oo]ption ')([\w.]+)", message)
         near = did_you_mean(unknown.group(1), keys) if unknown else ""
         raise ConfigError(f"{message}{near} ({parser.prog} --help explains every key)") from None

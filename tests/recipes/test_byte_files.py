@@ -52,7 +52,7 @@ def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"folder": "/nowhere"}, "/nowhere has 0 files"),
+        ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"validation_percent": 0}, "validation_percent"),
         ({"sequence_length": 1}, "sequence_length"),
     ],

@@ -44,6 +44,11 @@ class Progress(Callback):
         self._began = (0.0, 0.0)  # when, and the fraction that was completed by then
         self._figures = ""
 
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Say where the run goes on from."""
+        if ctx.checkpoint is not None:
+            self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
+
     def on_train_start(self, ctx: Context) -> None:
         """Put up the bar."""
         self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)

@@ -55,6 +55,8 @@ class ByteFiles:
         Raises:
             ConfigError: one of the two is empty.
         """
+        if not self.root.is_dir():
+            raise ConfigError(f"data.folder: there is no folder {self.root}")
         found = [path for path in sorted(self.root.rglob(self.pattern)) if not _TESTS & set(path.relative_to(self.root).parts)]
         parts: tuple[list[Path], list[Path]] = ([], [])
         for path in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ from callsheet.checkpoint import find_checkpoints
 from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.recipes.byte_files import ByteFiles
+from callsheet.time import TimeUnit
 from callsheet.trainer import Trainer
+from callsheet.trainer.arguments import duration, interval, positive
+
+logger = logging.getLogger("callsheet")
 
 BYTES = 256  # the vocabulary
 _MAY_CHANGE = frozenset(
@@ -136,6 +141,10 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         if not all(self.prompts):
             raise ConfigError("prompts: a prompt needs at least one character")
+        duration(self.max_duration, None)
+        interval("eval_interval", self.eval_interval, TimeUnit.EPOCH)
+        for name in ("log_interval", "batch_size", "microbatch_size", "generated_bytes", "threads"):
+            positive(name, getattr(self, name), int)
 
 
 class Pretrain:
@@ -176,13 +185,15 @@ class Pretrain:
         folder = Path(config.runs_folder) / config.run_name
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        model = config.model.build(config.data.sequence_length + config.generated_bytes)
+        _ = config.data.files  # what cannot work should fail before the earlier run is touched
         if config.resume == "new" or (config.resume == "auto" and not find_checkpoints(folder / "checkpoints").checkpoints):
             self._aside = set_aside(folder)  # without a checkpoint there is nothing to go on from, only half a record of it
         elif config.resume == "auto":
             self._refuse_another_job(folder / "config.yaml")
-        torch.manual_seed(config.seed)
         self.trainer = Trainer(
-            config.model.build(config.data.sequence_length + config.generated_bytes),
+            model,
             train_dataloader=lambda: config.data.train_dataloader(config.batch_size),
             eval_dataloader=lambda: config.data.validation_dataloader(config.batch_size),
             optimizer=config.optimizer.optimizer,
@@ -248,9 +259,11 @@ class Pretrain:
             if trainer.preempted:
                 return self.results
             loss = (trainer.eval_results or trainer.evaluate())["validation"]["loss"]  # a run that was complete has not evaluated
+            logger.info("writing %d bytes after each of %d prompts", self.config.generated_bytes, len(self.config.prompts))
             self.generations = [[prompt, self.generate(prompt)] for prompt in self.config.prompts]
             if self.generations:
                 trainer.ctx.log_table("generations", ["prompt", "continuation"], self.generations)
+            logger.info("counting bytes for the baselines")
             unigram, bigram = self.config.data.baselines()
             self.results = {"validation/loss": loss, "unigram": unigram, "bigram": bigram}
         return self.results
@@ -280,6 +293,7 @@ class Pretrain:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.config.generated_bytes,
             do_sample=True,
+            use_cache=True,
             temperature=temperature,
             pad_token_id=0,
         )
@@ -293,4 +307,6 @@ def set_aside(folder: Path) -> Path | None:
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    return folder.rename(aside)
+    folder.rename(aside)
+    logger.info("the run in %s is now %s", folder, aside)
+    return aside

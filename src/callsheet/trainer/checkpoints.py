@@ -135,7 +135,7 @@ class Checkpoints:
             if found is not None:
                 state, info = found
                 self._restore(state, info.path)
-                logger.info("resuming from %s, step %d", info.path, info.step)
+                logger.debug("resumed from %s, step %d", info.path, info.step)
         ctx.close("on_checkpoint_load_end")
 
     def _restore(self, state: Mapping[str, Any], path: str) -> None:

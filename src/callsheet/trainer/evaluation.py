@@ -34,6 +34,7 @@ class Evaluation:
         self, manager: CallbackManager, main: Context, model: nn.Module, task: Task, device: torch.device, every: Interval | None
     ) -> None:
         self.metrics = MetricLog()
+        self._logged: dict[str, float] = {}
         self.loaders: dict[str, Iterable[Any]] = {}
         self.every = every
         self._passed = 0  # intervals
@@ -75,7 +76,10 @@ class Evaluation:
         self._passed, self._last_step = state["passed"], state["last_step"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate every dataset; returns its losses by the dataset's name, which are also logged as `<dataset>/<loss>`."""
+        """Evaluate every dataset; returns its losses by the dataset's name, which are also logged as `<dataset>/<loss>`.
+
+        What a callback logs meanwhile as `<dataset>/<metric>` joins the results.
+        """
         ctx, spans = self.ctx, self._spans
         results: dict[str, dict[str, float]] = {}
         with self._not_training():
@@ -88,9 +92,22 @@ class Evaluation:
                         results[ctx.eval_name] = _floats(losses)
                         ctx.log({f"{ctx.eval_name}/{name}": value for name, value in results[ctx.eval_name].items()})
                     ctx.close("on_eval_end")
+                self._take_logged_into(results)
                 ctx.eval_results = results
             ctx.close("on_eval_all_end")
         return results
+
+    def take(self) -> dict[str, float]:
+        """What was logged since the last call, for a record."""
+        logged, self._logged = self._logged | self.metrics.take(), {}
+        return logged
+
+    def _take_logged_into(self, results: dict[str, dict[str, float]]) -> None:
+        self._logged |= self.metrics.take()
+        for name, value in self._logged.items():
+            dataset, _, metric = name.partition("/")
+            if metric and dataset in results:
+                results[dataset].setdefault(metric, value)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """The mean losses over a test set, also logged as `test/<loss>`."""

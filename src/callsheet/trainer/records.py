@@ -61,17 +61,17 @@ class Records:
             logged["train/tokens_per_second"] = tokens / seconds
         logged |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
         self.metrics.log(logged, across="same")
-        self._tell(ctx, self.metrics, samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
+        self._tell(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
 
-    def tell_evaluation(self, ctx: Context, metrics: MetricLog) -> None:
+    def tell_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
         """Tell the record of what was logged in an evaluation, if anything was."""
-        if metrics:
-            self._tell(ctx, metrics, 0.0, 0.0)
+        if values:
+            self._tell(ctx, values, 0.0, 0.0)
 
-    def _tell(self, ctx: Context, metrics: MetricLog, samples_per_second: float, tokens_per_second: float) -> None:
+    def _tell(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
         ctx.record = LogRecord(
             ctx.step,
-            metrics.take(),
+            values,
             elapsed_seconds=ctx.state.timestamp.seconds,
             samples_per_second=samples_per_second,
             tokens_per_second=tokens_per_second,

@@ -31,7 +31,7 @@ from callsheet.signals import GRACE_SECONDS, SignalWatch
 from callsheet.time import Time, TimeUnit
 from callsheet.trainer.arguments import checked_optimizer, checked_scheduler, duration, interval, named_loaders, positive
 from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
-from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.trainer.checkpoints import AUTO, Checkpoints, Stateful, Typed
 from callsheet.trainer.evaluation import Evaluation
 from callsheet.trainer.microbatches import added, microbatches, trained_on
 from callsheet.trainer.records import Records
@@ -141,6 +141,8 @@ class Trainer:
         )
         if Path(self.run.name).name != self.run.name or self.run.name in ("", ".."):
             raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
+        if resume == AUTO and run_name is None:
+            raise ConfigError("resume='auto' needs a run_name: under a new name there is never anything to resume")
         self.run.folder = Path(runs_folder) / self.run.name
 
         log_every = interval("log_interval", log_interval, TimeUnit.BATCH)
@@ -203,7 +205,10 @@ class Trainer:
         with self._lifetime, self._doing("fit"):
             optimizer, batches = self.optimizer, self._batches
             if optimizer is None or batches.loader is None:
-                raise ConfigError("fit() needs a train_dataloader and an optimizer; give both to the Trainer")
+                missing = [
+                    name for name, there in (("a train_dataloader", batches.loader), ("an optimizer", optimizer)) if there is None
+                ]
+                raise ConfigError(f"fit() needs {' and '.join(missing)}; give the Trainer one")
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
             ctx, spans, state = self.ctx, self._spans, self.state
@@ -385,7 +390,7 @@ class Trainer:
         """The mean losses over a test set. Raises as `evaluate` does."""
         with self._lifetime, self._doing("test"):
             results = self._evaluation.test(made(dataloader, "dataloader"))
-            self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
+            self._records.tell_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
@@ -395,7 +400,7 @@ class Trainer:
 
     def _evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
         self.eval_results = results = self._evaluation.evaluate(loaders, standalone=standalone)
-        self._records.tell_evaluation(self.ctx, self._evaluation.metrics)
+        self._records.tell_evaluation(self.ctx, self._evaluation.take())
         return results
 
     # --- checkpoints ---
