@@ -290,7 +290,7 @@ def test_errors_can_be_told_apart_in_the_usual_ways() -> None:
 
 def test_async_is_refused_inline() -> None:
     message = refusal(RegistrationError, Async())
-    assert "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`" in message
+    assert "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane" in message
     assert message.endswith(f"(callback Async, {at_line('async')})")
 
 

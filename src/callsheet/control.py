@@ -25,6 +25,7 @@ class Request:
     why: str
     by: str
     kind: str = ""
+    metric: str = ""
 
     def __str__(self) -> str:
         return f"{self.by}: {self.why}"
@@ -61,17 +62,18 @@ class Control:
             self._stop = Request("stop", why, _asker())
             self.pending = True
 
-    def save(self, why: str, *, kind: str = "requested", by: str = "", replicated: bool = False) -> None:
+    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
 
-        `by` is the name under which the asker will know it, in `ctx.checkpoint.requested_by`, also after a resume.
+        `by` is the name under which the asker will know it, in `ctx.checkpoint.requested_by`, also after a resume; `metric` the one by
+        which it is the best, told as `ctx.checkpoint.best_metric_key`.
         """
         if kind not in SAVE_KINDS:
             raise ConfigError(
                 f"unknown kind of checkpoint {kind!r}{did_you_mean(kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
             )
         self._check("save", replicated)
-        self._saves.append(Request("save", why, by or _asker(), kind))
+        self._saves.append(Request("save", why, by or _asker(), kind, metric))
         self.pending = True
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:

@@ -118,7 +118,8 @@ def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str,
     awaited = any(inspect.iscoroutinefunction(body) for body in bodies)
     if awaited and wish.lane == "inline":
         raise RegistrationError(
-            "it is async, and nothing awaits it on the training thread: choose `lane = 'background'`, or make it a plain function "
+            "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane = 'background'` "
+            "(accepted, and served once lanes exist) "
             f"(callback {label}, {where(handler)})"
         )
     _check_signature(handler, label)

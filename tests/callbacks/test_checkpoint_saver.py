@@ -182,6 +182,8 @@ def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) 
         (3, "periodic", None),
         (6, "periodic", 0.5),  # the losses that were known then
     ]
+    keys = {each.seal.info["kind"]: each.seal.info["best_metric_key"] for each in found}
+    assert keys == {"best": "validation/loss", "periodic": None}
 
 
 def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class CheckpointSaver(Callback):
         if self._best_at == step:
             self._saved_at, self._best_at = step, -1
             why = f"{self._monitor} is {self._sign * self._best_score:g}, the best so far"
-            ctx.control.save(why, kind="best", by=self._best_label, replicated=True)
+            ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 
     def on_preempt(self, ctx: Context) -> None:
         """Have the checkpoint that the run leaves behind count as a regular one."""

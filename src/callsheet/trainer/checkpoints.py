@@ -21,6 +21,7 @@ from callsheet.checkpoint import (
     write_checkpoint,
 )
 from callsheet.context import CheckpointInfo, Context
+from callsheet.control import SAVE_KINDS, Request
 from callsheet.errors import CheckpointError, ConfigError, did_you_mean
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
@@ -80,14 +81,13 @@ class Checkpoints:
 
     def save(
         self,
-        kind: str,
+        requests: tuple[Request, ...],
         path: str | os.PathLike[str] | None,
         *,
         train_loss: Tensor | None,
         val_losses: dict[str, float],
-        requested_by: tuple[str, ...],
     ) -> CheckpointInfo:
-        """Write a checkpoint and tell it; `train_loss` is the last step's, and waited for.
+        """Write one checkpoint for all requests, or by hand where there are none, and tell it; `train_loss` is waited for.
 
         One whose weights or loss are not finite is marked so in its seal, and never resumed from by itself.
 
@@ -96,6 +96,7 @@ class Checkpoints:
         """
         ctx = self._ctx
         epoch, step = ctx.state.timestamp.epoch, ctx.state.timestamp.batch
+        kind = max((request.kind for request in requests), key=SAVE_KINDS.index, default="requested")
         ctx.checkpoint = info = CheckpointInfo(
             path=os.fspath(path) if path is not None else str(self._free_path(f"ep{epoch}-ba{step}", kind)),
             step=step,
@@ -103,7 +104,8 @@ class Checkpoints:
             kind=kind,
             train_loss=train_loss.item() if train_loss is not None else None,
             val_losses=val_losses,
-            requested_by=requested_by,
+            best_metric_key=next((request.metric for request in requests if request.metric), None),
+            requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
         with self._spans.checkpoint_save:
             state = {name: part.state_dict() for name, part in self.parts.items()}

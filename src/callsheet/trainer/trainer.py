@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
-from callsheet.control import Control
+from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError, RequestRefused
 from callsheet.events import Event
@@ -413,7 +413,7 @@ class Trainer:
             CheckpointError: it cannot be written, or a callback's state is not plain data.
         """
         with self._lifetime, self._doing("save_checkpoint"):
-            return self._save("requested", path)
+            return self._save(path=path)
 
     def _tell_checkpoint_due(self, boundary: str) -> None:
         if self._heard.on_checkpoint_due:
@@ -425,17 +425,13 @@ class Trainer:
                 self._save_as_asked()
 
     def _save_as_asked(self) -> None:
-        request = self.control.save_requested
-        assert request is not None
-        asked_by = tuple(dict.fromkeys(each.by for each in self.control.save_requests))
+        requests = self.control.save_requests
         self.control.done("save")
-        self._save(request.kind, requested_by=asked_by)
+        self._save(requests)
 
-    def _save(
-        self, kind: str, path: str | os.PathLike[str] | None = None, *, requested_by: tuple[str, ...] = ()
-    ) -> CheckpointInfo:
+    def _save(self, requests: tuple[Request, ...] = (), path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
         val_losses = {name: result["loss"] for name, result in self.eval_results.items() if "loss" in result}
-        return self._checkpoints.save(kind, path, train_loss=self._last_loss, val_losses=val_losses, requested_by=requested_by)
+        return self._checkpoints.save(requests, path, train_loss=self._last_loss, val_losses=val_losses)
 
     def _parts(self) -> dict[str, Stateful]:
         """What a checkpoint holds, by name."""
