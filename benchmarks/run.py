@@ -15,9 +15,14 @@ HERE = Path(__file__).resolve().parent
 def main() -> int:
     status = 0
     (HERE / "results").mkdir(exist_ok=True)
-    for name in ("dispatch", "imports", "trainer"):
+    for name, command in (
+        ("dispatch", ["dispatch.py"]),
+        ("imports", ["imports.py"]),
+        ("trainer", ["trainer.py"]),
+        ("profile", ["trainer.py", "--profile"]),
+    ):
         print(f"\n{name}", flush=True)
-        done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)
         print(done.stdout, end="", flush=True)
         if done.returncode == 0:
             (HERE / "results" / f"{name}.md").write_text(done.stdout)

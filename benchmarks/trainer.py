@@ -11,6 +11,7 @@ import argparse
 import cProfile
 import pstats
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,23 @@ def ignite(callbacks: int) -> float:
     return per_step(began)
 
 
+def show_profile() -> None:
+    """Where a fit without callbacks spends its time, function by function: calls a step, and microseconds a step under the profiler."""
+    made = trainer(0)
+    with cProfile.Profile() as profile:
+        made.fit()
+    made.close()
+    rows = []
+    for (file, _, name), (_, calls, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]  # not in its types
+        if "callsheet" in Path(file).parts and own / STEPS * 1e6 >= 0.1:
+            place = "/".join(Path(file).parts[Path(file).parts.index("callsheet") + 1 :])
+            rows.append((own / STEPS * 1e6, calls / STEPS, f"{place}: {name}"))
+    print(f"{machine()}; {sum(calls for _, calls, _ in rows):.0f} calls a step of callsheet's own functions\n")
+    print("| µs a step, its own | calls a step | function |\n| --- | --- | --- |")
+    for own, calls, function in sorted(rows, reverse=True):
+        print(f"| {own:.2f} | {calls:.1f} | `{function}` |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
@@ -97,11 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.profile:
-        made = trainer(0)
-        with cProfile.Profile() as profile:
-            made.fit()
-        made.close()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        show_profile()
         return
     loops = {
         "bare": bare,

@@ -88,7 +88,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "event-table": event_table,
     "field-table": field_table,
     "order-table": order_table,
-    **{f"figures-{name}": figures(name) for name in ("dispatch", "imports", "trainer")},
+    **{f"figures-{name}": figures(name) for name in ("dispatch", "imports", "trainer", "profile")},
 }
 
 
