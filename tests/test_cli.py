@@ -162,3 +162,24 @@ def test_a_run_without_a_checkpoint_is_set_aside(recipe: Path, capsys: pytest.Ca
     assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
     assert "which had no checkpoint, is now runs/tiny.1; starting anew" in capsys.readouterr().out
     assert steps_in(Path("runs/tiny"))[-1] == 6
+
+
+def test_a_set_up_that_fails_leaves_the_run_where_it_was(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
+    assert main(arguments) == 0
+    before = Path("runs/tiny/config.yaml").read_text()
+    with pytest.raises(ValueError, match="learning rate"):
+        main([*arguments, "--resume", "new", "--optimizer.learning_rate", "-1", "--loggers", "[]"])
+    assert Path("runs/tiny/config.yaml").read_text() == before
+    assert not Path("runs/tiny.1").exists()
+
+
+def test_a_checkpoint_that_is_named_is_resumed_from_also_by_a_new_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--run_name", "other", "--resume", "runs/tiny/checkpoints/ep0-ba3"]) == 0
+    assert "Found the run 'other' at step 3, 50% of 6ba" in capsys.readouterr().out
+    assert steps_in(Path("runs/other"))[0] > 3
+    assert main([*arguments, "--run_name", "third", "--resume", "runs/tiny/checkpoints/ep0-ba4"]) == 1
+    assert "there is no such checkpoint" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotTold, RequestRefused, RunInfo, TimeUnit, TrainState
+from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotTold, RequestRefused, RunInfo, TrainState
 from callsheet.distributed import Ranks
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS
@@ -241,9 +241,10 @@ def test_the_run_says_where_this_process_stands() -> None:
 def test_the_state_knows_how_far_it_is() -> None:
     state = TrainState(max_duration=Time("10ba"), timestamp=Timestamp(batch=4))
     assert state.elapsed == 0.4
-    assert state.unit is TimeUnit.BATCH
     assert TrainState().elapsed is None
-    assert TrainState().unit is None
+    assert not state.is_complete
+    assert not TrainState().is_complete
+    assert TrainState(max_duration=Time("4ba"), timestamp=Timestamp(batch=4)).is_complete
 
 
 def test_a_checkpoint_is_nobodys_and_good_unless_it_says_otherwise() -> None:

@@ -18,7 +18,7 @@ from callsheet.distributed import Ranks
 from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, FIELDS
-from callsheet.time import Time, Timestamp, TimeUnit, elapsed_fraction
+from callsheet.time import Time, Timestamp, elapsed_fraction
 
 
 class Outcome(StrEnum):
@@ -108,11 +108,6 @@ class TrainState:
         """`max_duration` has been reached."""
         elapsed = self.elapsed
         return elapsed is not None and elapsed >= 1.0
-
-    @property
-    def unit(self) -> TimeUnit | None:
-        """The unit in which this run's length is given."""
-        return self.max_duration.unit if self.max_duration is not None else None
 
 
 @dataclass(frozen=True, slots=True)

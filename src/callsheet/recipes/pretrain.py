@@ -21,6 +21,7 @@ from callsheet.recipes.byte_files import ByteFiles
 from callsheet.time import TimeUnit
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, interval, positive
+from callsheet.trainer.checkpoints import AUTO
 
 logger = logging.getLogger("callsheet")
 
@@ -188,11 +189,28 @@ class Pretrain:
         torch.manual_seed(config.seed)
         model = config.model.build(config.data.sequence_length + config.generated_bytes)
         _ = config.data.files  # what cannot work should fail before the earlier run is touched
-        if config.resume == "new" or (config.resume == "auto" and not find_checkpoints(folder / "checkpoints").checkpoints):
-            self._aside = set_aside(folder)  # without a checkpoint there is nothing to go on from, only half a record of it
-        elif config.resume == "auto":
+        resume = None if config.resume == "new" else config.resume
+        if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
+            resume = None  # there is nothing to go on from, or only half a record of it
+        if resume is None:
+            self._aside = set_aside(folder)
+        elif resume == AUTO:
             self._refuse_another_job(folder / "config.yaml")
-        self.trainer = Trainer(
+        try:
+            self.trainer = self._trainer(model, resume)
+        except BaseException:
+            if self._aside is not None and not folder.exists():
+                self._aside.rename(folder)
+                logger.info("the run in %s is there again", folder)
+            raise
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
+        if self.resolved:
+            (folder / "config.yaml").write_text(self.resolved)
+
+    def _trainer(self, model: Any, resume: str | None) -> Trainer:
+        config = self.config
+        return Trainer(
             model,
             train_dataloader=lambda: config.data.train_dataloader(config.batch_size),
             eval_dataloader=lambda: config.data.validation_dataloader(config.batch_size),
@@ -206,14 +224,10 @@ class Pretrain:
             callbacks=self.callbacks,
             run_name=config.run_name,
             runs_folder=config.runs_folder,
-            resume=None if self._aside is not None or not folder.exists() else config.resume,
+            resume=resume,
             seed=config.seed,
-            config={**asdict(config)},
+            config=asdict(config),
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
-        if self.resolved:
-            (folder / "config.yaml").write_text(self.resolved)
 
     def _refuse_another_job(self, path: Path) -> None:
         """Going on with a run means going on with its model, data and optimizer: half of one job and half of another is neither."""
