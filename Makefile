@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format types generate docs bench clean help
+.PHONY: demo test slow ranks oracle test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,8 +22,21 @@ RESUME ?= auto
 demo: $(READY)  ## train a small language model on the standard library's source, about 75 seconds; RESUME=new starts anew
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
-test: $(READY)  ## all tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests; those that look at pages in a browser by themselves, since what drives it keeps an event loop in the main thread
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -m browser tests/report
+
+slow: $(READY)  ## the tests that start many interpreters, about five minutes
+	$(BIN)/python -m pytest -m slow
+
+ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; what came of them goes to benchmarks/results/ranks.md
+	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks
+
+oracle: $(READY)  ## runs that die again and again, held against undisturbed ones; the table goes to benchmarks/results/resume.md
+	cd tests && ../$(BIN)/python -m trainer.oracle ../benchmarks/results/resume.md
+
+test-gpu: $(READY)  ## the tests that need CUDA devices
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(READY)  ## format, lint, types, and that what is generated is fresh
 	$(BIN)/ruff format --check .

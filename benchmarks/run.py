@@ -20,6 +20,12 @@ def main() -> int:
         ("imports", ["imports.py"]),
         ("trainer", ["trainer.py"]),
         ("profile", ["trainer.py", "--profile"]),
+        ("distributed", ["distributed.py"]),
+        ("saving", ["saving.py"]),
+        ("scale", ["scale.py"]),
+        ("monitors", ["monitors.py"]),
+        ("lanes", ["lanes.py"]),
+        ("recipes", ["recipes.py"]),
     ):
         print(f"\n{name}", flush=True)
         done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)

@@ -1,6 +1,7 @@
 """The command line, as a process of its own where it matters."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from callsheet import Callback, Context, __version__, lifecycle
 from callsheet.cli import main
+from callsheet.loggers import read_metrics
 
 TINY = """
 recipe: pretrain
@@ -18,15 +20,16 @@ eval_interval: 3ba
 log_interval: 2
 batch_size: 2
 threads: 1
-generated_bytes: 4
+generated_tokens: 4
 prompts: ["def "]
 model: {hidden_size: 16, layers: 1, heads: 2, intermediate_size: 16}
-data: {sequence_length: 16, validation_batches: 2, validation_percent: 20}
+data: {sequence_length: 16, validation_windows: 4, validation_percent: 20, test_percent: 20}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 2.0e-3}}
 callbacks:
   - class_path: callsheet.callbacks.CheckpointSaver
     init_args: {save_interval: 3ba}
 loggers:
-  - class_path: callsheet.loggers.RunLog
+  - class_path: callsheet.loggers.JSONLLogger
 """
 
 
@@ -47,10 +50,14 @@ def test_a_callback_is_found_in_the_current_folder(recipe: Path, capsys: pytest.
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
+    return write_recipe(tmp_path)
+
+
+def write_recipe(folder: Path) -> Path:
+    (folder / "texts").mkdir()
     for number in range(60):
-        (tmp_path / "texts" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
-    path = tmp_path / "tiny.yaml"
+        (folder / "texts" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
+    path = folder / "tiny.yaml"
     path.write_text(TINY)
     return path
 
@@ -62,10 +69,18 @@ def steps_in(folder: Path) -> list[int]:
 def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(recipe), "--data.folder", "texts"]) == 0
     out = capsys.readouterr().out
-    assert out.index("on_checkpoint_due") < out.index("Starting the run 'tiny'") < out.index("nats a byte")
+    assert out.index("on_checkpoint_due") < out.index("Starting the run 'tiny'") < out.index("nats a token")
     for name in ("validation/loss", "unigram", "bigram", "runs/tiny", "ep0-ba6"):
         assert name in out
+    assert out.rstrip().splitlines()[-1] == "Its report: runs/tiny/report.html"
+    assert Path("runs/tiny/report.html").stat().st_size > 1_000_000
     assert steps_in(Path("runs/tiny"))[-1] == 6
+
+
+def test_a_run_that_wrote_nothing_of_itself_has_no_report(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.write_text(TINY.partition("loggers:")[0] + "loggers: []\n")
+    assert main(["train", str(recipe), "--data.folder", "texts", "--run_name", "silent", "--callbacks", "[]"]) == 0
+    assert "report" in capsys.readouterr().out.rstrip().splitlines()[-1]
 
 
 def test_run_again_it_goes_on_or_starts_anew_as_it_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +112,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
     [
         (["train", "pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
         (["train", "tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'?"),
-        (["train", "tiny.yaml", "--optimizer.learning_rte", "1"], "did you mean 'optimizer.learning_rate'?"),
+        (["train", "tiny.yaml", "--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
         (["train", "tiny.yaml", "--batch_size", "many"], "batch_size"),
         (["train", "tiny.yaml", "--max_duration", "3parsecs"], "unknown unit 'parsecs'"),
         (["train", "tiny.yaml", "--data.folder", "nowhere"], "there is no folder nowhere"),
@@ -105,8 +120,8 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "tiny.yaml", "--model.hiden_size", "8"], "did you mean 'model.hidden_size'?"),
         (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
         (["train", "broken.yaml"], "broken.yaml is not YAML"),
-        (["train", "nameless.yaml"], "its key `recipe` must name one of pretrain"),
-        (["train", "misspelt.yaml"], "'max_durtion' is not accepted; did you mean 'max_duration'?"),
+        (["train", "nameless.yaml"], "its key `recipe` must name one of "),
+        (["train", "misspelt.yaml"], "misspelt.yaml: there is no key 'max_durtion'; did you mean 'max_duration'?"),
     ],
 )
 def test_bad_input_is_named_with_its_mend(
@@ -143,15 +158,15 @@ def test_help_explains_the_keys(recipe: Path, capsys: pytest.CaptureFixture[str]
         main(["train", "tiny.yaml", "--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert "--optimizer.learning_rate" in printed
-    assert "after the warm-up" in printed
+    assert "--model.hidden_size" in printed
+    assert "width of the residual stream" in printed
 
 
 def test_going_on_with_another_job_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
-    assert main([*arguments, "--max_duration", "9ba", "--batch_size", "4", "--optimizer.learning_rate", "0.5"]) == 2
+    assert main([*arguments, "--max_duration", "9ba", "--batch_size", "4", "--optimizer.lr", "0.5"]) == 2
     assert "holds a run with another batch_size, optimizer; --resume new sets it aside" in capsys.readouterr().err
     assert Path("runs/tiny/config.yaml").read_text() == before
 
@@ -169,7 +184,7 @@ def test_a_set_up_that_fails_leaves_the_run_where_it_was(recipe: Path, capsys: p
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
     with pytest.raises(ValueError, match="learning rate"):
-        main([*arguments, "--resume", "new", "--optimizer.learning_rate", "-1", "--loggers", "[]"])
+        main([*arguments, "--resume", "new", "--optimizer.lr", "-1", "--loggers", "[]"])
     assert Path("runs/tiny/config.yaml").read_text() == before
     assert not Path("runs/tiny.1").exists()
 
@@ -183,3 +198,240 @@ def test_a_checkpoint_that_is_named_is_resumed_from_also_by_a_new_run(recipe: Pa
     assert steps_in(Path("runs/other"))[0] > 3
     assert main([*arguments, "--run_name", "third", "--resume", "runs/tiny/checkpoints/ep0-ba4"]) == 1
     assert "there is no such checkpoint" in capsys.readouterr().err
+
+
+# --- show ---
+
+
+def test_show_prints_the_call_sheet_and_makes_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().rglob("*"))
+    arguments = ["tiny.yaml", "--data.folder", "nowhere", "--max_duration", "9ba", "--callbacks+=callsheet.callbacks.LRMonitor"]
+    assert main(["show", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert sorted(Path().rglob("*")) == before
+    heads, *rows = (line.split() for line in printed.partition("\n\n")[0].splitlines())
+    assert heads == ["event", "phase", "callback", "ranks", "lane", "every"]
+    assert ["on_checkpoint_due", "save", "CheckpointSaver", "all", "inline"] in rows
+    assert ["on_log", "measure", "LRMonitor", "all", "inline"] in rows
+    words = " ".join(printed.split())
+    for setting in ("max_duration 9ba", "hidden_size 16", "The run would lie in runs/tiny, where there is nothing yet."):
+        assert setting in words
+    assert printed.endswith(f"Start it: callsheet train {' '.join(arguments)}\n")
+
+
+def test_show_prints_the_sheet_that_train_prints(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
+    assert main(["show", "tiny.yaml", "--data.folder", "texts"]) == 0
+    printed = capsys.readouterr().out
+    sheet = Path("runs/tiny/call_sheet.txt").read_text()
+    assert printed.count(sheet) == 2
+    assert "where there is a run already (resume: auto)" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
+        (["tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'? (callsheet show tiny.yaml --help"),
+        (["tiny.yaml", "--batch_size", "0"], "batch_size=0"),
+        (["tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
+    ],
+)
+def test_show_refuses_what_train_refuses(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["show", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- runs, report ---
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and three runs of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_recipe(folder)
+        for name, steps in (("short", "3ba"), ("long", "9ba"), ("middle", "6ba")):
+            assert main(["train", "tiny.yaml", "--data.folder", "texts", "--run_name", name, "--max_duration", steps]) == 0
+    return folder
+
+
+@pytest.fixture
+def three_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("report.html", "trace.json"))
+    monkeypatch.chdir(tmp_path)
+    return Path("runs")
+
+
+def names_in(table: str) -> list[str]:
+    return [line.split()[0] for line in table.splitlines()[1:]]
+
+
+def test_runs_lists_the_runs_newest_first(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    captured = capsys.readouterr()
+    heads, *lines = captured.out.splitlines()
+    assert heads.split() == [
+        "name",
+        "outcome",
+        "steps",
+        "duration",
+        "train/loss",
+        "validation/loss",
+        "lowest",
+        "highest",
+        "started",
+        "device",
+    ]
+    assert [line.split()[:3] for line in lines] == [
+        ["middle", "finished", "6"],
+        ["long", "finished", "9"],
+        ["short", "finished", "3"],
+    ]
+    results = {name: read_metrics(three_runs / name) for name in ("short", "long", "middle")}
+    for line in lines:
+        name, _, _, _, train_loss, last, lowest, highest, *_, device = line.split()
+        losses = [record.values["validation/loss"] for record in results[name] if "validation/loss" in record.values]
+        trained = [record.values["train/loss"] for record in results[name] if "train/loss" in record.values]
+        told = [f"{value:.4g}" for value in (trained[-1], losses[-1], min(losses), max(losses))]
+        assert [train_loss, last, lowest, highest, device] == [*told, "cpu"]
+    assert captured.err == ""
+
+
+def test_runs_are_sorted_as_asked(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def order(*arguments: str) -> list[str]:
+        assert main(["runs", *arguments]) == 0
+        return names_in(capsys.readouterr().out)
+
+    assert order("--sort", "steps") == ["long", "middle", "short"]
+    assert order("--sort", "steps", "--reverse") == ["short", "middle", "long"]
+    assert order("--sort", "name") == ["long", "middle", "short"]
+    assert order("--reverse") == ["short", "long", "middle"]
+    (three_runs / "bare").mkdir()
+    (three_runs / "bare" / "events.jsonl").touch()
+    assert order("--sort", "lowest")[-1] == order("--sort", "lowest", "--reverse")[-1] == "bare"
+
+
+def test_runs_as_json_tells_all_metrics(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (three_runs / "bare").mkdir()
+    (three_runs / "bare" / "events.jsonl").touch()
+    assert main(["runs", "--json", "--sort", "name"]) == 0
+    bare, first, *others = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (first["name"], first["folder"], first["steps"], len(others)) == ("long", "runs/long", 9, 2)
+    assert first["metrics"]["time/batch"] == {
+        "last": 9,
+        "last_step": 9,
+        "lowest": 2,
+        "lowest_step": 2,
+        "highest": 9,
+        "highest_step": 9,
+    }
+    assert (bare["name"], bare["started"], bare["metrics"]) == ("bare", None, {})
+
+
+def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--metric", "time/batch", "--sort", "highest"]) == 0
+    printed = capsys.readouterr().out
+    assert names_in(printed) == ["long", "middle", "short"]
+    assert printed.splitlines()[1].split()[5:8] == ["9", "2", "9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["runs", "nowhere"], "there is no folder nowhere; give the folder that the runs' folders stand in"),
+        (["runs", "--sort", "step"], "there is no column 'step'; did you mean 'steps'?"),
+        (
+            ["runs", "--metric", "validation/los"],
+            "no run in runs has the metric 'validation/los'; did you mean 'validation/loss'?",
+        ),
+        (["report", "midle"], "there is no run 'midle'; did you mean 'middle'? (a run's folder, or its name in runs/)"),
+        (["report", "runs/midle"], "there is no run 'runs/midle'; did you mean 'middle'?"),
+        (["report", "runs"], "runs holds no run; there are runs in it, such as runs/long"),
+        (["watch", "texts/"], "texts holds no run"),
+        (["watch", "middle", "--port", "65536"], "cannot listen on port 65536"),
+    ],
+)
+def test_what_cannot_be_found_is_named(
+    three_runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_cannot_give_orders_to_the_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/\x1b[31mred")
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text('{"event": "run_start", "device": "\\u001b]0;title"}\n')
+    assert main(["runs"]) == 0
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b" not in printed
+
+
+def test_no_runs_yet(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").mkdir()
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out == "there is no run in runs\n"
+
+
+@pytest.mark.parametrize("run", ["middle", "runs/middle", "runs/middle/"])
+def test_report_writes_the_page_and_says_where(three_runs: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
+    assert main(["report", run]) == 0
+    printed = capsys.readouterr().out
+    page = Path("runs/middle/report.html")
+    assert printed == f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n"
+    assert "validation/loss" in page.read_text()
+    assert (page.parent / "trace.json").is_file()
+
+
+def test_report_writes_where_it_is_told(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "short", "--out", "out.html"]) == 0
+    assert capsys.readouterr().out.startswith("out.html (")
+    assert Path("out.html").is_file()
+    assert not Path("runs/short/report.html").exists()
+    assert main(["report", "short", "--out", "tiny.yaml/out.html"]) == 1
+    assert "the page of runs/short cannot be written" in capsys.readouterr().err
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "show", "events", "runs", "report", "watch", "evaluate", "predict", "export", "recipes"]
+)
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main([command, "--help"])
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert printed.startswith(f"usage: callsheet {command}")
+    assert f"\n  callsheet {command}" in printed
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    for command in ("train", "show", "events", "runs", "report", "watch", "evaluate", "predict", "export", "recipes"):
+        assert f"    {command} " in printed
+
+
+@pytest.mark.parametrize("arguments", [["runs", "--jsn"], ["report", "tiny", "more"], ["events", "x"]])
+def test_unknown_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert f"callsheet {arguments[0]}: error: unknown arguments: {arguments[-1]}" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m callsheet events | head -n 1", shell=True, capture_output=True, text=True, check=True
+    )
+    assert (len(done.stdout.splitlines()), done.stderr) == (1, "")

@@ -7,24 +7,34 @@ from pathlib import Path
 
 import pytest
 
+from callsheet.checkpoint import Folder
+from callsheet.trainer.data import Sharing
+
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
+
+
+PROTOCOLS = {name.__name__: set(dir(name)) for name in (Folder, Sharing)}
+"""What these say of their methods, they say of those of every class that derives from them."""
 
 
 def undocumented(tree: ast.Module) -> list[str]:
     missing = [] if ast.get_docstring(tree) else ["module"]
 
-    def look(body: list[ast.stmt], prefix: str) -> None:
+    def look(body: list[ast.stmt], prefix: str, inherited: set[str]) -> None:
         for node in body:
+            if getattr(node, "name", "") in inherited:
+                continue
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
                 continue
             is_overload = any(getattr(mark, "id", "") == "overload" for mark in node.decorator_list)
             if not is_overload and not ast.get_docstring(node):
                 missing.append(prefix + node.name)
             if isinstance(node, ast.ClassDef):
-                look(node.body, f"{prefix}{node.name}.")
+                bases = [getattr(base, "id", "") for base in node.bases]
+                look(node.body, f"{prefix}{node.name}.", set().union(*(PROTOCOLS.get(base, set()) for base in bases)))
 
-    look(tree.body, "")
+    look(tree.body, "", set())
     return missing
 
 

@@ -13,16 +13,29 @@ import callsheet
 SOURCE = Path(callsheet.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "time", "lifecycle", "events", "hooks"),
-    ("control", "distributed", "randomness", "lanes"),
-    ("context", "callback"),
-    ("registration", "sheet", "spans", "manager", "lifetime", "metrics", "signals"),
+    ("errors", "extras", "time", "lifecycle", "events", "hooks"),
+    ("control", "distributed", "randomness", "log_ranks", "lanes"),
+    ("context", "callback", "background"),
+    (
+        "snapshot",
+        "process",
+        "lane_process",
+        "registration",
+        "sheet",
+        "handover",
+        "costs",
+        "spans",
+        "manager",
+        "lifetime",
+        "metrics",
+        "signals",
+    ),
     ("checkpoint", "transport"),
     ("callbacks", "loggers"),
     ("trainer",),
-    ("bridges", "launch", "testing", "report"),
+    ("bridges", "launcher", "testing", "report"),
     ("recipes",),
-    ("compat", "cli", "__main__"),
+    ("compat", "commands", "cli", "__main__"),
 )
 """DESIGN.md, `## Layers`, from the ground up: a module imports from the floors below it, and on its own floor from what stands before it.
 A folder stands for all that is in it."""

@@ -1,11 +1,12 @@
 """The life of a run: its end is told exactly once, on every way out."""
 
 import logging
+import os
 from typing import Any
 
 import pytest
 
-from callsheet import Callback, CallbackManager, Context, LaneNotAvailable, Outcome, RunEndedError, RunInfo
+from callsheet import Callback, CallbackManager, ConfigError, Context, Outcome, RunEndedError, RunInfo
 from callsheet.lifecycle import ALWAYS, FIELDS
 from callsheet.lifetime import Lifetime
 
@@ -200,15 +201,12 @@ def test_an_error_at_the_start_ends_the_run() -> None:
     assert diary.told == [("on_run_start",), ("on_exception", caught.value, "run", 0), ("on_run_end", Outcome.FAILED)]
 
 
-def test_a_lane_that_nothing_serves_is_the_error_that_comes_out() -> None:
-    class Background(Callback):
-        lane = "background"
-
-        def on_log(self, ctx: Context) -> None: ...
-
+def test_a_call_sheet_that_cannot_be_compiled_is_the_error_that_comes_out() -> None:
     diary = Diary()
-    lifetime = Lifetime(CallbackManager([Background(), diary]), Context(RunInfo("mine")))
-    with pytest.raises(LaneNotAvailable, match="Background"), lifetime:
+    manager = CallbackManager([diary])
+    manager.register("on_log", lambda ctx: None, every="0.1dur", name="tenth")
+    lifetime = Lifetime(manager, Context(RunInfo("mine")))
+    with pytest.raises(ConfigError, match=r"tenth .* has no max_duration"), lifetime:
         lifetime.start()
     assert lifetime.has_ended
     assert diary.told == []
@@ -312,3 +310,18 @@ def test_a_run_that_never_started_has_no_end() -> None:
     lifetime.end()
     assert diary.told == []
     assert lifetime.has_ended
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_end_its_parents_run() -> None:
+    diary = Diary()
+    _, _, lifetime = begun(diary)
+    child = os.fork()
+    if not child:
+        lifetime.end()
+        os._exit(len(diary.told) - 1)  # the start is there
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    lifetime.end()
+    assert diary.told[-1] == ("on_run_end", Outcome.FINISHED)

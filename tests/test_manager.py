@@ -12,7 +12,7 @@ import pytest
 from callsheet import Callback, CallbackManager, Context, Event, RunInfo, normalize_callbacks, rank_zero_only, should_fire
 from callsheet.callback import label_of
 from callsheet.distributed import Ranks
-from callsheet.errors import LaneNotAvailable, NotACallbackError, RegistrationError, RequestRefused, UnknownEventError
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRefused, UnknownEventError
 from callsheet.lifecycle import EVENTS
 
 
@@ -329,49 +329,58 @@ def test_events_are_all_of_them_and_unknown_ones_are_refused_everywhere() -> Non
 # --- lanes ---
 
 
-class Background(Callback):
+class Behind(Callback):
     lane = "background"
 
-    def on_log(self, ctx: Context) -> None: ...
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def on_log(self, ctx: Context) -> None:
+        self.heard.append(ctx.step)
 
 
-def test_a_lane_is_refused_when_the_run_opens() -> None:
-    manager = CallbackManager([Background()])
-    with pytest.raises(LaneNotAvailable, match=r"Background \(test_manager\.py:\d+\) chose the lane 'background'"):
-        manager.open(context())
-    with pytest.raises(LaneNotAvailable):
-        manager.spans(context())
+def test_a_lane_is_served() -> None:
+    behind, ctx = Behind(), context()
+    manager = CallbackManager([behind])
+    manager.open(ctx)
+    for ctx.step in (1, 2, 3):
+        manager.fire("on_log", ctx)
+    manager.close()
+    assert behind.heard == [1, 2, 3]
 
 
-def test_a_lane_on_another_rank_is_not_refused_here() -> None:
-    callback = Background()
-    callback.ranks = {1}
-    manager = CallbackManager([callback])
-    manager.open(context(Ranks(rank=0, world_size=2)))
-    with pytest.raises(LaneNotAvailable):
-        manager.open(context(Ranks(rank=1, world_size=2)))
+def test_a_lane_of_another_rank_hears_nothing_here() -> None:
+    behind, ctx = Behind(), context(Ranks(rank=0, world_size=2))
+    behind.ranks = {1}
+    manager = CallbackManager([behind])
+    manager.open(ctx)
+    assert not manager.has_callbacks("on_log")
+    manager.fire("on_log", ctx)
+    manager.close()
+    assert behind.heard == []
 
 
 def test_what_is_refused_in_the_midst_of_a_run_does_not_stay() -> None:
     manager = CallbackManager()
     ctx = context()
-    spans = manager.spans(ctx)
-    with pytest.raises(LaneNotAvailable):
-        manager.add([Quiet(), Background()])
-    assert manager.callbacks == []
+    manager.open(ctx)
+    with pytest.raises(ConfigError, match="has no max_duration"):
+        manager.register("on_log", lambda ctx: None, every="0.1dur")
     assert manager.call_sheet().rows() == []
     manager.fire("on_log", ctx)
-    assert spans.ctx is ctx
 
 
 def test_a_run_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    callback = Background()
-    manager = CallbackManager([callback])
-    with pytest.raises(LaneNotAvailable):
+
+    def tenth(ctx: Context) -> None: ...
+
+    manager = CallbackManager()
+    manager.register("on_log", tenth, every="0.1dur")
+    with pytest.raises(ConfigError, match="this run has no max_duration"):
         manager.open(context(Ranks(rank=1, world_size=2)))
     manager.register("on_train_end", lambda ctx: None, ranks="zero")
-    manager.remove(callback)
+    manager.remove(tenth)
     assert manager.has_callbacks("on_train_end")  # by this process's own rank, not that of the run that never was
 
 

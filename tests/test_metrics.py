@@ -331,3 +331,63 @@ def test_without_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout == "{'a/x': 1.5, 'a/y': 2.5} False\n", ran.stderr
+
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.permutations(NAMES),
+            st.integers(1, len(NAMES)),
+            st.booleans(),
+            st.sampled_from([None, 2, 0]),
+            st.sampled_from(["log", "log", "log", "take", "resume"]),
+        ),
+        max_size=15,
+    ),
+    st.sampled_from(["last", "mean", "sum"]),
+)
+def test_names_in_one_tensor_are_as_if_each_had_been_logged_alone(steps: list[Any], over: str) -> None:
+    alone, together = MetricLog(), MetricLog()
+    for number, (names, count, in_one, weight, what) in enumerate(steps):
+        names = tuple(sorted(names[:count]))
+        values = torch.arange(count, dtype=torch.float64) + 10 * number
+        weight = weight if over == "mean" else None
+        each = dict(zip(names, values.tolist(), strict=True))
+        alone.log(each, over=over, weight=weight)
+        together.log({names: values} if in_one else each, over=over, weight=weight)
+        if what == "take":
+            assert (one := alone.take()) == (other := together.take())
+            assert list(one) == list(other)
+        elif what == "resume":
+            state, together = together.state_dict(), MetricLog()
+            together.load_state_dict(state)
+    assert alone.take() == together.take()
+
+
+def test_one_tensor_stays_one_also_across_a_resume() -> None:
+    log, resumed = MetricLog(), MetricLog()
+    log.log({NAMES: torch.ones(5)}, over="mean")
+    resumed.load_state_dict(log.state_dict())
+    resumed.log({NAMES: torch.full((5,), 4.0)}, over="mean")
+    assert list(resumed._series) == [NAMES]
+    assert resumed.take() == dict.fromkeys(NAMES, 2.5)
+
+
+@pytest.mark.parametrize("value", [torch.ones(4), torch.ones(5, 1), torch.tensor(1.0), 1.0, [1.0] * 5])
+def test_a_tensor_has_one_number_a_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the 5 metrics .* take a tensor of one dimension"):
+        MetricLog().log({NAMES: value})
+
+
+def test_names_in_one_tensor_cannot_change_how_they_are_added_up() -> None:
+    log = MetricLog()
+    log.log({NAMES: torch.ones(5)}, over="mean")
+    with pytest.raises(ConfigError, match="'c' was logged with over='mean'"):
+        log.log({"c": 1.0}, over="sum")
+    with pytest.raises(ConfigError, match="'b' was logged with over='mean'"):
+        log.log({("x", "b"): torch.ones(2)}, over="sum")
+    with pytest.raises(ConfigError, match="'a' was logged with over='mean'"):
+        log.log({NAMES: torch.ones(5)}, across="max")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from callsheet import Callback, CallbackManager, Context, RunInfo, at, every, rank_zero_only
-from callsheet.errors import CallsheetError, LaneNotAvailable, NotACallbackError, RegistrationError, UnknownEventError
+from callsheet import Callback, CallbackManager, Context, at, every, rank_zero_only
+from callsheet.errors import CallsheetError, NotACallbackError, RegistrationError, UnknownEventError
 from callsheet.lifecycle import EVENTS, FIELDS
 from callsheet.registration import heard_by, is_inherited
 
@@ -70,7 +70,7 @@ class PhasedHelper(Callback):
 
 
 class Async(Callback):
-    async def on_log(self, ctx: Context) -> None: ...  # type: ignore[override]  # line: async
+    async def on_log(self, ctx: Context) -> None: ...  # line: async
 
 
 def worded(**words: Any) -> Callback:
@@ -294,21 +294,18 @@ def test_async_is_refused_inline() -> None:
     assert message.endswith(f"(callback Async, {at_line('async')})")
 
 
-def test_async_with_a_lane_is_taken_and_refused_when_compiled() -> None:
+def test_async_with_a_lane_is_taken() -> None:
     callback = Async()
     callback.lane = "background"
     manager = CallbackManager([callback])
     assert manager.list_callbacks("on_log") == [callback]
-    with pytest.raises(
-        LaneNotAvailable, match=r"Async \(test_registration\.py:\d+\) chose the lane 'background', which nothing serves yet"
-    ):
-        manager.open(Context(RunInfo("test")))
+    assert manager.has_callbacks("on_log")
 
 
 def test_async_behind_a_gate_is_seen() -> None:
     class Gated(Callback):
         @rank_zero_only
-        async def on_log(self, ctx: Context) -> None: ...  # type: ignore[override]
+        async def on_log(self, ctx: Context) -> None: ...
 
     assert "it is async" in refusal(RegistrationError, Gated())
 
@@ -321,8 +318,7 @@ def test_an_async_function_is_refused_inline() -> None:
         with pytest.raises(RegistrationError, match="it is async"):
             manager.register("on_log", given)
     manager.register("on_log", told, lane="background")
-    with pytest.raises(LaneNotAvailable):
-        manager.has_callbacks("on_log")
+    assert manager.has_callbacks("on_log")
 
 
 def test_an_object_with_an_async_call_is_refused_inline() -> None:

@@ -30,7 +30,7 @@ def hooks() -> list[str]:
     for event in EVENTS:
         told = ", ".join(fields_told(event))
         lines += [
-            f"def {event}(self, ctx: Context) -> None:",
+            f"def {event}(self, ctx: Context) -> Awaitable[None] | None:",
             f'    """{description(event)}' + ("" if told else '"""'),
             *(["", f"    Told here: {told}.", '    """'] if told else []),
             "",
@@ -76,7 +76,13 @@ def order_table() -> list[str]:
 def figures(name: str) -> Callable[[], list[str]]:
     """What a benchmark printed when it last ran."""
     path = ROOT / "benchmarks" / "results" / f"{name}.md"
-    return lambda: path.read_text().strip().splitlines() if path.exists() else ["(not measured yet: `make bench`)"]
+
+    def lines() -> list[str]:
+        if not path.exists():
+            return ["(not measured yet: `make bench`)"]
+        return "\n".join(line for line in path.read_text().splitlines() if not line.startswith("# ")).strip().splitlines()
+
+    return lines
 
 
 REGIONS: dict[str, Callable[[], list[str]]] = {
@@ -88,7 +94,23 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "event-table": event_table,
     "field-table": field_table,
     "order-table": order_table,
-    **{f"figures-{name}": figures(name) for name in ("dispatch", "imports", "trainer", "profile")},
+    **{
+        f"figures-{name}": figures(name)
+        for name in (
+            "dispatch",
+            "imports",
+            "trainer",
+            "profile",
+            "distributed",
+            "saving",
+            "scale",
+            "monitors",
+            "lanes",
+            "recipes",
+            "ranks",
+            "resume",
+        )
+    },
 }
 
 

@@ -5,6 +5,7 @@ A `Callback` hears the events of a run's lifecycle; a `CallbackManager` tells th
 
 from typing import TYPE_CHECKING, Any
 
+from callsheet.background import Background
 from callsheet.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
 from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
 from callsheet.control import Control
@@ -12,11 +13,14 @@ from callsheet.errors import (
     CallsheetError,
     CheckpointError,
     ConfigError,
+    DistributedError,
     FieldNotTold,
-    LaneNotAvailable,
+    HangError,
+    MissingPackage,
     MixedUnitsError,
     NonFiniteError,
     NotACallbackError,
+    NotCarried,
     RegistrationError,
     RequestRefused,
     RunEndedError,
@@ -27,11 +31,15 @@ from callsheet.manager import CallbackManager, normalize_callbacks, should_fire
 from callsheet.time import Interval, Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
+    from callsheet.bridges.bare import attach
+    from callsheet.launcher import launch
+    from callsheet.process import Process
     from callsheet.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Background",
     "Callback",
     "CallbackManager",
     "CallbackSpec",
@@ -41,15 +49,19 @@ __all__ = [
     "ConfigError",
     "Context",
     "Control",
+    "DistributedError",
     "Event",
     "FieldNotTold",
+    "HangError",
     "Interval",
-    "LaneNotAvailable",
     "LogRecord",
+    "MissingPackage",
     "MixedUnitsError",
     "NonFiniteError",
     "NotACallbackError",
+    "NotCarried",
     "Outcome",
+    "Process",
     "RegistrationError",
     "RequestRefused",
     "RunEndedError",
@@ -61,7 +73,9 @@ __all__ = [
     "Trainer",
     "UnknownEventError",
     "at",
+    "attach",
     "every",
+    "launch",
     "local_rank_zero_only",
     "normalize_callbacks",
     "rank_zero_only",
@@ -69,9 +83,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Trainer":  # the one name that needs torch
-        from callsheet.trainer import Trainer
+_ON_DEMAND = {
+    "Trainer": "callsheet.trainer",
+    "Process": "callsheet.process",
+    "attach": "callsheet.bridges.bare",
+    "launch": "callsheet.launcher",
+}
+"""Names whose modules cost something to import: they need torch, or what starts processes."""
 
-        return Trainer
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        import importlib
+
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
     raise AttributeError(f"module 'callsheet' has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from callsheet.distributed import RankGate, read_ranks
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, did_you_mean, where
 from callsheet.hooks import Hooks
+from callsheet.lanes import LaneOptions
 from callsheet.time import Interval, Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ class Callback(Hooks):
     keep: tuple[str, ...] = ()
     """Fields whose window it wants as long as can be, such as `outputs`."""
     needs: tuple[str, ...] = ()
-    """Fields that its lane's snapshots hold."""
+    """Fields that its lane's snapshots hold; where none are named, those that cost nothing to take."""
+    transport_ignore: tuple[str, ...] = ()
+    """Attributes that each process makes for itself, so that they may differ where the callback is sent to; see `callsheet.transport`."""
+    lane_options: LaneOptions = LaneOptions()
+    """How long its lane's queue is, and what happens when it is full."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -65,7 +70,7 @@ class Callback(Hooks):
         self._arguments = (args, kwargs)
         return self
 
-    def on_event(self, ctx: Context) -> None:
+    def on_event(self, ctx: Context) -> Awaitable[None] | None:
         """Told at every event; `ctx.event` says which."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -211,6 +216,9 @@ class CallbackSpec:
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 init_args[name] = value
         name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
+        for argument, value in init_args.items():
+            if isinstance(value, Callback):  # one around another keeps its state as its own
+                init_args[argument] = replace(cls.of(value), state={})
         return cls(f"{kind.__module__}.{kind.__qualname__}", init_args, name, dict(callback.state_dict()))
 
     @classmethod
@@ -220,11 +228,18 @@ class CallbackSpec:
             one_of("key of a callback spec", key, cls._KEYS)
         if not isinstance(data.get("class_path"), str):
             raise ConfigError("a callback spec needs a class_path, such as 'callsheet.callbacks.LRMonitor'")
-        return cls(data["class_path"], dict(data.get("init_args") or {}), data.get("name") or "", dict(data.get("state") or {}))
+        init_args = {
+            name: cls.from_dict(value) if isinstance(value, Mapping) and "class_path" in value else value
+            for name, value in (data.get("init_args") or {}).items()
+        }
+        return cls(data["class_path"], init_args, data.get("name") or "", dict(data.get("state") or {}))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; what is empty is left out."""
-        full = {"class_path": self.class_path, "init_args": self.init_args, "name": self.name, "state": self.state}
+        init_args = {
+            name: value.to_dict() if isinstance(value, CallbackSpec) else value for name, value in self.init_args.items()
+        }
+        full = {"class_path": self.class_path, "init_args": init_args, "name": self.name, "state": self.state}
         return {key: value for key, value in full.items() if value}
 
     def build(self) -> Callback:
@@ -244,7 +259,9 @@ class CallbackSpec:
             takes.bind(**self.init_args)
         except TypeError as error:
             raise ConfigError(f"{self.class_path}: {error}; it takes {', '.join(takes.parameters) or 'nothing'}") from None
-        callback = kind(**self.init_args)
+        callback = kind(
+            **{name: value.build() if isinstance(value, CallbackSpec) else value for name, value in self.init_args.items()}
+        )
         if self.name:
             callback.name = self.name
         if self.state:

@@ -1,191 +1,284 @@
-"""The command line: `callsheet train`, `callsheet events`."""
+"""The command line: what `callsheet` understands, and which command it hands over to."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import inspect
-import logging
-import os
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
-from importlib import resources
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from callsheet import __version__, lifecycle
-from callsheet.callback import Callback, import_path
-from callsheet.context import Outcome
-from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean
-from callsheet.manager import CallbackManager
+from callsheet.distributed import read_ranks
+from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+_EPILOG = """\
+examples:
+  callsheet show pretrain                 what would happen: the call sheet and the settings
+  callsheet train pretrain                train; the same command again goes on with the run
+  callsheet runs                          the runs in runs/, newest first
+  callsheet watch stdlib-lm               a run in the browser while it goes on
+  callsheet report stdlib-lm              the same page as one file, to keep or to send
+  callsheet evaluate stdlib-lm            what the trained model scores
+  callsheet export stdlib-lm model        the trained model as a Hugging Face folder
 
-    from callsheet.trainer import Trainer
+callsheet COMMAND --help explains a command.
+"""
 
-RECIPES = {"pretrain": "callsheet.recipes.pretrain.Pretrain"}
-"""The recipes by name."""
+_TAKE_KEYS = ("evaluate", "predict", "export")
+"""Commands with arguments of their own, after which values of the recipe may stand."""
 
 
-class Recipe(Protocol):
-    """What a recipe's class has: the class of its configuration, and what can be done with it."""
+_A_RUN = "a run's folder, or its name in runs/"
 
-    Config: ClassVar[type[Any]]
-    callbacks: CallbackManager
-    trainer: Trainer
-
-    def __init__(self, config: Any, callbacks: Any, loggers: Any, *, resolved: str) -> None: ...
-    def setup(self) -> None:
-        """Make everything, and find out what there is to resume."""
-
-    def found(self) -> str:
-        """What was there, and what will be done about it."""
-
-    def run(self) -> Any:
-        """Do the job."""
-
-    def report(self) -> str:
-        """What came of it."""
+AddsCommand = Callable[..., argparse.ArgumentParser]
+"""Given name, function, what it does and an example, adds a command, and gives its parser for the arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 when the run failed, 2 when it was asked for wrongly, 130 on Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="callsheet", description="Training callbacks for PyTorch: one callback, every training loop."
-    )
-    parser.add_argument("--version", action="version", version=f"callsheet {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run a recipe", add_help=False)
-    train.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
-    commands.add_parser("events", help="print the lifecycle: every event, and where it stands")
+    parser = _parser()
     given, rest = parser.parse_known_args(arguments)
-    if given.command == "events":
-        if rest:
-            parser.error(f"unknown arguments: {' '.join(rest)}")
-        with suppress(BrokenPipeError):  # `callsheet events | head`
-            print(lifecycle.tree(), flush=True)
-        return 0
+    is_of_recipe = given.command in ("train", "show")
+    strays = [] if is_of_recipe else rest if given.command not in _TAKE_KEYS else _without_a_key(rest)
+    if strays:
+        given.parser.error(f"unknown arguments: {' '.join(strays)}")
     try:
-        return _train(given.recipe, rest)
+        if is_of_recipe and given.recipe is None:
+            return _recipe_missing(given.command, rest)
+        run: Callable[[argparse.Namespace, list[str]], int] = given.run
+        return run(given, rest)
     except CallsheetError as error:
-        print(f"callsheet: {error}", file=sys.stderr)
+        print(f"callsheet{_which_rank()}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, RegistrationError, UnknownEventError, NotACallbackError)) else 1
     except KeyboardInterrupt:
-        print("callsheet: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        print(f"callsheet: interrupted{again}", file=sys.stderr)
         return 130
 
 
-def _train(recipe: str | None, overrides: list[str]) -> int:
-    if recipe is None:
-        shipped = ", ".join(RECIPES)
-        print(
-            f"usage: callsheet train RECIPE [--KEY VALUE ...]\n\nRECIPE is a YAML file, or the name of a shipped one: {shipped}."
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="callsheet",
+        description="Training callbacks for PyTorch: one callback, every training loop.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"callsheet {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace, list[str]], int], about: str, example: str = "", add_help: bool = True
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}.",
+            epilog=f"example:\n{example}" if example else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=add_help,
         )
-        print("callsheet train RECIPE --help explains its keys; --print_config shows them with their values.")
-        return 0 if {"-h", "--help"} & set(overrides) else 2
-    for package in ("torch", "transformers", "jsonargparse"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"callsheet train needs {package}: pip install 'callsheet[hf]'")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a recipe may name a callback of the user's own, in a module beside it
-    path = recipe_path(recipe)
-    kind = recipe_class(path)
-    parser = recipe_parser(kind, path)
-    parsed = parsed_with(parser, overrides)
-    made = parser.instantiate(parsed)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    config = kind.Config(**{field.name: made[field.name] for field in fields(kind.Config)})
-    job = kind(
-        config,
-        callbacks=made.callbacks,
-        loggers=made.loggers,
-        resolved=parser.dump(parsed, skip_unset=False, with_comments=False),
-    )
-    return _run(job)
+        added.set_defaults(run=run, parser=added)
+        return added
 
-
-def _run(job: Recipe) -> int:
-    """Say what is there, run, and say what came of it."""
-    print(f"\n{job.callbacks.call_sheet()}\n", flush=True)
-    job.setup()
-    print(job.found(), flush=True)
-    job.run()
-    print(f"\n{job.report()}", flush=True)
-    return {Outcome.PREEMPTED: 143, Outcome.FAILED: 1}.get(job.trainer.run.outcome or Outcome.FINISHED, 0)
-
-
-def recipe_path(recipe: str) -> Path:
-    """The file that `recipe` names: itself, or a shipped one.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path = Path(recipe)
-    if path.is_file():
-        return path
-    shipped = Path(str(resources.files("callsheet.recipes"))) / f"{recipe}.yaml"
-    if recipe in RECIPES and shipped.is_file():
-        return shipped
-    raise ConfigError(
-        f"there is no recipe {recipe!r}{did_you_mean(recipe, RECIPES)} (a YAML file, or one of {', '.join(RECIPES)})"
-    )
-
-
-def recipe_class(path: Path) -> type[Recipe]:
-    """The recipe that the file's key `recipe` names.
-
-    Raises:
-        ConfigError: the file is no YAML mapping, or names none.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    name = content.get("recipe") if isinstance(content, dict) else None
-    if name not in RECIPES:
-        raise ConfigError(
-            f"{path}: its key `recipe` must name one of {', '.join(RECIPES)}, not {name!r}{did_you_mean(str(name), RECIPES)}"
-        )
-    found: type[Recipe] = import_path(RECIPES[name])
-    return found
-
-
-def recipe_parser(kind: type[Recipe], path: Path) -> ArgumentParser:
-    """A parser whose keys are the fields of the recipe's configuration, with the file's values as defaults."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog=f"callsheet train {path.stem}",
-        usage=f"callsheet train {path.stem} [--KEY VALUE ...]",
-        description=(inspect.getdoc(kind) or "").partition("\n")[0],
-        default_config_files=[str(path)],
-        exit_on_error=False,
-    )
-    parser.add_argument("--recipe", type=str, help="which recipe the file is for")
-    parser.add_class_arguments(kind.Config, None, as_group=False)
-    parser.add_argument("--callbacks", type=list[Callback], default=[], help="callbacks: a list of class_path and init_args")
-    parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
-    parser.add_argument("--config", action="config", help="a further file, whose values go over those of the recipe")
+    _add_recipes(command)
+    _add_opened(command)
+    _add_runs(command)
     return parser
 
 
-def parsed_with(parser: ArgumentParser, overrides: list[str]) -> Namespace:
-    """The recipe's values with these over them.
+def _add_recipes(command: AddsCommand) -> None:
+    """What is done with a recipe's file."""
+    # those of a recipe have no help of their own: after the recipe's name it is the recipe's
+    train = command("train", _train, "run a recipe", add_help=False)
+    show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
+    for added in (train, show):
+        added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
+    command("events", _events, "print the lifecycle: every event, and where it stands", "  callsheet events | less")
 
-    Raises:
-        ConfigError: an unknown key, in the file or here, with the nearest that there is; or a value that does not fit its key.
-    """
-    try:
-        return parser.parse_args(overrides)
-    except argparse.ArgumentError as error:
-        message = str(error)
-        keys = [action.dest for action in parser._actions]
-        unknown = re.search(r"(?:unrecognized arguments: --|[Oo]ption ')([\w.]+)", message)
-        near = did_you_mean(unknown.group(1), keys) if unknown else ""
-        raise ConfigError(f"{message}{near} ({parser.prog} --help explains every key)") from None
+    recipes = command(
+        "recipes",
+        _recipes,
+        "list the shipped recipes, or copy the file of one",
+        "  callsheet recipes\n  callsheet recipes --copy pretrain --to mine.yaml",
+    )
+    recipes.add_argument("--copy", metavar="NAME", help="write the recipe's file here, to start from")
+    recipes.add_argument("--to", metavar="FILE", help="where to write it (NAME.yaml)")
+
+
+def _add_opened(command: AddsCommand) -> None:
+    """What is done with the model of a run."""
+    of_recipe = f"{_A_RUN}, or a recipe file"
+    keys = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
+    evaluate = command(
+        "evaluate",
+        _evaluate,
+        "print what a run's model scores on all validation datasets and the test data; the run stays as it is",
+        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json" + keys,
+    )
+    evaluate.add_argument("a_run", metavar="RUN", help=of_recipe)
+    evaluate.add_argument("--out", metavar="FILE", help="write the scores there as JSON, too")
+
+    predict = command(
+        "predict",
+        _predict,
+        "write what a run's model says of rows of data, as JSON lines",
+        "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
+        "FILE has the first answer on its first line, and so on. It is there when all answers are, in the place of an earlier one: a command\n"
+        "that was interrupted leaves none, and begins anew." + keys,
+    )
+    predict.add_argument("a_run", metavar="RUN", help=of_recipe)
+    predict.add_argument("--input", metavar="ROWS", required=True, help="JSON lines, a Parquet file, or a folder of them")
+    predict.add_argument("--out", metavar="FILE", help="where to write the answers; to standard output, as they come, without it")
+
+    export = command(
+        "export",
+        _export,
+        "write a run's model and its tokenizer or processor as a folder that from_pretrained loads",
+        "  callsheet export stdlib-lm exported\n\nWhat is written are the checkpoint's weights: where the run has an EMA, the average."
+        + keys,
+    )
+    export.add_argument("a_run", metavar="RUN", help=of_recipe)
+    export.add_argument("folder", metavar="FOLDER", help="a new one")
+    for added in (evaluate, predict, export):
+        added.add_argument(
+            "--checkpoint", metavar="PATH", help="a checkpoint's folder, or its name among the run's (the newest good one)"
+        )
+
+
+def _add_runs(command: AddsCommand) -> None:
+    """What is looked at of runs."""
+    runs = command(
+        "runs",
+        _runs,
+        "list the runs in a folder, newest first",
+        "  callsheet runs\n  callsheet runs --sort lowest --metric validation/accuracy --reverse\n"
+        "  callsheet runs /data/runs --json | jq '.[0]'",
+    )
+    runs.add_argument("folder", nargs="?", default="runs", help="where the runs' folders stand (runs)")
+    runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (started)")
+    runs.add_argument("--reverse", action="store_true", help="the other way round")
+    runs.add_argument(
+        "--metric",
+        default="validation/loss",
+        metavar="NAME",
+        help="whose last, lowest and highest value is shown (validation/loss)",
+    )
+    runs.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+
+    report = command(
+        "report",
+        _report,
+        "write one self-contained HTML page of a run, and a trace for Perfetto beside it",
+        "  callsheet report stdlib-lm\n  callsheet report /data/runs/big --out big.html",
+    )
+    report.add_argument("a_run", metavar="RUN", help=_A_RUN)
+    report.add_argument("--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
+
+    watch = command(
+        "watch",
+        _watch,
+        "look at a run in the browser while it goes on, and ask it to save, evaluate or stop",
+        "  callsheet watch stdlib-lm\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
+        "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
+        "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
+    )
+    watch.add_argument("a_run", metavar="RUN", help=f"{_A_RUN}; one that is not there yet is waited for")
+    watch.add_argument("--port", type=int, default=0, help="0, the default, is any that is free")
+    watch.add_argument("--no-browser", action="store_true", help="print the address only")
+
+
+def _recipe_missing(command: str, rest: list[str]) -> int:
+    from callsheet.commands.recipe import RECIPES
+
+    does = {"train": "runs a recipe", "show": "prints the call sheet and the settings of a recipe, before anything runs"}[command]
+    print(
+        f"usage: callsheet {command} RECIPE [--KEY VALUE ...]\n\n"
+        f"{does[0].upper()}{does[1:]}. RECIPE is a YAML file, or the name of a shipped one: {', '.join(RECIPES)}.\n"
+        f"callsheet {command} RECIPE --help explains its keys; --print_config shows them with their values.\n\n"
+        f"example:\n  callsheet {command} pretrain --max_duration 30s --model.layers 2"
+    )
+    return 0 if {"-h", "--help"} & set(rest) else 2
+
+
+def _train(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.commands.train import train
+
+    return train(given.recipe, overrides)
+
+
+def _show(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.commands.show import show
+
+    return _printed(show(given.recipe, overrides))
+
+
+def _events(given: argparse.Namespace, _: list[str]) -> int:
+    return _printed(lifecycle.tree())
+
+
+def _runs(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.commands.runs import runs
+
+    return _printed(runs(given.folder, sort=given.sort, is_reversed=given.reverse, metric=given.metric, as_json=given.json))
+
+
+def _report(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.commands.report import report
+
+    return _printed(report(given.a_run, out=given.out))
+
+
+def _watch(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.commands.watch import watch
+
+    return watch(given.a_run, port=given.port, opens_browser=not given.no_browser)
+
+
+def _evaluate(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.commands.evaluate import evaluate
+
+    return _printed(evaluate(given.a_run, overrides, checkpoint=given.checkpoint, out=given.out))
+
+
+def _predict(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.commands.predict import predict
+
+    return _printed(predict(given.a_run, overrides, rows=given.input, checkpoint=given.checkpoint, out=given.out))
+
+
+def _export(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.commands.export import export
+
+    return _printed(export(given.a_run, overrides, folder=given.folder, checkpoint=given.checkpoint))
+
+
+def _recipes(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.commands.recipes import copy, recipes
+
+    if given.copy is None and given.to is not None:
+        given.parser.error("--to goes with --copy NAME")
+    return _printed(copy(given.copy, given.to) if given.copy is not None else recipes())
+
+
+def _without_a_key(rest: list[str]) -> list[str]:
+    """Words that stand before any `--key`, or after one that has its value already."""
+    strays, wants_value = [], False
+    for word in rest:
+        if not word.startswith("--") and not wants_value:
+            strays.append(word)
+        wants_value = word.startswith("--") and "=" not in word
+    return strays
+
+
+def _which_rank() -> str:
+    """` (rank 1)`, where there are several."""
+    ranks = read_ranks()
+    return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
+
+
+def _printed(text: str) -> int:
+    if text and read_ranks().rank == 0:
+        with suppress(BrokenPipeError):  # `callsheet events | head`
+            print(text, flush=True)
+    return 0

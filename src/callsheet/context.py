@@ -20,6 +20,9 @@ from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, FIELDS
 from callsheet.time import Time, Timestamp, elapsed_fraction
 
+if TYPE_CHECKING:
+    from callsheet.costs import Failures
+
 
 class Outcome(StrEnum):
     """How a run ended."""
@@ -33,7 +36,11 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class RunInfo:
-    """The run: its name, where it writes, what it was configured with, and where this process stands in it."""
+    """The run: its name, where it writes, what it was configured with, and where this process stands in it.
+
+    `checkpoints` is where its checkpoints stand, a folder or a URL; the folder `checkpoints` in `folder` where nobody said otherwise.
+    `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
+    """
 
     name: str
     folder: Path | None = None
@@ -42,6 +49,12 @@ class RunInfo:
     restart_count: int = 0
     device: str = "cpu"
     outcome: Outcome | None = None
+    checkpoints: str = ""
+    failures: tuple[Failures, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints and self.folder is not None:
+            self.checkpoints = str(self.folder / "checkpoints")
 
     @property
     def rank(self) -> int:
@@ -80,7 +93,7 @@ class TrainState:
 
     `timestamp` counts what is completed and moves just before each end event; `previous_timestamp` is the one before the last step.
     Its samples, tokens and seconds are those of the last log boundary and stand still between. `baseline` is where this process began.
-    `epoch_batches` is how many batches an epoch has, where that is known.
+    `epoch_batches` is how many steps an epoch has, where that is known; `evaluators` are the names of the datasets that are evaluated.
     """
 
     max_duration: Time | None = None
@@ -88,6 +101,7 @@ class TrainState:
     previous_timestamp: Timestamp = field(default_factory=Timestamp)
     baseline: Timestamp = field(default_factory=Timestamp)
     epoch_batches: int | None = None
+    evaluators: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """How far training is, as plain data."""
@@ -142,10 +156,14 @@ class CheckpointInfo:
     requested_by: tuple[str, ...] = ()
 
 
+Loggable = Mapping[Any, Any]
+"""Numbers by name, or tensors of one dimension by the tuple of their numbers' names. (No narrower type takes a dict of either.)"""
+
+
 class Accumulator(Protocol):
     """Where logged values go until the next boundary; see `callsheet.metrics`."""
 
-    def log(self, values: Mapping[str, Any], *, over: str, across: str, weight: Any) -> None:
+    def log(self, values: Loggable, *, over: str, across: str, weight: Any) -> None:
         """Take values; see `Context.log`."""
 
 
@@ -238,11 +256,12 @@ class Context:
                 setattr(other, name, getattr(self, name))
         return other
 
-    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; tensors stay on their device until the boundary.
 
         Args:
-            values: numbers or scalar tensors by name, names as `family/name`.
+            values: numbers or scalar tensors by name, names as `family/name`. A tuple of names takes a tensor of one dimension, a
+                number for each: for many numbers that is much cheaper.
             over: what becomes of several values of one name until the boundary: `last`, `mean` or `sum`.
             across: how the data-parallel ranks' values become one: `mean`, `sum`, `max`, or `same` where they are equal already.
             weight: of each value in a mean, a number or scalar tensor; 1 where it is None.
@@ -250,7 +269,8 @@ class Context:
         A tensor is not copied: what is logged is what it holds at the boundary.
 
         Raises:
-            ConfigError: an unknown `over` or `across`, or one that differs from the name's earlier one.
+            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is not one number
+                a name.
         """
         if self._accumulator is not None:
             self._accumulator.log(values, over=over, across=across, weight=weight)

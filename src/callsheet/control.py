@@ -1,7 +1,10 @@
 """What callbacks may ask of the loop.
 
 A request is sticky: it stays until the loop has carried it out, and no later callback can take it back. The loop looks at its
-boundaries, never in the middle of a step. One process for now: a request acts at the next boundary.
+boundaries, never in the middle of a step.
+
+On many ranks a request made with `replicated=True`, by all of them alike, acts at the next boundary. Any other is a wish of one rank
+until the loop has made it known to all, and acts then.
 """
 
 from __future__ import annotations
@@ -35,18 +38,27 @@ class Control:
     """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `accumulate` and `load`.
 
     `able` names what the loop behind it can carry out now; anything else is refused when it is asked for, not ignored.
+    `is_shared` says that there are other ranks, so that requests of one wait in `wishes` until they are agreed.
     """
 
-    __slots__ = ("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "load_path", "pending")
+    __slots__ = (
+        *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
+        *("is_hurried", "switched_off", "wishes"),
+    )
 
-    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate")) -> None:
+    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False) -> None:
         self.able = set(able)
+        self.is_shared = is_shared
+        self.wishes: list[Request] = []
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
         self.pending = False  # whether the loop has anything to look at, for a loop that looks at every step
         self.accumulation: int | None = None
         self.load_path: str | None = None
+        self.switched_off: list[Request] = []
+        """For the manager: the callbacks that all ranks know to have failed too often."""
+        self.is_hurried = False  # a lane has asked for something that the loop has not yet heard of
         self.in_gate = False  # the manager says here that the handler being told does not run on every rank
 
     def stop(self, why: str, *, replicated: bool = False) -> None:
@@ -57,10 +69,7 @@ class Control:
         Raises:
             RequestRefused: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
         """
-        self._check("stop", replicated)
-        if self._stop is None:  # the first asker is remembered
-            self._stop = Request("stop", why, _asker())
-            self.pending = True
+        self._ask(Request("stop", why, _asker()), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
@@ -68,31 +77,23 @@ class Control:
         `by` is the name under which the asker will know it, in `ctx.checkpoint.requested_by`, also after a resume; `metric` the one by
         which it is the best, told as `ctx.checkpoint.best_metric_key`.
         """
-        if kind not in SAVE_KINDS:
-            raise ConfigError(
-                f"unknown kind of checkpoint {kind!r}{did_you_mean(kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
-            )
-        self._check("save", replicated)
-        self._saves.append(Request("save", why, by or _asker(), kind, metric))
-        self.pending = True
+        self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
         """Ask that all evaluators run at the next boundary. Raises as `stop` does."""
-        self._check("evaluate", replicated)
-        if self._evaluate is None:
-            self._evaluate = Request("evaluate", why, _asker())
-            self.pending = True
+        self._ask(Request("evaluate", why, _asker()), replicated)
 
     def accumulate(self, batches: int) -> None:
-        """From the next step on, accumulate gradients over so many fetched batches. Raises as `stop` does."""
+        """From the next step on, accumulate gradients over so many fetched batches: on every rank alike. Raises as `stop` does."""
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
-        self._check("accumulate", False)
+        self._check("accumulate")
+        self._refuse_in_gate("accumulate")
         self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """At `on_checkpoint_load_start`: load this checkpoint instead of the one that was found. Raises as `stop` does."""
-        self._check("load", False)
+        self._check("load")
         self.load_path = os.fspath(path)
 
     @property
@@ -115,6 +116,25 @@ class Control:
         """The evaluation request that the next boundary will carry out."""
         return self._evaluate
 
+    def check(self, request: Request) -> None:
+        """Raises as `stop` does, and `ConfigError` for an unknown kind of checkpoint, where `ask` could not be carried out."""
+        self._check(request.what)
+        if request.what == "save" and request.kind not in SAVE_KINDS:
+            raise ConfigError(
+                f"unknown kind of checkpoint {request.kind!r}{did_you_mean(request.kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
+            )
+
+    def ask(self, request: Request) -> None:
+        """A request of this rank alone, made elsewhere: it acts as soon as all ranks know of it."""
+        if self.is_shared:
+            self.wishes.append(request)
+        else:
+            self.agree(request)
+
+    def switch_off(self, callback: str, number: int, failures: int) -> None:
+        """For the manager: an isolated callback fails too often here; when all ranks know it, it stands in `switched_off`."""
+        self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
+
     def done(self, what: str) -> None:
         """For the loop: the pending requests of this kind, `save`, `evaluate` or `stop`, have been carried out."""
         if what not in ("save", "evaluate", "stop"):
@@ -125,12 +145,46 @@ class Control:
             self._evaluate = None
         else:
             self._stop = None
-        self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
+        self.look_again()
 
-    def _check(self, what: str, replicated: bool) -> None:
+    def look_again(self) -> None:
+        """For the loop: `pending` is whether anything is left to be carried out."""
+        self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
+        if self.is_hurried:  # after the line before it: a lane may have said so in between
+            self.pending = True
+
+    def take_wishes(self) -> list[Request]:
+        """For the loop: what this rank has asked for since the last call."""
+        taken = self.wishes[:]
+        del self.wishes[: len(taken)]  # not `= []`: another thread may be asking
+        return taken
+
+    def agree(self, request: Request) -> None:
+        """For the loop: every rank knows of this request now, and the next boundary acts on it."""
+        if request.what == "stop":
+            self._stop = self._stop or request  # the first asker is remembered
+        elif request.what == "evaluate":
+            self._evaluate = self._evaluate or request
+        elif request.what == "switch off":
+            self.switched_off.append(request)
+        elif request not in self._saves:
+            self._saves.append(request)
+        self.pending = True
+
+    def _ask(self, request: Request, replicated: bool) -> None:
+        self.check(request)
+        if replicated:
+            self._refuse_in_gate(request.what)
+            self.agree(request)
+        else:
+            self.ask(request)
+
+    def _check(self, what: str) -> None:
         if what not in self.able:
             raise RequestRefused(f"this loop cannot {what} on request here; it can {', '.join(sorted(self.able))}")
-        if replicated and self.in_gate:
+
+    def _refuse_in_gate(self, what: str) -> None:
+        if self.in_gate:
             raise RequestRefused(
                 f"control.{what}(replicated=True) in a handler that runs on some ranks only: the others would not ask; leave replicated out"
             )

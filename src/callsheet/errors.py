@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class CallsheetError(Exception):
@@ -45,20 +46,32 @@ class RunEndedError(CallsheetError, RuntimeError):
     """A run that has ended was asked to go on."""
 
 
-class LaneNotAvailable(CallsheetError, RuntimeError):
-    """A callback chose a lane that nothing in this run serves."""
-
-
 class CheckpointError(CallsheetError, RuntimeError):
     """A checkpoint that cannot be written, or does not hold when it is read."""
+
+
+class DistributedError(CallsheetError, RuntimeError):
+    """The ranks could not agree: one of them is dead, stuck, or somewhere else in the loop; the message names it."""
+
+
+class HangError(CallsheetError, TimeoutError):
+    """No step came for much longer than one takes."""
 
 
 class NonFiniteError(CallsheetError, FloatingPointError):
     """A loss, norm or weight that is NaN or infinite."""
 
 
+class MissingPackage(CallsheetError, ImportError):
+    """An optional package that is not installed; the message says how to install it."""
+
+
 class ConfigError(CallsheetError, ValueError):
     """An argument or a configuration value that cannot work: the message names it and the mend."""
+
+
+class NotCarried(CallsheetError, RuntimeError):
+    """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -75,8 +88,13 @@ def where(thing: object) -> str:
     code = getattr(function, "__code__", None)
     if code is not None:
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    kind: Any = function if inspect.isclass(function) else type(function)
+    return _where_class(kind)
+
+
+@functools.lru_cache(maxsize=1024)  # finding a class in its source takes milliseconds
+def _where_class(kind: Any) -> str:
     try:
-        kind = function if inspect.isclass(function) else type(function)
         return f"{Path(inspect.getsourcefile(kind) or '?').name}:{inspect.getsourcelines(kind)[1]}"
     except (OSError, TypeError):  # defined where there is no source file
         return "<unknown source>"

@@ -102,11 +102,11 @@ SPANS: dict[str, Span] = {
             "epoch",
             "Before a pass over the training data; told again when a resumed run enters the middle of one.",
             "After the pass, or when training stops in the midst of it.",
-            f"(fetch train_step {BOUNDARY})* fetch?",
+            f"(fetch+ train_step {BOUNDARY})* fetch*",
         ),
         Span(
             "fetch",
-            "Before the next batch is asked for.",
+            "Before the next batch is asked for; a step may take several.",
             "The batch is on the device and may be replaced; at exhaustion `ctx.batch` is None.",
         ),
         Span(
@@ -215,7 +215,8 @@ FIELDS: dict[str, Field] = {
         Field(
             "batch",
             "Any",
-            "the global batch of this rank, as the dataloader gives it, on the device; None when the data has run out",
+            "this rank's batch as the dataloader gives it, on the device; where a step takes several, the one in hand; None when the data "
+            "has run out",
             "local",
             (("on_fetch_end", "on_train_step_end"), *_EVALUATION),
             ("on_fetch_end",),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
@@ -33,11 +36,17 @@ class Lifetime:
         self._depth = 0
         self._started = False
         self._ended = False
+        self._pid = os.getpid()
+        self._closers: list[Callable[[], object]] = []
 
     @property
     def has_ended(self) -> bool:
         """`on_run_end` has been told."""
         return self._ended
+
+    def at_end(self, close: Callable[[], object]) -> None:
+        """Have `close` called when all is told, the last one given first; each is, whatever the others do."""
+        self._closers.append(close)
 
     def start(self) -> None:
         """Compile the call sheet for this run, and tell its start."""
@@ -46,19 +55,25 @@ class Lifetime:
         self._manager.fire(Event.RUN_START, self._ctx)
 
     def end(self, outcome: Outcome | None = None) -> None:
-        """Tell the end, if it has not been told; everybody hears it, and the first error among them comes out."""
-        if self._ended:
+        """Tell the end, if it has not been told; everybody hears it, and the first error among them comes out.
+
+        In a process that was forked from the run's it does nothing: that one's end is not the run's.
+        """
+        if self._ended or os.getpid() != self._pid:
             return
         self._ended = True
-        if not self._started:
-            return
-        self._ctx.close_all(before=Event.RUN_END)
-        self._ctx.run.outcome = outcome or self.outcome
-        try:
-            self._manager.fire(Event.RUN_END, self._ctx)
-        finally:
-            self._ctx.close_all()
-            self._manager.close()
+        with ExitStack() as closing:
+            for close in self._closers:
+                closing.callback(close)
+            if self._started:
+                self._ctx.close_all(before=Event.RUN_END)
+                self._ctx.run.outcome = outcome or self.outcome
+                closing.callback(self._manager.close)
+                closing.callback(self._ctx.close_all)
+                closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
+                self._manager.drain(self._ctx)
+                self._ctx.run.failures = self._manager.cost_report(self._ctx.step).failures
+                self._manager.tell_costs(self._ctx, is_last=True)
 
     def __enter__(self) -> None:
         if self._ended:
@@ -77,7 +92,7 @@ class Lifetime:
         if self._ended:
             return
         if not self._started:
-            self._ended = True
+            self.end()
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any, TypeVar, overload
 
+from callsheet.background import Background, inner
 from callsheet.callback import Callback, label_of, ungated
 from callsheet.context import Context
+from callsheet.costs import CostReport, Costs, Failures
 from callsheet.distributed import RankGate, Ranks, read_ranks
 from callsheet.errors import (
     ConfigError,
-    LaneNotAvailable,
     NotACallbackError,
     RegistrationError,
     RequestRefused,
     UnknownEventError,
     where,
 )
-from callsheet.events import as_event
-from callsheet.lifecycle import EVENTS
+from callsheet.events import Event, as_event
+from callsheet.handover import CallbackLane, Handover, LoggerCall, join
+from callsheet.lanes import Undelivered, drain
+from callsheet.lifecycle import EVENTS, POINTS
 from callsheet.registration import check_callback, heard_by, wishes
-from callsheet.sheet import CallSheet, Entry, Handler, Member, Told, all_entries, compiled, in_gate, isolated, recover
+from callsheet.sheet import (
+    FAILURES_ALLOWED,
+    CallSheet,
+    Entry,
+    Handler,
+    Member,
+    Told,
+    all_entries,
+    compiled,
+    in_gate,
+    isolated,
+    marked,
+    recover,
+)
+from callsheet.snapshot import DeviceNumbers, Inbox
 from callsheet.spans import Heard, Spans
 from callsheet.time import Interval, Time, TimeUnit
 
@@ -33,13 +53,25 @@ logger = logging.getLogger("callsheet")
 F = TypeVar("F", bound=Callable[..., Any])
 Every = str | int | Time | Interval | None
 _NO_TELLING: dict[str, Told] = {}
+_BEFORE_THE_END = 0.8  # of the lanes' last seconds, for what came before the run's end
+_BEFORE_LOGGERS_END = 0.9  # and for what they say at it
+_WORDS = ("log_table", "log_images", "log_file", "log_hyperparameters")
+_SETTLE_SECONDS = 0.2  # that the last record waits for what lanes log
+_GRACE_SHARE = 1 / 3  # of what is left after a signal, that callbacks in lanes may delay a checkpoint
 
 
 class CallbackManager:
     """Callbacks and functions, in the order in which they are told.
 
-    `checking=True` refuses observers that draw random numbers without saying so; it reads every random state around every handler,
-    so it is for tests.
+    Args:
+        callbacks: the first of them.
+        checking: refuse observers that draw random numbers without saying so; it reads every random state around every handler, so it
+            is for tests.
+        costs: how the callbacks' time is taken: `sampled`, in a few steps now and then; `all`; or `off`. See `cost_report`.
+        warn_share: a callback that takes more than this fraction of the step is named in a warning, once; None: never.
+
+    Raises:
+        ConfigError: an unknown way to take the time, or a share that is none.
 
     Example:
         >>> manager = CallbackManager()
@@ -48,17 +80,36 @@ class CallbackManager:
         ...     print(ctx.step)
     """
 
-    def __init__(self, callbacks: Iterable[Callback] = (), *, checking: bool = False) -> None:
+    def __init__(
+        self,
+        callbacks: Iterable[Callback] = (),
+        *,
+        checking: bool = False,
+        costs: str = "sampled",
+        warn_share: float | None = 0.05,
+    ) -> None:
         self.user_state: dict[str, Any] = {}
         self.heard = Heard()
+        self.costs = Costs(costs, warn_share)
         self._checking = checking
         self._members: list[Member] = []
         self._entries: dict[str, list[Entry]] = {event: [] for event in EVENTS}
-        self._numbers = count()
+        self._numbers, self._member_numbers = count(), count()
         self._told = _NO_TELLING  # empty until compiled: a lookup that fails compiles
+        self._plain = self._windowed = _NO_TELLING  # what `_told` is between windows of costs, and in them
         self._ranks: Ranks | None = None
         self._spans: list[Spans] = []  # of the run in progress
         self._ctx: weakref.ref[Context] | None = None
+        self._inbox = Inbox()
+        self._lanes: dict[Member, CallbackLane] = {}
+        self._undelivered: dict[Member, int] = {}  # what lanes had not told when the end was; they stay until another run begins
+        self._dropped: dict[Member, int] = {}  # and what ended lanes have dropped
+        self._is_over = False  # a run has ended, and no other has begun
+        self._behind: dict[Member, int] = {}  # lanes that hung when their state was read, and how much they had done by then
+        self._slow: dict[Member, int] = {}  # the same of those that the last record did not wait for any longer
+        self._until = inf  # when the process will be killed
+        self._handed: dict[Entry, Handover] = {}
+        self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
 
     # --- who is called ---
@@ -87,11 +138,11 @@ class CallbackManager:
         lines: list[Entry] = []
         members: list[Member] = []
         for given in several:
-            callback = check_callback(given)
-            member = Member(callback, label_of(callback), where(type(callback)))
+            callback = self._in_its_process(check_callback(given))
+            member = Member(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
             self._check_unique(callback, [*self._members, *members])
             members.append(member)
-            for event, handler in heard_by(callback).items():
+            for event, handler in heard_by(inner(callback)).items():
                 lines.append(self._entry(event, handler, member, callback, {}))
         self._enter(members, lines)
 
@@ -160,8 +211,12 @@ class CallbackManager:
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
-        member = Member(function, label, where(function))
+        member = Member(function, label, where(function), next(self._member_numbers))
         lines = [self._entry(told, function, member, Callback, given) for told in events]
+        if lane == "process":
+            raise RegistrationError(
+                f"a function cannot be sent to another process; make it a method of a Callback in a module ({label}, {where(function)})"
+            )
         self._enter([member], lines)
         return function
 
@@ -175,8 +230,9 @@ class CallbackManager:
             member
             for member in self._members
             if member.thing is what
+            or (isinstance(member.thing, Callback) and inner(member.thing) is what)
             or (member.thing == what and not isinstance(what, Callback))
-            or (isinstance(what, type) and isinstance(member.thing, what))
+            or (isinstance(what, type) and isinstance(member.thing, Callback) and isinstance(inner(member.thing), what))
         ]
         if not gone:
             here = ", ".join(member.label for member in self._members) or "nobody"
@@ -184,6 +240,7 @@ class CallbackManager:
         self._members = [member for member in self._members if member not in gone]
         for event, entries in self._entries.items():
             self._entries[event] = [entry for entry in entries if entry.member not in gone]
+        self._handed = {entry: handed for entry, handed in self._handed.items() if entry.member not in gone}
         self._changed()
         return len(gone)
 
@@ -193,7 +250,8 @@ class CallbackManager:
 
     def has_callbacks(self, event: str) -> bool:
         """Whether anybody on this rank hears `event`."""
-        return bool(self._lookup(as_event(event))[0])
+        self._lookup(as_event(event))
+        return bool(self._plain[event][0])
 
     def call_sheet(self) -> CallSheet:
         """The printable table of all ranks."""
@@ -212,6 +270,7 @@ class CallbackManager:
             handlers, named, entries = self._told[event]
         except KeyError:
             handlers, named, entries = self._lookup(as_event(event))
+            self._is_over = False
         if handlers:
             outer = ctx.event
             ctx.event = named
@@ -236,7 +295,6 @@ class CallbackManager:
         """Compile the call sheet for the run that begins: its ranks are known now. `ctx` gets the manager's `user_state`.
 
         Raises:
-            LaneNotAvailable: a callback chose a lane that nothing serves.
             ConfigError: an interval is a fraction of a duration that this run does not have.
             RequestRefused: the manager serves another run, which has not ended.
         """
@@ -254,37 +312,134 @@ class CallbackManager:
         self._ctx = weakref.ref(ctx)
         for member in self._members:
             member.failures = member.failures_in_a_row = 0
-            member.is_off = False
+            member.is_off, member.last_failure = False, ""
+        self.costs.reset()
+        self._undelivered, self._dropped, self._is_over, self._until = {}, {}, False, inf
         for entry in entries:
             entry.previous, entry.added_at, entry.was_end = None, None, False
-        try:
-            self._compile()
-        except LaneNotAvailable:
-            self.close()
-            raise
+        self._compile()
 
     def tell_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call `method(ctx, **payload)` on every callback that has it: how tables, images and files reach the loggers. Isolated."""
         ranks = self._ranks or read_ranks()
         for member in self._members:
-            handler = getattr(member.thing, method, None)
-            if handler is not None and isinstance(member.thing, Callback) and ranks.passes(member.thing.ranks):
+            if not isinstance(member.thing, Callback) or not ranks.passes(member.thing.ranks):
+                continue
+            handler = getattr(inner(member.thing), method, None)
+            if handler is not None and not getattr(handler, "does_nothing", False):
+                if member.thing.lane != "inline":
+                    if self._is_over and member not in self._lanes:
+                        logger.error("%s is not told %s: its lane has ended with the run", member.label, method)
+                    else:
+                        LoggerCall.put(self._lane_of(member), method, ctx, payload)
+                    continue
                 call = partial(handler, **payload)
                 if member.thing.ranks != "all":
                     call = partial(in_gate, call)
                 isolated(call, member, method, ctx)
 
+    # --- what it costs ---
+
+    def take_time(self, step: int) -> None:
+        """For a loop: `step` has ended. Called before the first step, and after those that `costs.next_step` names."""
+        if not self._members:
+            self.costs.next_step = sys.maxsize
+        elif not self.costs.has_begun:
+            self.costs.begin(step)
+        elif step >= self.costs.next_step:
+            self.costs.switch(step)
+            self._use_table()
+
+    def cost_report(self, step: int) -> CostReport:
+        """What the callbacks of this process have cost by the end of `step`, and which of them failed."""
+        dropped = self._dropped | {member: each.lane.dropped for member, each in self._lanes.items()}
+        undelivered = self._undelivered
+        failures = (
+            Failures(
+                member.label,
+                member.failures,
+                member.is_off,
+                member.last_failure,
+                dropped.get(member, 0),
+                undelivered.get(member, 0),
+            )
+            for member in dict.fromkeys([*self._members, *dropped])  # with those that were removed and were in a lane
+            if member.failures or dropped.get(member) or undelivered.get(member)
+        )
+        return self.costs.report(step, tuple(failures))
+
+    def tell_costs(self, ctx: Context, *, is_last: bool = False) -> None:
+        """For a loop, after a record: give the loggers the costs and the latest window, where it is time to; always where it `is_last`."""
+        report = self.cost_report(ctx.step) if is_last else None
+        if self.costs.is_told_now(is_last=is_last) or (report is not None and report.failures):
+            self.tell_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
+            if (window := self.costs.take_window()) is not None:
+                self.tell_loggers("log_timeline", ctx, window=window)
+
+    # --- lanes ---
+
+    def catch_up(self, ctx: Context) -> None:
+        """For a loop, at a boundary: do what lanes have said, and switch off what all ranks know to fail."""
+        ctx.control.is_hurried = False  # before it is emptied: what is said meanwhile is another hurry
+        self._inbox.empty(ctx)
+        while ctx.control.switched_off:
+            request = ctx.control.switched_off.pop()
+            for member in self._members:
+                if str(member.number) == request.kind:
+                    member.switch_off(FAILURES_ALLOWED)
+        ctx.control.look_again()
+
+    def settle(self, ctx: Context) -> None:
+        """For a loop, before what may be its last record: give lanes a moment, so that what they log now stands in it."""
+        moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
+        drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
+        self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
+        self.catch_up(ctx)
+
+    def hurry(self, seconds: float) -> None:
+        """For a loop: the process will be killed after so long, and a checkpoint does not wait for lanes as it would."""
+        self._until = time.monotonic() + seconds
+
+    def drain(self, ctx: Context) -> None:
+        """Before the end is told: wait until the lanes have told everything else, for most of the time that each has in all."""
+        self._drain(share=_BEFORE_THE_END)
+        self.catch_up(ctx)
+
     def close(self) -> None:
-        """The run is over: forget its ranks and loops. May be called twice; the manager may serve another run."""
+        """The run is over: its lanes end, its ranks and loops are forgotten. May be called twice; the manager may serve another run.
+
+        Each lane is waited for until its deadline, all at the same time; what they have not told by then is named in an error, and in
+        `cost_report` until another run begins.
+        """
+        lanes = list(self._lanes.values())
+        try:
+            for undelivered in self._drain():
+                logger.error("the run ends, and a lane has not told everything: %s", undelivered)
+        finally:
+            for member, each in self._lanes.items():
+                self._dropped[member] = each.lane.dropped
+                each.end()
+            join(lanes)
+        self._inbox.name_lost()
+        self._inbox = Inbox()  # what a lane says from now on is for no run
+        self._lanes, self._handed, self._behind, self._slow = {}, {}, {}, {}
         self._spans = []
         self._ranks = self._ctx = None
-        self._told = _NO_TELLING
+        self._told = self._plain = self._windowed = _NO_TELLING
+        self._is_over = True
+
+    def _drain(self, share: float = 1.0) -> list[Undelivered]:
+        left = drain([each.lane for each in self._lanes.values()], share=share)
+        if self._lanes:
+            self._undelivered = {member: each.lane.left for member, each in self._lanes.items() if each.lane.left}
+        return left
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every callback that keeps one, by name, and `user_state`."""
         states: dict[str, dict[str, Any]] = {}
+        self._settle_states()
         for callback in self.callbacks:
             if state := dict(callback.state_dict()):
                 if label_of(callback) in states:
@@ -296,6 +451,7 @@ class CallbackManager:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every callback its state back. One that has none there starts anew; state that nobody claims is named in a warning."""
+        self._settle_states(is_loading=True)
         saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
         for callback in self.callbacks:
             if label_of(callback) in saved:
@@ -303,6 +459,30 @@ class CallbackManager:
         if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
             logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
         self.user_state.update(state.get("user_state", {}))
+
+    @property
+    def _seconds_for_states(self) -> float:
+        """What a checkpoint may wait for lanes; infinite while no signal has come."""
+        return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
+
+    def _settle_states(self, *, is_loading: bool = False) -> None:
+        """Callbacks in lanes have heard all that was told before their states are read or given back."""
+        most = self._seconds_for_states
+        stateful = {
+            member: each.lane
+            for member, each in self._lanes.items()
+            if isinstance(member.thing, Callback)
+            and _keeps_state(member.thing)
+            and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
+        }
+        moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
+        drain(moving, lambda lane: min(lane.options.deadline, most))  # together, and one that hangs once
+        self._behind = {member: lane.done for member, lane in stateful.items() if not lane.is_idle}
+        for member in self._behind:
+            logger.error("the state of %s, which is in a lane, is behind", member.label)
+        for member in stateful:
+            if isinstance(member.thing, Background):  # one that was waited for in vain is not waited for again
+                member.thing.patience = 0.0 if member in self._behind else self._seconds_for_states
 
     # --- compiling ---
 
@@ -340,7 +520,6 @@ class CallbackManager:
 
     def _enter(self, members: list[Member], lines: list[Entry]) -> None:
         """All or none: what cannot be compiled for a run in progress is not added to it."""
-        before = self._members, {event: list(entries) for event, entries in self._entries.items()}
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
@@ -349,12 +528,7 @@ class CallbackManager:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
             self._entries[entry.event].append(entry)
         self._members = [*self._members, *members]
-        try:
-            self._changed()
-        except LaneNotAvailable:
-            self._members, self._entries = before
-            self._changed()
-            raise
+        self._changed()
         if ctx is not None:
             ctx.kept = self._kept()
 
@@ -362,7 +536,7 @@ class CallbackManager:
         return frozenset(name for callback in self.callbacks for name in callback.keep)
 
     def _changed(self) -> None:
-        self._told = _NO_TELLING
+        self._told = self._plain = self._windowed = _NO_TELLING
         if self._spans or self._ranks is not None:  # a run is in progress: it must know from the next event on
             self._compile()
 
@@ -372,12 +546,105 @@ class CallbackManager:
         return self._told[event]
 
     def _compile(self) -> None:
-        ranks = self._ranks or read_ranks()
-        self._told = {event: compiled(event, entries, ranks, checking=self._checking) for event, entries in self._entries.items()}
+        self._plain, self._windowed = self._table(in_window=False), _NO_TELLING
+        self.heard.link({event: told for event, told in self._plain.items() if told[0]}.get)
+        self._use_table()
+
+    def _use_table(self) -> None:
+        """Tell from the table that the costs want now."""
+        if self.costs.is_window and not self._windowed:
+            self._windowed = self._table(in_window=True)
+        self._told = self._windowed if self.costs.is_window else self._plain
         heard = {event: told for event, told in self._told.items() if told[0]}
-        self.heard.link(heard.get)
         for spans in self._spans:
             spans.link(heard.get)
+
+    def _table(self, *, in_window: bool) -> dict[str, Told]:
+        ranks = self._ranks or read_ranks()
+        table = {}
+        for event, entries in self._entries.items():
+            timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
+            table[event] = compiled(event, entries, ranks, checking=self._checking, timed=timed, handed=self._handover)
+            if event == Event.RUN_END:
+                table[event] = self._heard_out(table[event])
+            if in_window and event not in POINTS:
+                table[event] = marked(table[event], self._mark(event))
+        return table
+
+    def _handover(self, entry: Entry) -> Handler:
+        if entry not in self._handed:
+            self._handed[entry] = Handover(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+        return self._handed[entry]
+
+    def _lane_of(self, member: Member) -> CallbackLane:
+        if member not in self._lanes:
+            self._lanes[member] = self._left_lane(member) or CallbackLane(member, self._inbox)
+        return self._lanes[member]
+
+    def _left_lane(self, member: Member) -> CallbackLane | None:
+        """The lane of what was removed and is added again: what it has still to tell comes before the new, never beside it."""
+        for old, lane in self._lanes.items():
+            if old not in self._members and _is_same(old.thing, member.thing):
+                del self._lanes[old]
+                if old.thing == member.thing:
+                    lane.member = member
+                    return lane
+                drain([lane.lane], lane.lane.options.deadline)  # it lies in another `Background` now
+                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and _keeps_state(member.thing):
+                    member.thing.load_state_dict(old.thing.state_dict())  # which may be elsewhere
+                self._dropped[old] = lane.lane.dropped
+                lane.end()
+                join([lane])
+                return None
+        return None
+
+    def _in_its_process(self, callback: Callback) -> Callback:
+        """`callback`, inside a `Process` where its class says that it runs in one; in that of old where it was here before."""
+        if callback.lane != "process" or isinstance(callback, Background):
+            return callback
+        for member in self._lanes:
+            if isinstance(member.thing, Background) and member.thing.callback is callback:
+                return member.thing
+        from callsheet.process import Process
+
+        options = callback.lane_options
+        return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
+
+    def _heard_out(self, told: Told) -> Told:
+        """The run's end, where lanes have had their say before the loggers hear of it: these close what it would be written to."""
+        handlers, event, entries = told
+        both = list(zip(handlers, entries, strict=True))
+        place = next((place for place, entry in enumerate(entries) if _takes_words(entry.member)), len(both))
+        late = [each for each in both[place:] if each[1].lane != "inline" and not _takes_words(each[1].member)]
+        before, after = both[:place] + late, [each for each in both[place:] if each not in late]
+        members = {entry.member for _, entry in before if entry.lane != "inline"}
+        if not members:
+            return told
+
+        def hear_out(ctx: Context) -> None:
+            drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
+            self.catch_up(ctx)
+
+        ours = self._own_entry(event, hear_out, "the lanes' last words", "manager.py")
+        both = [*before, (hear_out, ours), *after]
+        return tuple(handler for handler, _ in both), event, tuple(entry for _, entry in both)
+
+    def _mark(self, event: str) -> Entry:
+        return self._own_entry(event, self.costs.mark, "the clock of costs", "costs.py")
+
+    def _own_entry(self, event: str, handler: Handler, label: str, source: str) -> Entry:
+        return Entry(
+            event=event,
+            handler=handler,
+            member=Member(handler, label, source),
+            phase="report",  # told also when a callback fails
+            ranks="all",
+            lane="inline",
+            on_error="raise",
+            every=None,
+            samples=False,
+            number=-1,
+        )
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
@@ -398,6 +665,13 @@ def should_fire(manager: CallbackManager | None, event: str) -> bool:
     return manager is not None and manager.has_callbacks(event)
 
 
+def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
+    """Whether it is the same callback, in whatever lane, or the same function."""
+    if isinstance(one, Callback) and isinstance(other, Callback):
+        return inner(one) is inner(other)
+    return one == other
+
+
 def _interval(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
     try:
         return Interval(every, default=TimeUnit.BATCH)
@@ -413,5 +687,12 @@ def _check_interval(entry: Entry, ctx: Context) -> None:
         )
 
 
+def _takes_words(member: Member) -> bool:
+    """Whether it is a logger: tables, images, files or settings reach it."""
+    thing = inner(member.thing) if isinstance(member.thing, Callback) else None
+    methods = (getattr(thing, method, None) for method in _WORDS)
+    return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
+
+
 def _keeps_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict
+    return type(inner(callback)).state_dict is not Callback.state_dict

@@ -1,15 +1,20 @@
-"""What is logged between two boundaries, and how it becomes one record of floats.
+"""What is logged between two boundaries, and how it becomes one record of floats, the same on all ranks.
 
-Tensors stay where they are until the boundary; there, those of a device cross in one copy.
+Tensors stay where they are until the boundary; there, those of a device cross in one copy, and the ranks' values meet in one sum and
+one maximum, laid out by a schema that all ranks share. Ranks that logged other names than that find out by its digest, and extend it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import islice, repeat
+from typing import Any, Protocol
 
 from callsheet.callback import one_of
+from callsheet.context import Loggable
 from callsheet.errors import ConfigError
 
 OVER = ("last", "mean", "sum")
@@ -18,8 +23,28 @@ ACROSS = ("mean", "sum", "max", "same")
 _FOLD = 256  # so many values are kept before they are added up, so that a loop that never reads a record does not grow
 
 
+Schema = dict[str, tuple[str, str]]
+"""Names, with their `over` and `across`."""
+
+Names = str | tuple[str, ...]
+"""One name, or those of the numbers in a tensor of one dimension."""
+
+
+class Reducer(Protocol):
+    """How values of several ranks become one; every rank calls the same in the same order."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over the ranks."""
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The maxima over the ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+
+
 class Series:
-    """The values of one name since the last boundary."""
+    """The values of one name since the last boundary, or of several names that are logged in one tensor."""
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
 
@@ -49,92 +74,197 @@ class Series:
             self.values = [_total(self.values)]
             self.weights = [_total(self.weights)] if self.weights else []
 
+    def split(self, names: Sequence[str]) -> Mapping[str, Series]:
+        """A series for each of several names, with the values that this one has."""
+        apart: dict[str, Series] = {}
+        for place, name in enumerate(names):
+            apart[name] = series = Series(self.over, self.across)
+            series.values = [vector[place] for vector in self.values]
+            series.weights, series.unweighted = list(self.weights), self.unweighted
+        return apart
+
     def result(self) -> tuple[Any, Any]:
         """The total, and the weight to divide it by: numbers or scalar tensors."""
-        return _total(self.values), _total([self.unweighted, *self.weights]) if self.over == "mean" else 1
+        if self.over != "mean":
+            return _total(self.values), 1
+        return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
 
 
 class MetricLog:
-    """Collects what is logged, and gives it out at a boundary."""
+    """Collects what is logged, and gives it out at a boundary.
 
-    def __init__(self) -> None:
-        self._series: dict[str, Series] = {}
+    Args:
+        reducer: of the ranks; None where there is one.
+    """
+
+    def __init__(self, reducer: Reducer | None = None) -> None:
+        self._series: dict[Names, Series] = {}  # each name is in one of them
+        self._how: Schema = {}  # every name, in the order in which they first came
+        self._reducer = reducer
+        self._schema: Schema = {}  # what all ranks know of
 
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
 
-    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
-        """Take values by name; see `Context.log`.
+    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Take values by name, or by several names; see `Context.log`.
 
         Raises:
-            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is no scalar.
+            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is not one number
+                a name.
         """
         if weight is not None:
             weight = _scalar("weight", weight)
         for name, value in values.items():
+            if isinstance(name, tuple):
+                self._log_vector(name, _vector(name, value), over, across, weight)
+                continue
             series = self.series(name, over, across)
             if type(value) is not float and type(value) is not int:
                 value = _scalar(name, value)
             series.add(value, weight)
 
-    def series(self, name: str, over: str, across: str) -> Series:
+    def series(self, names: Names, over: str, across: str) -> Series:
         """The series of one name, for a loop that adds to it at every step; raises as `log` does."""
-        series = self._series.get(name)
+        series = self._series.get(names)
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            self._series[name] = series = Series(over, across)
+            if names in self._how:  # in one tensor with others, so far
+                self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
+                return self.series(names, over, across)
+            self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
+            self._series[names] = series = Series(over, across)
         elif series.over != over or series.across != across:
+            name = names if isinstance(names, str) else names[0]
             raise ConfigError(
                 f"the metric {name!r} was logged with over={series.over!r}, across={series.across!r} before, and now with "
                 f"over={over!r}, across={across!r}; use one, or another name"
             )
         return series
 
+    def _log_vector(self, names: tuple[str, ...], vector: Any, over: str, across: str, weight: Any) -> None:
+        if names in self._series or self._how.keys().isdisjoint(names):
+            self.series(names, over, across).add(vector, weight)
+        else:  # some have been logged alone, or in another tensor
+            for name, value in zip(names, vector.unbind(), strict=True):
+                self.series(name, over, across).add(value, weight)
+
+    def _split(self, names: tuple[str, ...]) -> None:
+        """The series of several names becomes one for each."""
+        apart: dict[Names, Series] = {}
+        for key, series in self._series.items():
+            apart.update(series.split(names) if key == names else {key: series})
+        self._series = apart
+
     def take(self) -> dict[str, float]:
         """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors.
 
-        A mean of nothing but weight zero is left out.
+        A mean of nothing but weight zero is left out. With a reducer it is a collective, and what any rank logged is in it.
+
+        Raises:
+            ConfigError: ranks logged one name in different ways.
         """
-        names = [name for name, series in self._series.items() if series.values]
-        numbers = [number for name in names for number in self._series[name].result()]  # total, weight, total, weight, ...
+        keys = [key for key, series in self._series.items() if series.values]
+        numbers = [number for key in keys for number in self._series[key].result()]  # total, weight, total, weight, ...
         self.clear()
-        by_device: dict[Any, list[int]] = {}
-        for place, number in enumerate(numbers):
-            if hasattr(number, "device"):
-                by_device.setdefault(number.device, []).append(place)
-        for device, places in by_device.items():
-            torch = sys.modules["torch"]
-            stacked = torch.stack([numbers[place].to(_wide(device)) for place in places]).tolist()  # the boundary's one copy
-            for place, number in zip(places, stacked, strict=True):
-                numbers[place] = number
-        results = zip(names, numbers[::2], numbers[1::2], strict=True)
-        return {name: float(total / weight) for name, total, weight in results if weight}
+        _fetch(numbers)
+        totals: dict[str, tuple[float, float]] = {}
+        for key, total, weight in zip(keys, numbers[::2], numbers[1::2], strict=True):
+            if isinstance(key, tuple):
+                totals |= zip(key, zip(total, repeat(float(weight))), strict=True)
+            else:
+                totals[key] = (float(total), float(weight))
+        if self._reducer is not None:
+            totals = self._reduced(totals, self._reducer)
+        return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+    def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
+        """The totals and weights of all ranks."""
+        while True:
+            wanted = self._schema | self._how
+            digest = _digest(wanted)
+            by_max = [name for name, (_, across) in self._schema.items() if across in _BY_MAX]
+            by_sum = [name for name in self._schema if name not in by_max]
+            maxima = reducer.max([digest, -digest, *(slot for name in by_max for slot in _max_slots(totals.get(name)))])
+            sums = reducer.sum([slot for name in by_sum for slot in _sum_slots(totals.get(name), self._schema[name][1])])
+            if maxima[0] == -maxima[1] == _digest(self._schema):
+                break
+            self._schema = wanted if maxima[0] == -maxima[1] else _merged(self._schema, reducer.gather(self._how))
+        found = dict(zip(by_max, map(_of_max_slots, maxima[2::2], maxima[3::2]), strict=True))
+        for name, total, weight in zip(by_sum, sums[::2], sums[1::2], strict=True):
+            found[name] = (total, (1.0 if weight else 0.0) if self._schema[name][1] == "sum" else weight)
+        return {name: found[name] for name in self._schema}
 
     def clear(self) -> None:
         """Forget everything since the last `take`, without waiting for anything."""
         for series in self._series.values():
-            series.clear()
+            if series.values:
+                series.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What was logged since the last boundary, as plain data and tensors: a resumed run's next record is that of an unbroken one."""
         return {
-            name: {
+            key if isinstance(key, str) else key[0]: {
                 "over": series.over,
                 "across": series.across,
                 "values": list(series.values),
                 "weights": list(series.weights),
                 "unweighted": series.unweighted,
+                "names": [] if isinstance(key, str) else list(key),
             }
-            for name, series in self._series.items()
+            for key, series in self._series.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._series = {}
+        self._series, self._how = {}, {}
         for name, saved in state.items():
-            series = self.series(name, saved["over"], saved["across"])
+            series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])
             series.values, series.weights, series.unweighted = list(saved["values"]), list(saved["weights"]), saved["unweighted"]
+
+
+_BY_MAX = ("max", "same")
+"""`same` values by their maximum too: a sum over three ranks divided by three may be another number."""
+
+
+def _sum_slots(total: tuple[float, float] | None, across: str) -> tuple[float, float]:
+    """A rank's part of a sum, and its weight; each rank's own mean is added where `across` is the sum."""
+    if total is None or not total[1]:
+        return 0.0, 0.0
+    return (total[0] / total[1], 1.0) if across == "sum" else total
+
+
+def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
+    """A rank's value for a maximum, and its mark: 0 for none, 1 for a number, 2 for NaN, which no maximum passes on."""
+    if total is None or not total[1]:
+        return -math.inf, 0.0
+    value = total[0] / total[1]
+    return (-math.inf, 2.0) if math.isnan(value) else (value, 1.0)
+
+
+def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
+    return (math.nan if mark == 2.0 else value), min(mark, 1.0)
+
+
+def _digest(schema: Schema) -> int:
+    """Of a schema in its order, as a whole number that a float holds exactly."""
+    return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
+
+
+def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
+    """All names: what is known already, and what is new in the order of ranks."""
+    merged, first = dict(known), dict[str, int]()
+    for rank, schema in enumerate(schemas):
+        for name, how in schema.items():
+            if merged.setdefault(name, how) != how:
+                where = f"on rank {first[name]}" if name in first else "before"
+                raise ConfigError(
+                    f"the metric {name!r} was logged with over={how[0]!r}, across={how[1]!r} on rank {rank}, and with "
+                    f"over={merged[name][0]!r}, across={merged[name][1]!r} {where}; use one, or another name"
+                )
+            first.setdefault(name, rank)
+    return merged
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -155,12 +285,46 @@ def _scalar(name: str, value: Any) -> Any:
         raise ConfigError(f"the metric {name!r} is {value!r}, not a number") from None
 
 
+def _vector(names: tuple[str, ...], value: Any) -> Any:
+    """`value` as a detached tensor of one number a name."""
+    if not hasattr(value, "detach") or not names or tuple(value.shape) != (len(names),):
+        what = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "detach") else repr(value)
+        raise ConfigError(
+            f"the {len(names)} metrics {names[:3]!r}, ... take a tensor of one dimension, as many numbers, not {what}"
+        )
+    return value.detach()
+
+
+def _fetch(numbers: list[Any]) -> None:
+    """Put floats where there are scalar tensors, and lists of them where there are others: those of a device cross in one copy."""
+    by_device: dict[Any, list[int]] = {}
+    for place, number in enumerate(numbers):
+        if hasattr(number, "device"):
+            by_device.setdefault(number.device, []).append(place)
+    for device, places in by_device.items():
+        torch, wide = sys.modules["torch"], _wide(device)
+        parts: list[tuple[Any, list[int]]] = []  # tensors of one dimension, and whose they are
+        scalars: dict[Any, list[int]] = {}  # by dtype: of one they can be stacked as they are
+        for place in places:
+            if numbers[place].dim():
+                parts.append((numbers[place], [place]))
+            else:
+                scalars.setdefault(numbers[place].dtype, []).append(place)
+        parts += [(torch.stack([numbers[place] for place in alike]), alike) for alike in scalars.values()]
+        floats = iter(torch.cat([part.to(wide) for part, _ in parts]).tolist())
+        for part, owners in parts:
+            for place in owners:
+                numbers[place] = list(islice(floats, len(part))) if numbers[place].dim() else next(floats)
+
+
 def _total(values: list[Any]) -> Any:
     """The sum; of tensors in one stack, not a chain of additions, and wide enough for large counts and half precision."""
     if len(values) > 1 and all(hasattr(value, "device") for value in values):
-        wide = _wide(values[0].device)
-        return sys.modules["torch"].stack([value.to(wide) for value in values]).sum()
-    return sum(map(_wider, values[1:]), start=_wider(values[0]))
+        torch, wide = sys.modules["torch"], _wide(values[0].device)
+        if len({value.dtype for value in values}) > 1:
+            values = [value.to(wide) for value in values]
+        return torch.stack(values).to(wide).sum(0)
+    return _wider(values[0]) if len(values) == 1 else sum(map(_wider, values[1:]), start=_wider(values[0]))
 
 
 def _wider(value: Any) -> Any:

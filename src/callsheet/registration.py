@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from callsheet.background import Background
 from callsheet.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
 from callsheet.distributed import RankGate, check_gate
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
 from callsheet.lifecycle import EVENTS, FIELDS
+from callsheet.snapshot import NEVER
 from callsheet.time import Interval
 
 _EVENTS = frozenset(EVENTS)
@@ -38,6 +40,8 @@ def check_callback(callback: object) -> Callback:
         UnknownEventError: a method is named like an event that does not exist.
         RegistrationError: anything else that could not work.
     """
+    if isinstance(callback, Background):
+        check_callback(callback.callback)
     if isinstance(callback, type):
         hint = (
             f"add an instance of it, {callback.__name__}()"
@@ -119,7 +123,6 @@ def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str,
     if awaited and wish.lane == "inline":
         raise RegistrationError(
             "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane = 'background'` "
-            "(accepted, and served once lanes exist) "
             f"(callback {label}, {where(handler)})"
         )
     _check_signature(handler, label)
@@ -143,6 +146,15 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
         if owner.collective and on_error == "isolate":
             raise ConfigError(
                 "it calls collectives, so its errors must be raised: isolated on one rank, it would leave the others waiting"
+            )
+        if owner.samples and lane != "inline":
+            raise ConfigError(
+                "it draws random numbers, and a lane would draw them in the midst of training: let it have a generator of its own, and "
+                "leave samples out"
+            )
+        if lane != "inline" and (never := [name for name in owner.needs if name in NEVER]):
+            raise ConfigError(
+                f"needs: {', '.join(never)} cannot be given to a lane, since training goes on with it; read it inline, and log numbers"
             )
         if lane != "inline" and on_error == "raise":
             raise ConfigError(f"in the lane {lane!r} errors are always isolated; leave on_error out")

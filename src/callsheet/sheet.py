@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError, LaneNotAvailable
+from callsheet.errors import CallsheetError
 from callsheet.events import Event, as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.randomness import random_state, restore_random_state, same_random_state
@@ -37,9 +37,21 @@ class Member:
     thing: Callback | Handler
     label: str
     source: str
+    number: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
     is_off: bool = False
+    last_failure: str = ""
+
+    def is_silent_at(self, event: str) -> bool:
+        """It was switched off; the run's end is told to it all the same, since it may have something to close."""
+        return self.is_off and event not in _LAST_WORDS
+
+    def switch_off(self, failures: int) -> None:
+        """Told no more in this run, but its end."""
+        if not self.is_off:
+            self.is_off = True
+            logger.error("callback %s is switched off after %d failures in a row", self.label, failures)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +83,10 @@ Told = tuple[tuple[Handler, ...], Event, tuple[Entry, ...]]
 unpacked at every telling."""
 
 
+Timed = Callable[[Handler, Entry], Handler]
+"""Makes of a handler one that does the same and takes its time."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallSheet:
     """The printable table: event x phase x callback x ranks x lane x interval, in the order in which all is told."""
@@ -93,26 +109,37 @@ class CallSheet:
         return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def compiled(event: str, entries: Iterable[Entry], ranks: Ranks, *, checking: bool) -> Told:
-    """The functions to call for one event on this rank.
-
-    Raises:
-        LaneNotAvailable: an entry chose a lane that this version does not serve.
+def compiled(
+    event: str,
+    entries: Iterable[Entry],
+    ranks: Ranks,
+    *,
+    checking: bool = False,
+    handed: Callable[[Entry], Handler],
+    timed: Timed | None = None,
+) -> Told:
+    """The functions to call for one event on this rank; `timed` wraps the handlers whose time is taken, and `handed` gives what takes
+    the place of a handler that runs in a lane.
     """
     here = [
-        entry for entry in sorted(entries, key=lambda entry: entry.order) if not entry.member.is_off and ranks.passes(entry.ranks)
+        entry
+        for entry in sorted(entries, key=lambda entry: entry.order)
+        if ranks.passes(entry.ranks) and not entry.member.is_silent_at(event)
     ]
-    for entry in here:
-        if entry.lane != "inline":
-            raise LaneNotAvailable(
-                f"{entry.member.label} ({entry.member.source}) chose the lane {entry.lane!r}, which nothing serves yet; "
-                "make its methods plain functions and leave the lane 'inline'"
-            )
-    return tuple(_wrapped(entry, checking=checking) for entry in here), as_event(event), tuple(here)
+    return tuple(_wrapped(entry, checking, handed, timed) for entry in here), as_event(event), tuple(here)
 
 
-def _wrapped(entry: Entry, *, checking: bool) -> Handler:
+def _wrapped(entry: Entry, checking: bool, handed: Callable[[Entry], Handler], timed: Timed | None) -> Handler:
     """The entry's handler inside what it asked for; a plain handler stays as it is and costs nothing more."""
+    handler = _inline(entry, checking) if entry.lane == "inline" else handed(entry)
+    if timed is not None:
+        handler = timed(handler, entry)
+    if entry.every is not None:
+        handler = partial(_when_due, handler, entry, entry.every)
+    return handler
+
+
+def _inline(entry: Entry, checking: bool) -> Handler:
     handler = entry.handler
     if entry.samples:
         handler = partial(_keeping_randomness, handler)
@@ -122,8 +149,6 @@ def _wrapped(entry: Entry, *, checking: bool) -> Handler:
         handler = partial(isolated, handler, entry.member, entry.event)
     if checking and not entry.samples and entry.phase not in ("change", "restore"):
         handler = partial(_checking_randomness, handler, entry)
-    if entry.every is not None:
-        handler = partial(_when_due, handler, entry, entry.every)
     return handler
 
 
@@ -178,7 +203,7 @@ def _checking_randomness(handler: Handler, entry: Entry, ctx: Context) -> None:
 
 def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None:
     """Call a handler whose errors are reported and do not come out; switch it off when it fails too often in a row."""
-    if member.is_off:
+    if member.is_silent_at(event):
         return
     try:
         handler(ctx)
@@ -187,6 +212,7 @@ def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None
         member.failures_in_a_row += 1
         where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
         kind = type(error).__name__
+        member.last_failure = f"{kind}: {error} (at {where})"
         logger.error(
             "callback %s (%s) failed at %s; training goes on: %s: %s",
             member.label,
@@ -196,9 +222,11 @@ def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None
             error,
             exc_info=error,
         )
-        if member.failures_in_a_row >= FAILURES_ALLOWED:
-            member.is_off = True
-            logger.error("callback %s is switched off after %d failures in a row", member.label, member.failures_in_a_row)
+        if member.failures_in_a_row == FAILURES_ALLOWED:
+            if ctx.control.is_shared:
+                ctx.control.switch_off(member.label, member.number, member.failures_in_a_row)  # on all ranks together
+            else:
+                member.switch_off(member.failures_in_a_row)
     else:
         member.failures_in_a_row = 0
 
@@ -223,6 +251,14 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
                 label, source = entry.member.label, entry.member.source
                 logger.error("callback %s (%s) failed as well at %s: %s", label, source, event, another, exc_info=another)
     raise error
+
+
+def marked(told: Told, mark: Entry) -> Told:
+    """`told` with one more handler, at its very beginning or, where a span ends, at its very end."""
+    handlers, event, entries = told
+    if event.endswith("_end"):
+        return (*handlers, mark.handler), event, (*entries, mark)
+    return (mark.handler, *handlers), event, (mark, *entries)
 
 
 def all_entries(by_event: dict[str, list[Entry]]) -> CallSheet:

@@ -25,6 +25,8 @@ _active: list[SignalWatch] = []  # the outermost first
 class SignalWatch:
     """Notes signals while it is entered; earlier handlers are called too, and put back afterwards.
 
+    Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
+
     `received` is the first signal, or None; `arrived_at` when it came, in seconds of `time.monotonic()`. Outside the main thread Python
     allows no handlers, and entering does nothing. A forked child is born with the earlier handlers.
 
@@ -52,6 +54,8 @@ class SignalWatch:
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
+                if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # a job in the background: Ctrl-C is meant for somebody else
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -84,6 +88,8 @@ class SignalWatch:
         self._earlier.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
         self.saw(number)

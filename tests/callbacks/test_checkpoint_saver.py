@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
-from callsheet.checkpoint import find_checkpoints, read_checkpoint, write_checkpoint
+from callsheet.checkpoint import find_checkpoints
+from callsheet.trainer import Evaluator
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
@@ -212,15 +213,6 @@ def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Pa
     assert told == [good]
 
 
-def test_a_seal_of_before_there_were_names_can_be_loaded(tmp_path: Path) -> None:
-    fit(tmp_path, CheckpointSaver(), max_duration="3ba")
-    path = tmp_path / "run" / "checkpoints" / "ep0-ba3"
-    state, info = read_checkpoint(path)
-    del info["requested_by"], info["is_finite"]
-    write_checkpoint(path, state, info, overwrite=True)
-    assert fit(tmp_path, CheckpointSaver(keep=1), max_duration="3ep", resume="auto") == {3: "final", 9: "final"}  # nobody's now
-
-
 # --- what is kept ---
 
 
@@ -386,3 +378,20 @@ def test_two_savers_do_not_delete_each_others(tmp_path: Path, order: int) -> Non
 def test_refuses_what_cannot_work(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CheckpointSaver(**arguments)
+
+
+def test_a_monitored_evaluator_that_was_not_due_is_waited_for(tmp_path: Path) -> None:
+    data = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
+    with Trainer(
+        torch.nn.Linear(3, 1),
+        torch.nn.functional.mse_loss,
+        data,
+        {"often": Evaluator(data, "1ba"), "seldom": Evaluator(data, "2ba")},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        callbacks=[CheckpointSaver(save_interval=None, save_at_end=False, monitor="seldom/loss")],
+        run_name="run",
+        runs_folder=tmp_path,
+    ) as trainer:
+        trainer.fit()
+    [best] = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert (best.step, best.seal.info["kind"]) == (4, "best")

@@ -61,3 +61,27 @@ def test_a_named_group_is_called_by_its_name(tmp_path: Path) -> None:
 
 def test_a_rate_in_a_tensor_is_the_one_that_the_step_used(tmp_path: Path) -> None:
     assert [record["lr/Adam/0"] for record in records(tmp_path, [{}, {}], capturable=True)] == pytest.approx(RATES)
+
+
+def test_an_evaluations_record_has_no_rate(tmp_path: Path) -> None:
+    seen = Rates()
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+
+    class Looks(Callback):
+        def on_eval_step_end(self, ctx: Context) -> None:
+            ctx.log({"looked/step": 1.0})
+
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        data,
+        data[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        callbacks=[LRMonitor(), Looks(), seen],
+        log_interval=2,
+        eval_interval="2ba",
+        runs_folder=tmp_path,
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+    assert seen.records == [{"lr/SGD/0": 0.5}, {}] * 2

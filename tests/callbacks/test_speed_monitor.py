@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._dynamo.utils  # what has been compiled is counted here
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 from callsheet import Callback, ConfigError, Context, Trainer
-from callsheet.callbacks import SpeedMonitor
+from callsheet.callbacks.speed_monitor import SpeedMonitor
+from callsheet.testing import run_ranks
 from callsheet.trainer import Task
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """Other tests compile in this process, and what is compiled is not counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 class Records(Callback):
@@ -21,6 +33,7 @@ class Records(Callback):
         self.records: list[tuple[int, float, dict[str, float]]] = []
 
     def on_log(self, ctx: Context) -> None:
+        assert not any(name.endswith("/flops") for name in ctx.record.values)  # what was added up for the rate
         speeds = {name: value for name, value in ctx.record.values.items() if name.startswith("throughput")}
         self.records.append((ctx.step, ctx.state.timestamp.seconds, speeds))
 
@@ -131,3 +144,340 @@ def test_two_monitors_stand_side_by_side(tmp_path: Path) -> None:
 def test_refuses_an_empty_window() -> None:
     with pytest.raises(ConfigError, match="window_size=0"):
         SpeedMonitor(window_size=0)
+
+
+# --- FLOPs ---
+
+DEPTH = 3
+PER_SAMPLE = DEPTH * 3 * 2 * 8 * 8 - 2 * 8 * 8 + 3 * 2 * 8 * 4
+"""Of a `Net`: forward, and backward for weights and inputs, but not for those of the first layer."""
+
+
+class Net(nn.Module):
+    """Layers that may be recomputed in the backward."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(DEPTH))
+        self.last = nn.Linear(8, 4)
+        self.recomputes = recomputes
+
+    def forward(self, inputs: Tensor) -> Any:
+        for layer in self.layers:
+            inputs = checkpoint(layer, inputs, use_reentrant=False) if self.recomputes else layer(inputs)
+            inputs = nn.functional.dropout(inputs, 0.1)
+        return self.last(inputs)
+
+
+class SaysMethod(Net):
+    """Has a method of its own, which keeps what it was asked."""
+
+    def flops_per_batch(self, batch: Any) -> Any:
+        vars(self).setdefault("asked", []).append(len(batch[0]))
+        return 100 * len(batch[0])
+
+
+class SaysTensor(Net):
+    """Its method gives a tensor, as one that counts labels would."""
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        return (inputs[0] == inputs[0]).sum()
+
+
+class SaysNumber(Net):
+    flops_per_batch = 1000
+
+
+class SaysNonsense(Net):
+    flops_per_batch = "many"
+
+
+SIZES = (4, 6, 4, 2, 4, 4)
+
+
+def train(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None, **options: Any) -> tuple[Records, Any]:
+    """A short run over batches of several sizes; its records and its weights."""
+    torch.manual_seed(0)
+    model = model or Net()
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)) for size in SIZES]
+    records = Records()
+    with Trainer(
+        model,
+        nn.functional.mse_loss,
+        data,
+        **{
+            "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+            "callbacks": [*callbacks, records],
+            "runs_folder": folder,
+            "run_name": "run",
+            "device": "cpu",
+            "seed": 3,
+            "log_interval": "2ba",
+            **options,
+        },
+    ) as trainer:
+        trainer.fit()
+        weights = {
+            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).tolist()
+            for name, tensor in model.state_dict().items()
+        }
+    return records, weights
+
+
+def flops_per_sample(records: Records) -> list[float]:
+    return [
+        speeds["throughput/flops_per_second"] / speeds["throughput/samples_per_second"]
+        for _, _, speeds in records.records
+        if "throughput/flops_per_second" in speeds
+    ]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"accumulate": 2}, {"precision": "bf16"}])
+def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
+    records, _ = train(tmp_path, SpeedMonitor(window_size=2), model=Net(recomputes=recomputes), **options)
+    assert flops_per_sample(records) == pytest.approx([PER_SAMPLE] * len(records.records))
+
+
+def test_what_is_told_is_what_was_computed_meanwhile(tmp_path: Path) -> None:
+    """The first step is not counted: its own record can tell nothing, and a later one tells no more than its window."""
+    records = train(tmp_path, SpeedMonitor(window_size=1), log_interval=1)[0].records
+    assert "throughput/flops_per_second" not in records[0][2]
+    for (_, before, _), (_, seconds, speeds), size in zip(records, records[1:], SIZES[1:], strict=False):
+        assert speeds["throughput/flops_per_second"] * (seconds - before) == pytest.approx(size * PER_SAMPLE)
+
+
+def test_tokens_count_where_batches_are_dictionaries(tmp_path: Path) -> None:
+    class Tokens(Task):
+        def forward(self, model: nn.Module, batch: Any) -> Any:
+            return model(batch["input_ids"])
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return outputs.sum()
+
+    records = Records()
+    with Trainer(
+        nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8)),
+        Tokens(),
+        [{"lengths": torch.tensor([length]), "input_ids": torch.ones(2, length, dtype=torch.long)} for length in (5, 7, 3, 8)],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        callbacks=[SpeedMonitor(), records],
+        runs_folder=tmp_path,
+        log_interval=2,
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+    for _, _, speeds in records.records:
+        ratio = speeds["throughput/flops_per_second"] / speeds["throughput/tokens_per_second"]
+        assert ratio == pytest.approx(3 * 2 * 4 * 8)
+
+
+def test_the_model_is_asked_where_it_says_what_a_batch_has(tmp_path: Path) -> None:
+    model = SaysMethod()
+    records, _ = train(tmp_path, SpeedMonitor(), model=model, microbatch_size=2, log_interval=1)
+    assert model.asked == list(SIZES)  # whole batches, one after the other
+    assert flops_per_sample(records) == pytest.approx([100.0] * 6)
+    assert flops_per_sample(train(tmp_path / "tensor", SpeedMonitor(), model=SaysTensor())[0]) == pytest.approx([8.0] * 3)
+    for _, _, speeds in train(tmp_path / "number", SpeedMonitor(), model=SaysNumber())[0].records:
+        assert speeds["throughput/flops_per_second"] / speeds["throughput/batches_per_second"] == pytest.approx(1000)
+
+
+def test_a_model_that_says_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model says that a batch has 'many' FLOPs"):
+        train(tmp_path, SpeedMonitor(), model=SaysNonsense())
+
+
+def test_utilization_is_of_the_peak_that_is_given(tmp_path: Path) -> None:
+    for _, _, speeds in train(tmp_path, SpeedMonitor(peak_flops=2e9), model=SaysNumber())[0].records:
+        assert speeds["throughput/device/mfu"] == pytest.approx(speeds["throughput/device/flops_per_second"] / 2e9)
+
+
+def test_an_unknown_device_has_no_utilization_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "callsheet")
+    records, _ = train(tmp_path, SpeedMonitor(), model=SaysNumber(), log_interval=1)
+    (said,) = [record.getMessage() for record in caplog.records if "MFU" in record.getMessage()]
+    assert "'cpu'" in said
+    assert "give peak_flops=" in said
+    assert not any("mfu" in name for _, _, speeds in records.records for name in speeds)
+
+
+def test_flops_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "callsheet")
+    model = SaysMethod()
+    records, _ = train(tmp_path, SpeedMonitor(count_flops=False), model=model)
+    assert flops_per_sample(records) == []
+    assert not hasattr(model, "asked")
+    assert "SpeedMonitor" not in caplog.text
+
+
+def test_a_model_without_an_operation_that_is_known_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs: Tensor) -> Any:
+            return inputs[:, :4] * self.scale
+
+    caplog.set_level(logging.INFO, "callsheet")
+    assert flops_per_sample(train(tmp_path, SpeedMonitor(), model=Scales())[0]) == []
+    (said,) = [record.getMessage() for record in caplog.records if "no FLOPs are told" in record.getMessage()]
+    assert "flops_per_batch" in said
+
+
+class Attends(nn.Module):
+    """Convolution, attention and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.convolution(inputs[:, None]).transpose(1, 2)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return self.last(hidden)[:, :4, 0]
+
+
+@pytest.mark.parametrize("kind", [Net, Attends])
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}])
+def test_counting_changes_nothing(kind: type[nn.Module], options: dict[str, Any], tmp_path: Path) -> None:
+    def weights(folder: str, *callbacks: Callback) -> Any:
+        torch.manual_seed(0)
+        return train(tmp_path / folder, *callbacks, model=kind(), **options)[1]
+
+    assert weights("watched", SpeedMonitor()) == weights("bare")
+
+
+def test_two_monitors_both_count_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """They may not count in one step: what is entered first would be left first, and torch takes no note of whose turn it is."""
+    other = SpeedMonitor()
+    other.name = "throughput/other"
+    records = train(tmp_path, SpeedMonitor(), other)[0].records
+    _, _, speeds = records[-1]
+    samples = speeds["throughput/samples_per_second"]
+    assert speeds["throughput/flops_per_second"] / samples == pytest.approx(PER_SAMPLE)
+    assert "throughput/flops" not in speeds
+    _, seconds, _ = records[-1]
+    _, before, _ = records[0]  # the other one counts in step 3: the first record came too early for it
+    told = speeds["throughput/other/flops_per_second"] * (seconds - before)
+    assert told == pytest.approx(sum(SIZES[2:]) * PER_SAMPLE)
+    assert not is_in_torch_dispatch_mode(include_infra_modes=True)
+
+
+class Breaks(Net):
+    """Fails in the step that is counted."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = super().forward(inputs)
+        if len(inputs) == SIZES[1]:
+            raise ArithmeticError("broken")
+        return outputs
+
+
+def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        train(tmp_path, SpeedMonitor(), model=Breaks())
+    assert not is_in_torch_dispatch_mode(include_infra_modes=True)
+
+
+class SavesAndStops(Callback):
+    """Saves at a step between two records, and may stop there."""
+
+    def __init__(self, step: int, *, stops: bool) -> None:
+        self.step = step
+        self.stops = stops
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            ctx.control.save("to resume", replicated=True)
+            if self.stops:
+                ctx.control.stop("to resume", replicated=True)
+
+
+@pytest.mark.parametrize(("step", "told"), [(1, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize("kind", [Net, SaysNumber])
+def test_a_resumed_run_tells_what_an_unbroken_one_does(step: int, told: int, kind: type[nn.Module], tmp_path: Path) -> None:
+    """Saved between two records as well; where nothing was counted yet, that is done in the second step of the other process."""
+    monitor = SpeedMonitor(window_size=2)
+    unbroken = flops_per_sample(train(tmp_path, monitor, SavesAndStops(step, stops=False), model=kind())[0])
+    rest = flops_per_sample(train(tmp_path, SpeedMonitor(window_size=2), model=kind(), resume="auto")[0])
+    assert len(unbroken) == 3
+    assert rest == pytest.approx(unbroken[-len(rest) :], rel=1e-12)
+    assert len(rest) == (told if kind is Net else 3 - step // 2)
+
+
+def test_what_was_counted_is_kept_and_not_counted_again(tmp_path: Path) -> None:
+    """Another process's second step has other layers frozen: the resumed curve goes on as it was."""
+    train(tmp_path, SpeedMonitor(), SavesAndStops(4, stops=True))
+    other = Net()
+    other.layers.requires_grad_(False)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    records, _ = train(tmp_path, SpeedMonitor(), model=other, resume="auto", optimizer=optimizer)
+    assert flops_per_sample(records) == pytest.approx([PER_SAMPLE])
+
+
+def test_a_new_run_counts_anew(tmp_path: Path) -> None:
+    monitor = SpeedMonitor()
+    train(tmp_path / "one", monitor)
+    other = Net()
+    other.layers.requires_grad_(False)
+    records, _ = train(tmp_path / "two", monitor, model=other)
+    assert flops_per_sample(records)[-1] < PER_SAMPLE / 2
+
+
+# --- torch.compile ---
+
+
+def test_what_is_compiled_is_not_counted_and_stays_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "callsheet")
+    compile = {"backend": "aot_eager", "dynamic": True}
+    _, bare = train(tmp_path / "bare", compile=compile)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    records, watched = train(tmp_path / "watched", SpeedMonitor(), compile=compile)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    assert watched == bare
+    assert flops_per_sample(records) == []
+    (said,) = [record.getMessage() for record in caplog.records if "no FLOPs are told" in record.getMessage()]
+    assert "torch.compile" in said
+
+
+def test_a_compiled_model_tells_its_own(tmp_path: Path) -> None:
+    records, _ = train(tmp_path, SpeedMonitor(peak_flops=1e9), model=SaysMethod(), compile={"backend": "eager"})
+    assert flops_per_sample(records) == pytest.approx([100.0] * 3)
+    assert all("throughput/device/mfu" in speeds for _, _, speeds in records.records)
+
+
+# --- several ranks ---
+
+
+def on_ranks(folder: str, parallel: str, watched: bool) -> tuple[list[float], list[float], Any]:
+    records, weights = train(folder, *([SpeedMonitor(peak_flops=1e9)] if watched else []), parallel=parallel)
+    _, _, speeds = records.records[-1]
+    whole, device, mfu = (
+        speeds.get(f"throughput/{name}", 0.0) for name in ("flops_per_second", "device/flops_per_second", "device/mfu")
+    )
+    return flops_per_sample(records), [whole / 2 / 1e9, device / 1e9, mfu], weights
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_flops_of_all_ranks_are_told_and_nothing_changes(parallel: str, tmp_path: Path) -> None:
+    """The ranks have batches of different sizes."""
+    watched = run_ranks(on_ranks, 2, str(tmp_path / "watched"), parallel, True)
+    bare = run_ranks(on_ranks, 2, str(tmp_path / "bare"), parallel, False)
+    for (ratios, rates, weights), (_, _, bare_weights) in zip(watched, bare, strict=True):
+        assert ratios == pytest.approx([PER_SAMPLE] * 2)
+        assert rates == pytest.approx([rates[0]] * 3)
+        assert rates == watched[0][1]
+        assert weights == bare_weights
+
+
+def test_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="peak_flops=0"):
+        SpeedMonitor(peak_flops=0)
+    with pytest.raises(ConfigError, match="did you mean 'bf16'"):
+        SpeedMonitor(precision="bf_16")

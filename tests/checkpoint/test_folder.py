@@ -19,18 +19,20 @@ import torch
 
 import callsheet
 from callsheet.checkpoint import (
+    Seal,
     Unsealed,
     delete_checkpoint,
     find_checkpoints,
-    measure,
     newest,
     point_latest,
     read_checkpoint,
-    read_seal,
+    read_manifest,
     write_checkpoint,
-    write_seal,
 )
-from callsheet.checkpoint.folder import KIND
+from callsheet.checkpoint.layout import KIND
+from callsheet.checkpoint.local import LocalFolder
+from callsheet.checkpoint.seal import write_seal
+from callsheet.checkpoint.storage import measure
 from callsheet.errors import CheckpointError
 
 BAD: list[tuple[Any, dict[str, Any]]] = [
@@ -41,27 +43,106 @@ BAD: list[tuple[Any, dict[str, Any]]] = [
 STATE = {"model": {"weight": torch.arange(4.0), "tied": [1, 2]}, "rng": random.Random(0).getstate(), "best": float("inf")}
 
 
+FILES = {"checkpoint.txt", "state.json", "local-00000.json", "index.json", "shard-00000.safetensors", "manifest.json"}
+
+
+def write(path: Path, state: Any, info: dict[str, Any], *, overwrite: bool = False) -> Seal:
+    return write_checkpoint(path, state, None, info, overwrite=overwrite)
+
+
+def read(path: Path) -> tuple[Any, dict[str, Any]]:
+    loaded = read_checkpoint(path)
+    assert loaded.local is None
+    return loaded.shared, loaded.info
+
+
+def seal_again(path: Path) -> None:
+    """Seal whatever stands there now: a true seal over crafted files."""
+    (path / "manifest.json").unlink()
+    folder = LocalFolder(path)
+    write_seal(folder, {name: measure(folder, name) for name in FILES - {"checkpoint.txt", "manifest.json"}}, {}, kind=KIND)
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+WRITE_AND_READ = """
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+
+def write(path, state, info, overwrite=False):
+    write_checkpoint(path, state, None, info, overwrite=overwrite)
+
+def read(path):
+    loaded = read_checkpoint(path)
+    return loaded.shared, loaded.info
+"""
 
 
 def run(script: str, *arguments: object) -> None:
     """Run a script in a process of its own; its failed assertion is ours."""
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
+    command = [sys.executable, "-c", WRITE_AND_READ + script, *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
 def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "step-3"
-    size = write_checkpoint(path, STATE, {"step": 3, "kind": "regular"})
-    state, info = read_checkpoint(path)
-    assert info == {"step": 3, "kind": "regular"}
-    assert torch.equal(state["model"].pop("weight"), STATE["model"]["weight"])  # type: ignore[index]
-    assert state == {"model": {"tied": [1, 2]}, "rng": STATE["rng"], "best": float("inf")}
-    assert names(path) == {"checkpoint.txt", "state.json", "tensors.safetensors", "manifest.json"}
-    assert size == sum((path / name).stat().st_size for name in ("state.json", "tensors.safetensors"))
+    seal = write_checkpoint(path, STATE, {"seed": torch.tensor(5), "rank": 0}, {"step": 3, "kind": "regular"})
+    loaded = read_checkpoint(path)
+    assert loaded.info == seal.info == {"step": 3, "kind": "regular"}
+    assert loaded.local == {"seed": torch.tensor(5), "rank": 0}
+    assert loaded.world_size == 1
+    assert torch.equal(loaded.shared["model"].pop("weight"), STATE["model"]["weight"])  # type: ignore[index]
+    assert loaded.shared == {"model": {"tied": [1, 2]}, "rng": STATE["rng"], "best": float("inf")}
+    assert names(path) == FILES
+    assert seal.size_bytes == sum((path / name).stat().st_size for name in FILES - {"checkpoint.txt", "manifest.json"})
+
+
+def test_a_tensor_of_each_tree_may_have_the_same_name(tmp_path: Path) -> None:
+    shared = {"a": torch.ones(1), "local-00000": {"a": torch.ones(1) * 3}}
+    write_checkpoint(tmp_path / "ck", shared, {"a": torch.ones(1) * 2}, {})
+    loaded = read_checkpoint(tmp_path / "ck")
+    assert [loaded.shared["a"].item(), loaded.local["a"].item(), loaded.shared["local-00000"]["a"].item()] == [1, 2, 3]
+
+
+def test_tied_tensors_stand_once(tmp_path: Path) -> None:
+    weight = torch.ones(100)
+    write(tmp_path / "ck", {"a": weight, "b": [weight.detach()]}, {})
+    state, _ = read(tmp_path / "ck")
+    assert state["a"] is state["b"][0]
+    assert (tmp_path / "ck" / "shard-00000.safetensors").stat().st_size < 600
+
+
+def test_targets_are_filled_in_place(tmp_path: Path) -> None:
+    write(tmp_path / "ck", {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "more": torch.ones(2)}, {})
+    asked: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    given = {"w": torch.nn.Parameter(torch.zeros(3, 2).double().T), "n": torch.tensor(0)}
+
+    def target(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        asked[name] = size, dtype
+        return given.get(name)
+
+    state = read_checkpoint(tmp_path / "ck", target=target).shared
+    assert asked == {
+        "w": (torch.Size([2, 3]), torch.float32),
+        "n": (torch.Size([]), torch.int64),
+        "more": (torch.Size([2]), torch.float32),
+    }
+    assert state["w"] is given["w"]
+    assert state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]  # through another dtype and other strides
+    assert (given["n"].item(), state["more"].tolist()) == (7, [1, 1])
+
+
+def test_a_target_of_another_size_is_named_before_any_is_filled(tmp_path: Path) -> None:
+    write(tmp_path / "ck", {"model": {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}}, {})
+    for wrong, why in ((torch.zeros(2), r"of size \[2\]"), (torch.zeros(3, device="meta"), "on the meta device")):
+        given = {"model.a": torch.zeros(2), "model.b": wrong}
+        message = rf"model\.b: the checkpoint holds it in size \[3\], and what it is to be read into is {why}"
+        with pytest.raises(CheckpointError, match=message):
+            read_checkpoint(tmp_path / "ck", target=lambda name, size, dtype, given=given: given.get(name))  # type: ignore[misc]
+        assert given["model.a"].tolist() == [0, 0]
 
 
 def test_a_real_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -77,29 +158,23 @@ def test_a_real_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
     model, optimizer = training()
     step(model, optimizer)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-    write_checkpoint(tmp_path / "ck", state, {})
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    write_checkpoint(tmp_path / "ck", state, {"rng": torch.get_rng_state()}, {})
     step(model, optimizer)
 
     other, other_optimizer = training()
-    state, _ = read_checkpoint(tmp_path / "ck")
-    other.load_state_dict(state["model"])
-    other_optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
+    loaded = read_checkpoint(tmp_path / "ck")
+    other.load_state_dict(loaded.shared["model"])
+    other_optimizer.load_state_dict(loaded.shared["optimizer"])
+    torch.set_rng_state(loaded.local["rng"])
     step(other, other_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-
-
-def test_tensors_are_read_to_the_device(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ck", STATE, {})
-    state, _ = read_checkpoint(tmp_path / "ck", device="meta")
-    assert state["model"]["weight"].is_meta
 
 
 def test_others_may_read_the_files(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        write_checkpoint(tmp_path / "ck", STATE, {})
+        write(tmp_path / "ck", STATE, {})
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ck").iterdir()} == {0o644}
@@ -107,16 +182,16 @@ def test_others_may_read_the_files(tmp_path: Path) -> None:
 
 def test_every_changed_or_missing_byte_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ck"
-    write_checkpoint(path, {"w": torch.ones(2), "b": [1, "x"]}, {"step": 1})
-    for name in ("state.json", "tensors.safetensors", "manifest.json"):
+    write(path, {"w": torch.ones(2), "b": [1, "x"]}, {"step": 1})
+    for name in sorted(FILES - {"checkpoint.txt"}):
         whole = (path / name).read_bytes()
         for i in range(len(whole)):
             for damaged in (whole[:i], whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :]):
                 (path / name).write_bytes(damaged)
                 with pytest.raises(CheckpointError, match="use another"):
-                    read_checkpoint(path)
+                    read(path)
         (path / name).write_bytes(whole)
-    read_checkpoint(path)
+    read(path)
 
 
 class Bomb:
@@ -127,73 +202,72 @@ class Bomb:
         return (os.mkdir, (str(self.mark),))
 
 
-@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "local-00000.json", "index.json", "shard-00000.safetensors"])
 def test_a_pickle_under_a_true_seal_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
     path, mark = tmp_path / "ck", tmp_path / "ran"
-    write_checkpoint(path, STATE, {})
+    write(path, STATE, {})
     for content in (pickle.dumps(Bomb(mark)), b"[" * 100_000, b'{"a": NaN}', b'{"$tensor": "gone"}', b"\xff", b""):
         (path / name).write_bytes(content)
-        (path / "manifest.json").unlink()
-        write_seal(path, {each: measure(path, each) for each in ("state.json", "tensors.safetensors")}, {}, kind=KIND)
+        seal_again(path)
         with pytest.raises(CheckpointError, match="use another checkpoint"):
-            read_checkpoint(path)
+            read(path)
     torch.save(Bomb(mark), path / name)
-    (path / "manifest.json").unlink()
-    write_seal(path, {each: measure(path, each) for each in ("state.json", "tensors.safetensors")}, {}, kind=KIND)
+    seal_again(path)
     with pytest.raises(CheckpointError):
-        read_checkpoint(path)
+        read(path)
     assert not mark.exists()
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shard").touch()
-    write_seal(tmp_path, {"shard": measure(tmp_path, "shard")}, {}, kind="callsheet.checkpoint.sharded")
-    with pytest.raises(CheckpointError, match=r"is a 'callsheet\.checkpoint\.sharded', not a"):
-        read_checkpoint(tmp_path)
+    folder = LocalFolder(tmp_path)
+    write_seal(folder, {"shard": measure(folder, "shard")}, {}, kind="callsheet.checkpoint.dense")
+    with pytest.raises(CheckpointError, match=r"is a 'callsheet\.checkpoint\.dense', not a"):
+        read(tmp_path)
 
 
 def test_a_sealed_checkpoint_is_not_written_over_unasked(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ck", {"a": 1}, {})
+    write(tmp_path / "ck", {"a": 1}, {})
     with pytest.raises(CheckpointError, match="is a sealed checkpoint; choose a new folder or pass overwrite=True"):
-        write_checkpoint(tmp_path / "ck", {"a": 2}, {})
+        write(tmp_path / "ck", {"a": 2}, {})
     for value in (2, 3, 4):
-        write_checkpoint(tmp_path / "ck", {"a": value}, {"step": value}, overwrite=True)
-        assert read_checkpoint(tmp_path / "ck") == ({"a": value}, {"step": value})
-        assert len(names(tmp_path / "ck")) == 4
+        write(tmp_path / "ck", {"a": value}, {"step": value}, overwrite=True)
+        assert read(tmp_path / "ck") == ({"a": value}, {"step": value})
+        assert len(names(tmp_path / "ck")) == 5
 
 
 def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ck", {"a": 1}, {"step": 1})
+    write(tmp_path / "ck", {"a": 1}, {"step": 1})
     before = names(tmp_path / "ck")
     for state, info in BAD:
         with pytest.raises(CheckpointError):
-            write_checkpoint(tmp_path / "ck", state, info, overwrite=True)
-        assert read_checkpoint(tmp_path / "ck") == ({"a": 1}, {"step": 1})
+            write(tmp_path / "ck", state, info, overwrite=True)
+        assert read(tmp_path / "ck") == ({"a": 1}, {"step": 1})
         assert names(tmp_path / "ck") == before
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     for state, info in BAD:
         with pytest.raises(CheckpointError):
-            write_checkpoint(tmp_path / "ck", state, info)
+            write(tmp_path / "ck", state, info)
         assert not (tmp_path / "ck").exists()
 
 
 def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
     path = tmp_path / "ck"
-    write_checkpoint(path, STATE, {})
+    write(path, STATE, {})
     (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:50])
     (path / "rank-7").mkdir()
     (path / "rank-7" / "shard").touch()
-    write_checkpoint(path, {"a": 1}, {})
-    assert read_checkpoint(path) == ({"a": 1}, {})
-    assert len(names(path)) == 4
+    write(path, {"a": 1}, {})
+    assert read(path) == ({"a": 1}, {})
+    assert len(names(path)) == 5
 
 
 def test_a_folder_of_other_files_is_neither_cleared_nor_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match=r"holds files that are no checkpoint's; choose a new folder"):
-        write_checkpoint(tmp_path, STATE, {}, overwrite=True)
+        write(tmp_path, STATE, {}, overwrite=True)
     with pytest.raises(CheckpointError, match="is not the folder of a checkpoint, so it is not deleted"):
         delete_checkpoint(tmp_path)
     assert names(tmp_path) == {"thesis.tex"}
@@ -201,13 +275,13 @@ def test_a_folder_of_other_files_is_neither_cleared_nor_deleted(tmp_path: Path) 
 
 def test_a_checkpoint_of_a_newer_callsheet_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
     path = tmp_path / "ck"
-    write_checkpoint(path, STATE, {})
+    write(path, STATE, {})
     body = json.dumps({"format": 2})[1:].encode()
     (path / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
     before = names(path)
     for overwrite in (False, True):
         with pytest.raises(CheckpointError, match="use a newer callsheet"):
-            write_checkpoint(path, STATE, {}, overwrite=overwrite)
+            write(path, STATE, {}, overwrite=overwrite)
     assert names(path) == before
 
 
@@ -223,10 +297,10 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
         "odd": {"step": "x"},
     }
     for name, info in infos.items():
-        write_checkpoint(root / name, {}, info)
-    write_checkpoint(root / "killed", {}, {"step": 99})
+        write(root / name, {}, info)
+    write(root / "killed", {}, {"step": 99})
     (root / "killed" / "manifest.json").unlink()
-    write_checkpoint(root / "short", {}, {"step": 98})
+    write(root / "short", {}, {"step": 98})
     (root / "short" / "state.json").unlink()
     (root / "empty").mkdir()
     (root / "best").symlink_to(root / "z")
@@ -234,15 +308,15 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     (root / "latest").write_text("killed\n")  # the hint says nothing
 
     found = find_checkpoints(root)
-    assert [checkpoint.path.name for checkpoint in found.checkpoints] == ["odd", "none", "again", "a", "z"]
+    assert [checkpoint.name for checkpoint in found.checkpoints] == ["odd", "none", "again", "a", "z"]
     assert [checkpoint.step for checkpoint in found.checkpoints] == [-1, -1, 10, 10, 9]
-    reasons = {path.name: reason for path, reason in found.skipped}
+    reasons = {Path(path).name: reason for path, reason in found.skipped}
     assert reasons.keys() == {"killed", "short", "empty"}
     assert "its writer never finished" in reasons["killed"]
     assert "state.json is missing" in reasons["short"]
     first = newest(root)
     assert first is not None
-    assert first.path == root / "odd"
+    assert first.path == str(root / "odd")
 
 
 def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
@@ -252,8 +326,8 @@ def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_delete(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "whole", STATE, {})
-    write_checkpoint(tmp_path / "left", STATE, {})
+    write(tmp_path / "whole", STATE, {})
+    write(tmp_path / "left", STATE, {})
     (tmp_path / "left" / "manifest.json").unlink()
     delete_checkpoint(tmp_path / "whole")
     delete_checkpoint(tmp_path / "left")
@@ -261,7 +335,7 @@ def test_delete(tmp_path: Path) -> None:
 
 
 def test_delete_refuses_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ck", STATE, {})
+    write(tmp_path / "ck", STATE, {})
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -269,12 +343,12 @@ def test_delete_refuses_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match="is not the folder of a checkpoint"):
             delete_checkpoint(tmp_path / name)
     assert names(tmp_path) == {"ck", "link", "empty", "file"}
-    read_seal(tmp_path / "ck")
+    read_manifest(tmp_path / "ck")
 
 
 def test_the_latest_hint_names_a_sealed_checkpoint(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_checkpoint(tmp_path / name, STATE, {})
+        write(tmp_path / name, STATE, {})
         point_latest(tmp_path / name)
         assert (tmp_path / "latest").read_text() == f"{name}\n"
     delete_checkpoint(tmp_path / "a")
@@ -288,14 +362,13 @@ def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "ck"):
         with pytest.raises(CheckpointError, match=f"cannot write {path}: .*; choose") as refusal:
-            write_checkpoint(path, STATE, {})
+            write(path, STATE, {})
         assert isinstance(refusal.value.__cause__, OSError)
 
 
 NO_PERMISSION = """
 import errno, os, sys
 from pathlib import Path
-from callsheet.checkpoint import write_checkpoint
 from callsheet.errors import CheckpointError
 
 root = Path(sys.argv[1])
@@ -303,7 +376,7 @@ root.chmod(0o500)
 if os.geteuid() == 0:
     os.seteuid(65534)
 try:
-    write_checkpoint(root / "ck", {"a": 1}, {})
+    write(root / "ck", {"a": 1}, {})
 except CheckpointError as error:
     assert error.__cause__.errno == errno.EACCES, error.__cause__
     assert str(error) == f"cannot write {root / 'ck'}: Permission denied; check who may write and read there", error
@@ -322,18 +395,17 @@ LIMITED_FILES = """
 import errno, resource, sys
 from pathlib import Path
 import torch
-from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.errors import CheckpointError
 
 root = Path(sys.argv[1])
 no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-write_checkpoint(root / "old", {"old": 1}, {"step": 1})
+write(root / "old", {"old": 1}, {"step": 1})
 
 def refused(name, limit, state, info):
     for path, overwrite in ((root / "new", False), (root / "old", True)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, no_limit[1]))
         try:
-            write_checkpoint(path, state, info, overwrite=overwrite)
+            write(path, state, info, overwrite=overwrite)
         except CheckpointError as error:
             assert error.__cause__.errno == errno.EFBIG, error.__cause__
             assert str(error).startswith(f"cannot write {path}/{name}"), error
@@ -342,12 +414,12 @@ def refused(name, limit, state, info):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         assert not (root / "new").exists()
-        assert read_checkpoint(root / "old") == ({"old": 1}, {"step": 1})
-        assert len(list((root / "old").iterdir())) == 4
+        assert read(root / "old") == ({"old": 1}, {"step": 1})
+        assert len(list((root / "old").iterdir())) == 5
 
 refused("state", 2000, {"x": "x" * 100_000}, {})
-refused("tensors", 2000, {"x": torch.ones(100_000)}, {})
-refused("manifest.json", 2000, {}, {"x": "x" * 100_000})
+refused("shard-00000", 2000, {"x": torch.ones(100_000)}, {})
+refused("manifest.json", 2500, {}, {"x": "x" * 100_000})
 """
 
 
@@ -367,29 +439,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path) -> None:
-    write_checkpoint(small_disk / "old", {"w": torch.ones(1000)}, {"step": 1})
+    write(small_disk / "old", {"w": torch.ones(1000)}, {"step": 1})
     for path in (small_disk / "new", small_disk / "old"):
         with pytest.raises(CheckpointError, match=f"cannot write {path}.*: No space left on device; free space") as refusal:
-            write_checkpoint(path, {"w": torch.ones(100_000)}, {}, overwrite=True)
+            write(path, {"w": torch.ones(100_000)}, {}, overwrite=True)
         assert isinstance(refusal.value.__cause__, OSError)
         assert refusal.value.__cause__.errno == errno.ENOSPC
     assert names(small_disk) == {"old"}
-    assert read_checkpoint(small_disk / "old")[1] == {"step": 1}
-    write_checkpoint(small_disk / "new", {"w": torch.ones(20_000)}, {})  # what was half written has been given back
+    assert read(small_disk / "old")[1] == {"step": 1}
+    write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # what was half written has been given back
 
 
 KILLED_BEFORE_EVERY_CALL = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch
-from callsheet.checkpoint import Unsealed, delete_checkpoint, find_checkpoints, point_latest, read_checkpoint, write_checkpoint
+from callsheet.checkpoint import Unsealed, delete_checkpoint, find_checkpoints, point_latest
 
 root = Path(sys.argv[1])
 path = root / "ck"
 CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.listdir", "os.scandir"}
 
-def write(step, overwrite=True):
-    write_checkpoint(path, {"step": step, "w": torch.full((8,), step)}, {"step": step}, overwrite=overwrite)
+def publish(step):
+    write(path, {"step": step, "w": torch.full((8,), step)}, {"step": step}, overwrite=True)
     point_latest(path)
 
 def killed_before_call(nth, act):
@@ -414,7 +486,7 @@ def killed_before_call(nth, act):
 
 def stands():
     try:
-        state, info = read_checkpoint(path)
+        state, info = read(path)
     except Unsealed:
         assert not find_checkpoints(root).checkpoints
         return None
@@ -430,14 +502,14 @@ def all_kills(before, act, allowed):
         seen.add(stands())
         if not killed:
             break
-        write(9)  # whatever was left, the next writer gets through
-        assert stands() == 9 and len(list(path.iterdir())) == 4
+        publish(9)  # whatever was left, the next writer gets through
+        assert stands() == 9 and len(list(path.iterdir())) == 6
         nth += 1
     assert seen == allowed and nth > 8, (seen, nth)
 
-all_kills(lambda: None, lambda: write(1), {None, 1})
-all_kills(lambda: write(1), lambda: write(2), {1, 2})  # never a moment without one
-all_kills(lambda: write(1), lambda: delete_checkpoint(path), {None, 1})
+all_kills(lambda: None, lambda: publish(1), {None, 1})
+all_kills(lambda: publish(1), lambda: publish(2), {1, 2})  # never a moment without one
+all_kills(lambda: publish(1), lambda: delete_checkpoint(path), {None, 1})
 """
 
 
@@ -449,7 +521,7 @@ KILLED_AT_RANDOM = """
 import itertools, os, random, select, signal, sys
 from pathlib import Path
 import torch
-from callsheet.checkpoint import find_checkpoints, read_checkpoint, write_checkpoint
+from callsheet.checkpoint import find_checkpoints
 
 root = Path(sys.argv[1])
 state = {"w": torch.ones(1 << 18), "more": list(range(1000))}
@@ -462,7 +534,7 @@ for trial in range(10):
     if pid == 0:
         try:
             for step in itertools.count():
-                write_checkpoint(root / f"{trial}" / f"step-{step % 5}", state | {"step": step}, {"step": step}, overwrite=True)
+                write(root / f"{trial}" / f"step-{step % 5}", state | {"step": step}, {"step": step}, overwrite=True)
         finally:
             os.write(write_end, b"failed")
             os._exit(3)
@@ -473,7 +545,7 @@ for trial in range(10):
     os.close(read_end)
     found = find_checkpoints(root / f"{trial}")
     for checkpoint in found.checkpoints:
-        back, info = read_checkpoint(checkpoint.path)
+        back, info = read(checkpoint.path)
         assert torch.equal(back["w"], state["w"]) and back["step"] == info["step"] == checkpoint.step
     assert all("is not a checkpoint" in reason for _, reason in found.skipped), found.skipped
     assert len(found.skipped) <= 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,20 +9,26 @@ import pytest
 import safetensors.torch
 import torch
 
-from callsheet.checkpoint import all_finite, read_tensors, write_tensors
-from callsheet.checkpoint.tensors import _DTYPES
+from callsheet.checkpoint import all_finite
+from callsheet.checkpoint.local import LocalFolder
+from callsheet.checkpoint.tensors import DTYPES, Entry, check_storable, read_header, read_rows, write_tensors
 from callsheet.errors import CheckpointError
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    record = write_tensors(folder, "t.safetensors", tensors)
-    content = (folder / "t.safetensors").read_bytes()
-    assert record.size_bytes == len(content)
-    return read_tensors(content, folder)
+def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, as they come back from a file."""
+    seal = write_tensors(LocalFolder(path), "t.safetensors", tensors)
+    content = (path / "t.safetensors").read_bytes()
+    assert seal.size_bytes == len(content)
+    file, back = io.BytesIO(content), {}
+    for name, entry in read_header(file, len(content), "t").items():
+        back[name] = torch.empty(entry.size, dtype=entry.dtype)
+        read_rows(file, entry, 0, back[name])
+    return back
 
 
 def test_every_dtype_comes_back_also_through_the_library(tmp_path: Path) -> None:
-    tensors = {str(dtype): torch.tensor([[0, 1, 2]]).to(dtype) for dtype in _DTYPES}
+    tensors = {str(dtype): torch.tensor([[0, 1, 2]]).to(dtype) for dtype in DTYPES}
     back, library = written(tmp_path, tensors), safetensors.torch.load_file(tmp_path / "t.safetensors")
     for name, tensor in tensors.items():
         for other in (back[name], library[name]):
@@ -62,16 +70,60 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
     ],
     ids=["sparse", "meta", "complex128", "e8m0", "subclass"],
 )
-def test_what_the_file_cannot_hold_is_refused_before_it_is_written(tmp_path: Path, tensor: torch.Tensor, why: str) -> None:
+def test_what_the_file_cannot_hold_is_refused(tensor: torch.Tensor, why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"ema\.w: .*{why}.* cannot be written to a tensor file; save"):
-        write_tensors(tmp_path, "t.safetensors", {"a": torch.ones(1), "ema.w": tensor})
-    assert not list(tmp_path.iterdir())
+        check_storable("ema.w", tensor)
+
+
+def test_rows_are_read_alone(tmp_path: Path) -> None:
+    write_tensors(LocalFolder(tmp_path), "t", {"a": torch.arange(3), "b": torch.arange(12.0).reshape(4, 3)})
+    with open(tmp_path / "t", "rb") as file:
+        entry = read_header(file, (tmp_path / "t").stat().st_size, "t")["b"]
+        rows = torch.empty(2, 3)
+        read_rows(file, entry, 1, rows)
+        assert torch.equal(rows, torch.arange(3.0, 9.0).reshape(2, 3))
+        with pytest.raises(EOFError):
+            read_rows(file, Entry(entry.dtype, entry.size, entry.start + 48), 0, rows)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
 def test_a_file_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"ck/t: not a tensor file"):
-        read_tensors(content, Path("ck/t"))
+        read_header(io.BytesIO(content), len(content), "ck/t")
+
+
+WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": 1},
+        {"a": []},
+        {"a": {}},
+        {"a": WHOLE | {"dtype": "F4"}},
+        {"a": WHOLE | {"dtype": []}},
+        {"a": WHOLE | {"shape": [3]}},
+        {"a": WHOLE | {"shape": [-2]}},
+        {"a": WHOLE | {"shape": [2.0]}},
+        {"a": WHOLE | {"shape": [True, 2]}},
+        {"a": WHOLE | {"shape": 2}},
+        {"a": WHOLE | {"shape": [1 << 62, 1 << 62]}},
+        {"a": WHOLE | {"data_offsets": [0, 4]}},
+        {"a": WHOLE | {"data_offsets": [4, 12]}},
+        {"a": WHOLE | {"data_offsets": ["0", "8"]}},
+        {"a": WHOLE, "b": WHOLE},
+        {"a": WHOLE, "b": WHOLE | {"data_offsets": [8, 16]}},
+        {"a": WHOLE, "b": WHOLE | {"data_offsets": [4, 12]}},
+        {},
+    ],
+    ids=str,
+)
+def test_a_crafted_header_is_refused(header: Any) -> None:
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    with pytest.raises(CheckpointError, match="not a tensor file"):
+        read_header(io.BytesIO(content), len(content), "t")
 
 
 @pytest.mark.parametrize(

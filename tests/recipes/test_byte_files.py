@@ -18,19 +18,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_for_training_or_for_validation_and_stays_there(folder: Path) -> None:
-    train, validation = ByteFiles(str(folder)).files
+    train, validation, test = ByteFiles(str(folder)).files
     assert not set(train) & set(validation)
-    assert len(train) + len(validation) == 80
+    assert not set(test) & {*train, *validation}
+    assert len(train) + len(validation) + len(test) == 80
     (folder / "another.py").write_text("x = 1\n")
     again = ByteFiles(str(folder)).files
     assert set(validation) <= set(again[1])
     assert set(train) <= set(again[0])
+    assert set(test) <= set(again[2])
 
 
 def test_the_standard_library_comes_without_its_tests() -> None:
-    train, validation = ByteFiles().files
-    assert any(path.name == "argparse.py" for path in [*train, *validation])
-    assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in [*train, *validation])
+    files = [path for part in ByteFiles().files for path in part]
+    assert any(path.name == "argparse.py" for path in files)
+    assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
 
 
 def test_baselines_are_cross_entropies_in_nats(folder: Path) -> None:
@@ -40,12 +42,12 @@ def test_baselines_are_cross_entropies_in_nats(folder: Path) -> None:
 
 
 def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
-    data = ByteFiles(str(folder), sequence_length=16, validation_batches=2)
-    batch = next(iter(data.train_dataloader(4)))
-    assert batch["input_ids"].shape == batch["labels"].shape == (4, 16)
-    text = data.train_bytes.tobytes()
-    assert all(bytes(row.tolist()) in text for row in batch["input_ids"])
-    assert len(data.validation_dataloader(4)) <= 2
+    data = ByteFiles(str(folder), sequence_length=16, validation_windows=7)
+    text, windows = data.train_bytes.tobytes(), data.train()
+    for window in (windows[0], windows[len(windows) - 1]):
+        assert window["input_ids"].shape == window["labels"].shape == (16,)
+        assert bytes(window["input_ids"].tolist()) in text
+    assert len(data.validation()) == len(data.test()) == 7
     assert data.train_bytes.dtype == np.uint8
 
 
@@ -54,6 +56,7 @@ def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
     [
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"validation_percent": 0}, "validation_percent"),
+        ({"test_percent": 96}, "together less than 100"),
         ({"sequence_length": 1}, "sequence_length"),
     ],
 )

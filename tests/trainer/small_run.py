@@ -164,7 +164,7 @@ def checkpoints(folder: Path, run: str = "small") -> list[Path]:
     """The run's checkpoints, oldest first."""
     found = find_checkpoints(folder / run / "checkpoints")
     assert not found.skipped
-    return [checkpoint.path for checkpoint in sorted(found.checkpoints, key=lambda c: c.seal.sealed_at)]
+    return [Path(checkpoint.path) for checkpoint in sorted(found.checkpoints, key=lambda c: c.seal.sealed_at)]
 
 
 def seed_for(folder: Path) -> int:

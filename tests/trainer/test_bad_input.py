@@ -175,10 +175,11 @@ def test_what_is_no_callback_is_refused(callbacks: Any, tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks=callbacks)
 
 
-def test_a_launch_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launch_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=r"one process.*one of 2; start it without a launcher"):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2.*MASTER_ADDR.*start the program with torchrun"):
         trainer_of(tmp_path)
 
 
@@ -400,3 +401,34 @@ def test_every_refusal_is_one_of_ours(tmp_path: Path) -> None:
         trainer_of(tmp_path, microbatch_size=0)
     with pytest.raises(ValueError, match=re.escape("microbatch_size=0")):
         trainer_of(tmp_path, microbatch_size=0)
+
+
+def test_intervals_longer_than_the_run_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is lost: both come at the end."""
+    recorder = Recorder()
+    with (
+        caplog.at_level("WARNING", "callsheet"),
+        trainer_of(
+            tmp_path,
+            eval_dataloader=some_data(),
+            max_duration="3ba",
+            log_interval="20ba",
+            eval_interval="500ba",
+            callbacks=[recorder],
+        ) as trainer,
+    ):
+        trainer.fit()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "the interval of 'validation', 500ba, is longer than the run, 3ba" in told[0]
+    assert "log_interval, 20ba, is longer" in told[1]
+    assert recorder.events.count("on_eval_end") == 1
+    assert "on_log" in recorder.events
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_batch_that_is_none_is_refused(place: int, tmp_path: Path) -> None:
+    data: list[Any] = some_data() * 2
+    data[place] = None
+    with pytest.raises(ConfigError, match=r"gave None for a batch of epoch 1"):
+        trainer_of(tmp_path, train_dataloader=data).fit()

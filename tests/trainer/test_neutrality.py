@@ -1,4 +1,4 @@
-"""Who watches a run changes nothing: the weights are the same to the last bit."""
+"""Who watches a run changes nothing: the weights are the same to the last bit. For built-ins `test_builtins_conform.py` says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, CallbackManager, CallsheetError, Context, Trainer, callbacks, loggers
+from callsheet import Callback, CallbackManager, CallsheetError, Context, Trainer
 from callsheet.lifecycle import EVENTS
 from callsheet.testing import Recorder
 
@@ -91,27 +91,6 @@ def test_observers_of_every_event_change_nothing(made: Callable[[], Callback], b
 def test_all_of_them_with_evaluation_and_saving_change_nothing(bare: Weights, tmp_path: Path) -> None:
     everything = [Quiet(), Reader(), Recorder(), SaysSo(*EVENTS), SavesAt("step", "epoch", "round", "before_eval")]
     assert same(weights_of(small_trainer(tmp_path, *everything, eval_interval="1ba", log_interval="1ba")), bare)
-
-
-BUILT_IN = [
-    getattr(module, name) for module in (callbacks, loggers) for name in module.__all__ if isinstance(getattr(module, name), type)
-]
-
-
-def test_the_built_ins_are_found() -> None:
-    assert {"SpeedMonitor", "LRMonitor", "NaNMonitor", "CheckpointSaver", "Progress", "RunLog"} <= {
-        kind.__name__ for kind in BUILT_IN
-    }
-
-
-@pytest.mark.parametrize("kind", BUILT_IN, ids=lambda kind: kind.__name__)
-def test_a_built_in_changes_nothing(kind: type[Callback], bare: Weights, tmp_path: Path) -> None:
-    assert same(weights_of(small_trainer(tmp_path, kind(), log_interval="1ba")), bare)
-
-
-def test_all_built_ins_together_change_nothing(bare: Weights, tmp_path: Path) -> None:
-    every = [kind() for kind in BUILT_IN]
-    assert same(weights_of(small_trainer(tmp_path, *every, eval_interval="1ba", log_interval="1ba")), bare)
 
 
 @pytest.mark.parametrize("interval", [None, "1ba", "5ba", "1ep", "0.2dur"])

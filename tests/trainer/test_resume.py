@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from callsheet import Callback, CheckpointError, ConfigError, Context, Outcome, Trainer
-from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
 from callsheet.testing import Recorder, check_events
 
 from .small_run import (
@@ -271,7 +271,7 @@ def test_user_state_that_is_no_plain_data_is_left_out_and_named_once(tmp_path: P
         first.save_checkpoint()
         path = first.save_checkpoint().path
         assert first.ctx.user_state["handle"] is handle  # only left out of the checkpoint
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records if "user_state" in record.getMessage()]
     assert [message.partition("ctx.user_state['")[2].partition("']")[0] for message in messages] == ["handle", "nested"]
     with small_trainer(tmp_path / "resumed", resume=path) as second:
         found = second.ctx.user_state
@@ -393,7 +393,7 @@ def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogC
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(["state.json", "tensors.safetensors", "manifest.json"]),
+    name=st.sampled_from(["state.json", "index.json", "local-00000.json", "shard-00000.safetensors", "manifest.json"]),
     place=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),
 )
@@ -420,12 +420,12 @@ def test_auto_passes_by_what_one_flipped_bit_damaged(
 
 
 def test_a_path_to_a_damaged_checkpoint_is_an_error(run_of_three: Path) -> None:
-    path = run_of_three / "ep0-ba3" / "tensors.safetensors"
+    path = run_of_three / "ep0-ba3" / "shard-00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     recorder = Recorder(fields=("exception", "span"))
-    with pytest.raises(CheckpointError, match=r"ep0-ba3.*tensors\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"ep0-ba3.*shard-00000\.safetensors"):
         small_trainer(run_of_three.parent.parent, recorder, resume=path.parent)
     check_events(recorder.events)
     assert recorder.values["span"] == [("on_exception", "checkpoint_load")]
@@ -478,7 +478,7 @@ def test_a_path_that_is_no_checkpoint_of_a_trainer_is_an_error(kind: str, tmp_pa
     elif kind == "file":
         path.write_text("weights")
     elif kind == "foreign":
-        write_checkpoint(path, {"model": {}}, {"step": 3})
+        write_checkpoint(path, {"model": {}}, {}, {"step": 3})
     with pytest.raises(CheckpointError, match="given"):
         small_trainer(tmp_path / "runs", resume=path)
 
@@ -515,7 +515,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(run_of_three: Path) -> None
 
 def test_loading_restores_the_whole_state_of_the_optimizer(run_of_three: Path) -> None:
     path = run_of_three / "ep0-ba3"
-    saved, _ = read_checkpoint(path)
+    saved = read_checkpoint(path).shared
     with small_trainer(run_of_three.parent.parent, seed=8, resume=path) as trainer:
         assert trainer.optimizer is not None
         now = trainer.optimizer.state_dict()
@@ -577,23 +577,24 @@ def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == {"outcome": "preempted", "events": ["on_preempt", "on_train_end", "on_run_end"], "step": 4}
     [path] = checkpoints(tmp_path)
-    _, told = read_checkpoint(path)
+    told = read_manifest(path).info
     assert (told["kind"], told["step"]) == ("preempt", 4)
     assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 
 class Signals(Callback):
-    """Sends this process a SIGTERM at the nth telling of an event, as a preemption may come at any moment."""
+    """Sends this process a signal at the nth telling of an event, as a preemption may come at any moment."""
 
-    def __init__(self, event: str, nth: int) -> None:
+    def __init__(self, event: str, nth: int, number: int = signal.SIGTERM) -> None:
         self.event = event
         self.left = nth
+        self.number = number
 
     def on_event(self, ctx: Context) -> None:
         if ctx.event == self.event:
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.parametrize(
@@ -621,7 +622,7 @@ def test_a_preemption_at_any_event_saves_and_makes_way(
     assert trainer.run.outcome is Outcome.PREEMPTED
     assert trainer.preempted
     assert recorder.events.count("on_preempt") == 1
-    assert [read_checkpoint(path)[1]["kind"] for path in checkpoints(tmp_path)] == ["preempt"]
+    assert [read_manifest(path).info["kind"] for path in checkpoints(tmp_path)] == ["preempt"]
     assert run_small(tmp_path, seed=3, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 
@@ -649,3 +650,135 @@ def test_the_handler_that_was_there_before_is_called_and_comes_back(tmp_path: Pa
         signal.signal(signal.SIGTERM, earlier)
     assert came == [signal.SIGTERM]
     assert trainer.run.outcome is Outcome.PREEMPTED
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("event", ["on_fetch_end", "on_train_step_end", "on_eval_step_start", "on_log"])
+def test_the_first_ctrl_c_saves_and_is_raised_then(event: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    recorder, history = Recorder(), History()
+    trainer = small_trainer(tmp_path, history, Signals(event, 2, signal.SIGINT), recorder)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    check_events(recorder.events)
+    assert trainer.run.outcome is Outcome.INTERRUPTED
+    assert [recorder.events.count(name) for name in ("on_preempt", "on_train_end", "on_exception", "on_run_end")] == [1, 1, 1, 1]
+    assert [read_manifest(path).info["kind"] for path in checkpoints(tmp_path)] == ["preempt"]
+    assert run_small(tmp_path, seed=3, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    class Impatient(Callback):
+        def on_backward_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    recorder = Recorder()
+    trainer = small_trainer(tmp_path, Impatient(), recorder)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    check_events(recorder.events)
+    assert recorder.events[-2:] == ["on_exception", "on_run_end"]
+    assert trainer.state.timestamp.batch == 1
+    assert not (tmp_path / "small").exists()
+
+
+def test_ctrl_c_is_left_alone_where_it_is_ignored(tmp_path: Path) -> None:
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with small_trainer(tmp_path, Signals("on_train_step_end", 2, signal.SIGINT), max_duration="4ba") as trainer:
+            trainer.fit()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    assert trainer.run.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_save_that_takes_longer_than_the_grace_is_told(behind: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        run_small(
+            tmp_path,
+            SavesAt("step"),
+            max_duration="6ba",
+            epochs_per_round=None,
+            grace_seconds=1e-4,
+            save_in_background=behind,
+            **NO_EVALUATION,
+        )
+    [record] = caplog.records
+    assert "saving took" in record.getMessage()
+    assert "grace_seconds" in record.getMessage()
+
+
+# --- nothing is lost where nothing fits ---
+
+
+@pytest.mark.parametrize("hidden", [5, 7])
+def test_auto_refuses_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
+    before = {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()}
+    model = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, 1))
+    with pytest.raises(CheckpointError, match=r"3 sealed checkpoint.*none could be resumed from.*model.*another run_name"):
+        other(run_of_three.parent.parent, model=model, run_name="small", resume="auto")
+    assert {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()} == before
+
+
+def test_auto_refuses_to_start_anew_where_all_are_damaged(run_of_three: Path) -> None:
+    for path in run_of_three.glob("*/shard-00000.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"none could be resumed from.*shard-00000"):
+        small_trainer(run_of_three.parent.parent, resume="auto")
+
+
+def test_parts_that_the_run_has_not_are_named(run_of_three: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        other(tmp_path, scheduler=None, resume=run_of_three / "ep0-ba3").close()
+    assert "parts that this run has not: scheduler" in caplog.text
+
+
+def test_a_model_whose_buffer_is_no_number_is_not_good(tmp_path: Path) -> None:
+    """An infinity in a buffer may be a mask's."""
+
+    class Normed(nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, inputs: Any) -> Any:
+            return self.linear(inputs)
+
+    model = Normed()
+    with other(tmp_path, model=model, scheduler=None) as trainer:
+        assert trainer.save_checkpoint().is_finite
+        model.mean[1] = math.nan
+        assert not trainer.save_checkpoint().is_finite
+
+
+def test_a_signal_between_the_fetches_of_a_step_is_heeded_at_once(tmp_path: Path) -> None:
+    """The batches that were fetched for the step that was not are fetched again."""
+    options: dict[str, Any] = {
+        "accumulate": 2,
+        "microbatch_size": None,
+        "log_interval": "1ba",
+        "epochs_per_round": None,
+        **NO_EVALUATION,
+    }
+    straight = run_small(tmp_path / "straight", **options)
+    recorder, history = Recorder(), History()
+    with small_trainer(
+        tmp_path, history, Signals("on_fetch_end", 4), recorder, **options
+    ) as trainer:  # the first of a step's two
+        trainer.fit()
+    check_events(recorder.events)
+    assert trainer.run.outcome is Outcome.PREEMPTED
+    assert len(history.losses) == 2
+    assert recorder.events.count("on_fetch_end") == 4
+    assert run_small(tmp_path, seed=3, resume="auto", **options)["losses"] == straight["losses"]

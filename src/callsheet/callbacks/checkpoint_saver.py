@@ -18,7 +18,8 @@ class CheckpointSaver(Callback):
 
     Old ones are deleted once a newer one is durable, except what somebody else asked for as well. Those whose weights or loss were
     not finite go first, so that they never push out good ones. The best one does not count among the `keep` regular ones.
-    Several savers stand side by side if each has a `name` of its own: what two of them asked for goes when both have given it up.
+    Several savers stand side by side if each has a `name` of its own, such as `CheckpointSaver(save_interval="1000ba", keep=None,
+    name="milestones")` beside one that keeps three: what two of them asked for goes when both have given it up.
 
     Args:
         save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means epochs; None leaves it to the end and the best.
@@ -26,6 +27,7 @@ class CheckpointSaver(Callback):
         save_at_end: also when `max_duration` is reached, or somebody asked that training stop.
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept besides.
         mode: whether the best is the `"min"` or the `"max"`; a value that is not finite is never the best.
+        name: under which it is known; the class's where it is empty.
         before_eval: save before an evaluation that is due at the same boundary, in case it fails; the best is saved after it all the same.
 
     Raises:
@@ -44,6 +46,7 @@ class CheckpointSaver(Callback):
         monitor: str | None = None,
         mode: str = "min",
         before_eval: bool = False,
+        name: str = "",
     ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"keep={keep}: keep at least one checkpoint, or all with None")
@@ -54,6 +57,7 @@ class CheckpointSaver(Callback):
         self._monitor = monitor
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
         self._before_eval = before_eval
+        self.name = name
         self._keep = keep
         self._passed = 0  # intervals
         self._saved_at = self._best_at = -1  # steps
@@ -71,6 +75,9 @@ class CheckpointSaver(Callback):
         self._saved_at = -1  # no checkpoint tells these losses yet
         if self._monitor is None:
             return
+        dataset = self._monitor.partition("/")[0]
+        if dataset in ctx.state.evaluators and dataset not in ctx.eval_results:
+            return  # it was not due, or a signal cut it short
         scores = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
         score = self._sign * scores[one_of("monitor", self._monitor, tuple(scores))]
         if score < self._best_score and math.isfinite(score):

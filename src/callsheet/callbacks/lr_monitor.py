@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from callsheet.callback import Callback
 from callsheet.context import Context
 
 
 class LRMonitor(Callback):
-    """Log the learning rate of every parameter group.
+    """Add the learning rate of every parameter group to every record.
 
-    Logs `lr/<optimizer class>/<group>`, where `<group>` is the group's `name`, or its index: the rate that the step used, the same on
-    every rank. A record holds the rate of its last step.
+    Adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name`, or its index: the rate that the last step before the
+    record used, the same on every rank.
     """
 
+    def __init__(self) -> None:
+        self._rates: list[Any] = []
+
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Log the rates, before the scheduler moves on."""
-        kind = type(ctx.optimizer).__name__
-        rates = {f"lr/{kind}/{group.get('name', i)}": group["lr"] for i, group in enumerate(ctx.optimizer.param_groups)}
-        for name, rate in rates.items():
-            if hasattr(rate, "clone"):  # a tensor (capturable optimizers), which the scheduler overwrites where it stands
-                rates[name] = rate.clone()
-        ctx.log(rates, across="same")
+        """Keep the rates, before the scheduler moves on. A tensor it would overwrite where it stands."""
+        self._rates = [
+            rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone()
+            for group in ctx.optimizer.param_groups
+        ]
+
+    def on_log(self, ctx: Context) -> None:
+        """Add them to the record that is being told."""
+        rates, self._rates = self._rates, []  # none are left for an evaluation's record
+        for i, (group, rate) in enumerate(zip(ctx.optimizer.param_groups, rates, strict=False)):
+            ctx.record.values[f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}"] = float(rate)

@@ -1,41 +1,46 @@
-"""Checkpoints: sealed folders of JSON and safetensors, which read back without running code."""
+"""Checkpoints: sealed folders of JSON and safetensors, which many ranks write and any number read back, without running code."""
 
-from callsheet.checkpoint.disk import FileSeal, measure, read_verified, verify
+from callsheet.checkpoint.background import AsyncWriter
+from callsheet.checkpoint.export import export_huggingface, export_weights
 from callsheet.checkpoint.folder import (
     Checkpoint,
     Found,
     delete_checkpoint,
     find_checkpoints,
     newest,
+    open_folder,
     point_latest,
-    read_checkpoint,
-    write_checkpoint,
+    read_manifest,
 )
 from callsheet.checkpoint.plain import flatten, unflatten
-from callsheet.checkpoint.seal import Seal, Unsealed, read_manifest, read_seal, write_seal
-from callsheet.checkpoint.tensors import all_finite, read_tensors, write_tensors
+from callsheet.checkpoint.ranks import RankLost
+from callsheet.checkpoint.read import Loaded, read_checkpoint
+from callsheet.checkpoint.seal import Seal, Unsealed
+from callsheet.checkpoint.storage import FileSeal, Folder
+from callsheet.checkpoint.tensors import all_finite
+from callsheet.checkpoint.write import write_checkpoint
 
 __all__ = [
+    "AsyncWriter",
     "Checkpoint",
     "FileSeal",
+    "Folder",
     "Found",
+    "Loaded",
+    "RankLost",
     "Seal",
     "Unsealed",
     "all_finite",
     "delete_checkpoint",
+    "export_huggingface",
+    "export_weights",
     "find_checkpoints",
     "flatten",
-    "measure",
     "newest",
+    "open_folder",
     "point_latest",
     "read_checkpoint",
     "read_manifest",
-    "read_seal",
-    "read_tensors",
-    "read_verified",
     "unflatten",
-    "verify",
     "write_checkpoint",
-    "write_seal",
-    "write_tensors",
 ]

@@ -14,6 +14,7 @@ A dict whose keys are strings is a JSON object; one that has other keys, or a ke
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from callsheet.errors import CheckpointError
 
@@ -46,6 +48,19 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
     parting = _Parting()
     document = parting.document(tree, "")
     return document, parting.tensors
+
+
+def dump(document: Json) -> bytes:
+    """The document as strict JSON."""
+    return json.dumps(document, allow_nan=False).encode()
+
+
+def parse(content: bytes, source: str) -> Json:
+    """The JSON in the bytes of `source`; `CheckpointError` where they are none, or hold what strict JSON lacks."""
+    try:
+        return json.loads(content, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not JSON: {error}; use another checkpoint") from error
 
 
 def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -127,6 +142,9 @@ def _view(tensor: torch.Tensor) -> Hashable:
     """What two tensors have in common when one of them can stand for both."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)  # no address, or one that says nothing
+    if type(tensor) is DTensor:
+        here = tensor.to_local()
+        return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)  # a subclass may keep its data elsewhere
     # A conjugate is a lazy bit on the same storage: without it `z` and `z.conj()` would be taken for one.
@@ -200,6 +218,10 @@ def _array(dtype: str, shape: list[Any], data: str) -> Any:
     if len(content) != math.prod(shape) * numpy.dtype(dtype).itemsize:
         raise ValueError(f"{len(content)} bytes for an array of {dtype}, {shape}")
     return numpy.ndarray(shape, numpy.dtype(dtype), buffer=content).copy()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _step(path: str, key: object) -> str:

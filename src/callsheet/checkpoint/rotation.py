@@ -7,10 +7,11 @@ somebody who never gives anything up stays for good. The claims stand in `ctx.us
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
-from callsheet.checkpoint.folder import delete_checkpoint
+from callsheet.checkpoint.folder import delete_checkpoint, open_folder
 from callsheet.context import Context
 from callsheet.errors import CheckpointError
 
@@ -43,7 +44,7 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
 def held_by(ctx: Context, by: str) -> list[str]:
     """The checkpoints claimed under the name `by`, oldest first; what somebody deleted by hand does not count."""
     claims: dict[str, dict[str, Any]] = ctx.user_state.get(_CLAIMS, {})
-    return [name for name, claim in claims.items() if by in claim["by"] and _path(ctx, name).exists()]
+    return [name for name, claim in claims.items() if by in claim["by"] and open_folder(_path(ctx, name)).is_folder()]
 
 
 def forget(ctx: Context) -> None:
@@ -52,18 +53,23 @@ def forget(ctx: Context) -> None:
 
 
 def is_of_run(ctx: Context, path: str) -> bool:
-    """Whether `path` is inside the run's folder."""
-    return not Path(_name(ctx, path)).is_absolute()
+    """Whether `path` is one of those that the run keeps."""
+    return _name(ctx, path) != _whole(path)
 
 
 def _name(ctx: Context, path: str) -> str:
-    """The path from the run's folder, so that the folder may move; whole where it leads elsewhere."""
-    whole, folder = Path(path).absolute(), Path(ctx.run.folder or "").absolute()
-    return whole.relative_to(folder).as_posix() if whole.is_relative_to(folder) else str(whole)
+    """The path from the run's checkpoints, so that they may move; whole where it leads elsewhere."""
+    return _whole(path).removeprefix(f"{_whole(ctx.run.checkpoints)}/")
 
 
-def _path(ctx: Context, name: str) -> Path:
-    return Path(ctx.run.folder or "").absolute() / name
+def _path(ctx: Context, name: str) -> str:
+    return name if name == _whole(name) else f"{_whole(ctx.run.checkpoints)}/{name}"
+
+
+def _whole(path: str | os.PathLike[str]) -> str:
+    """The path from the root; a URL is one."""
+    name = os.fspath(path)
+    return name.rstrip("/") if "://" in name else Path(name).absolute().as_posix()
 
 
 def _delete(ctx: Context, name: str) -> None:

@@ -1,24 +1,30 @@
-"""The tensor file: safetensors, written one tensor at a time, read back by the library's own strict parser.
+"""The tensor file: safetensors, written one tensor at a time, and read by parts.
 
-Why not the library's `save_file`: it wants every tensor in host memory at once, reports a full disk as a text, makes files that
-only their owner may read, goes through a rename, and writes dtypes (F8_E8M0, F4) that its own reader then refuses.
+Why not the library's `save_file` and `safe_open`: the first wants every tensor in host memory at once, reports a full disk as a text,
+makes files that only their owner may read, goes through a rename, and writes dtypes (F8_E8M0, F4) that its own reader then refuses;
+the second reads from this machine's disks alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass
+from typing import BinaryIO
 
-import safetensors.torch
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from callsheet.checkpoint.disk import FileSeal, write_file
+from callsheet.checkpoint.ranks import RankGroup
+from callsheet.checkpoint.storage import FileSeal, Folder
 from callsheet.errors import CheckpointError
 
-_DTYPES = {  # what `safetensors.torch.load` reads back
+DTYPES = {  # what the safetensors library reads back
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -36,60 +42,135 @@ _DTYPES = {  # what `safetensors.torch.load` reads back
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+_LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> FileSeal:
-    """Write `tensors` to the new safetensors file `folder/name`, synced; host memory for one tensor at a time is enough.
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file: `start` is its first byte, counted from the file's own."""
 
-    Raises `CheckpointError` before anything is written for a tensor that the file cannot hold (sparse, quantized, meta, a
-    subclass such as DTensor, complex128), and for what the disk refuses.
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    start: int
+
+
+def write_tensors(
+    folder: Folder,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    data: Iterable[Tensor] | None = None,
+) -> FileSeal:
+    """Write `tensors` to the new safetensors file `name`, durably; host memory for one tensor at a time is enough.
+
+    Args:
+        metadata: strings for the file's own header.
+        data: the tensors in the order of `file_order`, where each has to be made when its turn comes.
+
+    Raises `CheckpointError` for what the disk refuses; `check_storable` says what a file can hold.
     """
-    for key, tensor in tensors.items():
-        _check(key, tensor)
-    # Wide dtypes first, so that each tensor stands aligned for whoever maps the file.
-    order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
-    entries, end = {}, 0
+    order = file_order(tensors)
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for key in order:
         start, end = end, end + tensors[key].numel() * tensors[key].itemsize
-        entries[key] = {"dtype": _DTYPES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": [start, end]}
+        entries[key] = {"dtype": DTYPES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield len(header).to_bytes(8, "little") + header
-        for key in order:
-            host = tensors[key].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            size = host.numel() * host.itemsize
-            yield memoryview((ctypes.c_char * size).from_address(host.data_ptr())) if size else b""
+        for tensor in (tensors[key] for key in order) if data is None else data:
+            host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield memory_of(host)
 
-    return write_file(folder, name, chunks())
-
-
-def read_tensors(content: bytes, source: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors in the bytes of a safetensors file, on `device`; `source` is named where they are none."""
-    try:
-        return {key: tensor.to(device) for key, tensor in safetensors.torch.load(content).items()}
-    except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{source}: not a tensor file that can be read: {error}; use another checkpoint") from error
+    return folder.write(name, chunks())
 
 
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """True where no floating or complex tensor holds NaN or infinity; waits once for each device, whatever the number of tensors."""
-    verdicts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            wide = tensor.detach().float() if tensor.itemsize == 1 else tensor.detach()  # float8 knows no isfinite
-            verdicts[tensor.device].append(torch.isfinite(wide).all())
-    return all(bool(torch.stack(of_device).all()) for of_device in verdicts.values())
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide dtypes first, so that each tensor stands aligned for whoever maps the file."""
+    return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
 
 
-def _check(key: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise CheckpointError(f"{key}: a {type(tensor)} cannot be written to a tensor file; save a plain tensor")
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise `CheckpointError` for a tensor that a file cannot hold: sparse, quantized, meta, complex128, a subclass.
+
+    Of a DTensor, give the local part.
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise CheckpointError(f"{name}: a {type(tensor)} cannot be written to a tensor file; save a plain tensor")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta tensor" if tensor.is_meta else "quantized" if tensor.is_quantized else f"{tensor.layout} tensor"
-        raise CheckpointError(f"{key}: a {kind} cannot be written to a tensor file; save a dense one with data")
-    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(f"{name}: a {kind} cannot be written to a tensor file; save a dense one with data")
+    if tensor.dtype not in DTYPES:
         raise CheckpointError(
-            f"{key}: {tensor.dtype} cannot be written to a tensor file; save it as .view(torch.uint8) or cast it"
+            f"{name}: {tensor.dtype} cannot be written to a tensor file; save it as .view(torch.uint8) or cast it"
         )
+
+
+def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
+    """The tensors in a safetensors file of `size_bytes`; `source` is named where it is none.
+
+    Raises `CheckpointError` unless the entries fill the file, one after the other, each with the bytes that its dtype and size need.
+    """
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size_bytes - 8, _LONGEST_HEADER):
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found, end = {}, 0
+        for key, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+            dtype, size = DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
+            if not all(type(n) is int and n >= 0 for n in size):
+                raise ValueError(f"{key} has size {size}")
+            start, end = end, end + math.prod(size) * dtype.itemsize
+            if entry["data_offsets"] != [start, end]:
+                raise ValueError(f"{key} does not stand where the one before it ends")
+            found[key] = Entry(dtype, size, 8 + length + start)
+        if 8 + length + end != size_bytes:
+            raise ValueError(f"{8 + length + end} bytes in a file of {size_bytes}")
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{source}: not a tensor file that can be read: {error!r}; use another checkpoint") from error
+    return found
+
+
+def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
+    """Fill `rows`, contiguous on the CPU, with the rows from `start` on of a tensor in a file, or with all of one without dimensions."""
+    file.seek(entry.start + start * math.prod(entry.size[1:]) * entry.dtype.itemsize)
+    memory = memory_of(rows)
+    while memory:
+        got = file.readinto(memory)  # type: ignore[attr-defined]  # all that we open have it
+        if not got:
+            raise EOFError("the file ends too early")
+        memory = memory[got:]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, as they lie in memory; the tensor must outlive them."""
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: of a DTensor its shard, of any other all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
+    """True where no floating or complex tensor holds NaN or infinity, on any rank of `group`: then a collective, with the same answer.
+
+    Of a DTensor each rank looks at its shard. Waits once for each device, whatever the number of tensors.
+    """
+    verdicts: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            part = local_part(tensor)
+            wide = part.float() if part.itemsize == 1 else part  # float8 knows no isfinite
+            verdicts[part.device].append(torch.isfinite(wide).all())
+    here = all(bool(torch.stack(of_device).all()) for of_device in verdicts.values())
+    return RankGroup(group).all(here)

@@ -8,6 +8,7 @@ from typing import Any
 
 from callsheet.callback import Callback
 from callsheet.context import Context
+from callsheet.costs import CostReport, Window
 
 
 class Logger(Callback):
@@ -31,3 +32,16 @@ class Logger(Callback):
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
         """A file that was written."""
+
+    def log_call_sheet(self, ctx: Context, sheet: str) -> None:
+        """Who is called when, as a printable table; told once, when the checkpoint has been loaded."""
+
+    def log_costs(self, ctx: Context, report: CostReport) -> None:
+        """What the callbacks have cost so far in this process; every telling replaces the one before."""
+
+    def log_timeline(self, ctx: Context, window: Window) -> None:
+        """Where the time of a few steps in a row went."""
+
+
+for _method in ("log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_costs", "log_timeline"):
+    getattr(Logger, _method).does_nothing = True  # nobody calls it where it is not overridden

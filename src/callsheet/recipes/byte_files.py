@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from callsheet.errors import ConfigError
 
@@ -21,27 +22,33 @@ _TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 @dataclass
 class ByteFiles:
-    """Which files, and how they become batches.
+    """Which files, and how they become windows of tokens.
 
     Args:
         folder: where the files are; None is the standard library of the running Python, without its tests.
         pattern: which files in it and below, such as `*.py`.
         sequence_length: bytes a window.
         validation_percent: how many files of a hundred are for validation; a file's name decides, so that it stays where it is.
-        validation_batches: how many batches an evaluation takes, spread over the validation files.
+        test_percent: likewise, for the test when all is done.
+        validation_windows: how many windows are evaluated, and tested, spread over their files.
     """
 
     folder: str | None = None
     pattern: str = "*.py"
     sequence_length: int = 128
     validation_percent: int = 5
-    validation_batches: int = 40
+    test_percent: int = 5
+    validation_windows: int = 640
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_percent < 100:
-            raise ConfigError(f"data.validation_percent={self.validation_percent}: give more than 0 and less than 100")
-        if self.sequence_length < 2 or self.validation_batches < 1:
-            raise ConfigError("data.sequence_length must be 2 or more, and data.validation_batches 1 or more")
+        held_out = self.validation_percent + self.test_percent
+        if not (self.validation_percent > 0 and self.test_percent > 0 and held_out < 100):
+            raise ConfigError(
+                f"data.validation_percent={self.validation_percent}, data.test_percent={self.test_percent}: give each more than 0, "
+                "and together less than 100"
+            )
+        if self.sequence_length < 2 or self.validation_windows < 1:
+            raise ConfigError("data.sequence_length must be 2 or more, and data.validation_windows 1 or more")
 
     @cached_property
     def root(self) -> Path:
@@ -49,22 +56,24 @@ class ByteFiles:
         return Path(self.folder if self.folder is not None else sysconfig.get_path("stdlib"))
 
     @cached_property
-    def files(self) -> tuple[list[Path], list[Path]]:
-        """The files for training and for validation.
+    def files(self) -> tuple[list[Path], list[Path], list[Path]]:
+        """The files for training, for validation and for the test.
 
         Raises:
-            ConfigError: one of the two is empty.
+            ConfigError: one of the three is empty.
         """
         if not self.root.is_dir():
             raise ConfigError(f"data.folder: there is no folder {self.root}")
         found = [path for path in sorted(self.root.rglob(self.pattern)) if not _TESTS & set(path.relative_to(self.root).parts)]
-        parts: tuple[list[Path], list[Path]] = ([], [])
+        parts: tuple[list[Path], list[Path], list[Path]] = ([], [], [])
         for path in found:
             name = path.relative_to(self.root).as_posix().encode()
-            parts[int.from_bytes(sha256(name).digest()[:4]) % 100 < self.validation_percent].append(path)
+            draw = int.from_bytes(sha256(name).digest()[:4]) % 100
+            is_test = draw < self.validation_percent + self.test_percent
+            parts[1 if draw < self.validation_percent else 2 if is_test else 0].append(path)
         if not all(parts):
             raise ConfigError(
-                f"data: {self.root} has {len(found)} files {self.pattern}, too few to have some for training and some for validation"
+                f"data: {self.root} has {len(found)} files {self.pattern}, too few to have some for training, for validation and for the test"
             )
         return parts
 
@@ -78,15 +87,26 @@ class ByteFiles:
         """All validation files, one after another."""
         return _read(self.files[1])
 
-    def train_dataloader(self, batch_size: int) -> DataLoader[dict[str, Tensor]]:
-        """Windows of the training bytes in random order; batches of `input_ids` and `labels`, int64, (batch, sequence_length)."""
-        return _loader(Windows(self.train_bytes, self.sequence_length), batch_size, shuffle=True)
+    def train(self) -> Windows:
+        """Windows of the training bytes: `input_ids` and `labels`, int64, (sequence_length,)."""
+        return Windows(self.train_bytes, self.sequence_length)
 
-    def validation_dataloader(self, batch_size: int) -> DataLoader[dict[str, Tensor]]:
-        """Every so many windows of the validation bytes, in order."""
-        wanted = self.validation_batches * batch_size
-        step = max(1, len(self.validation_bytes) // self.sequence_length // wanted)
-        return _loader(Windows(self.validation_bytes, self.sequence_length, step=step, most=wanted), batch_size, shuffle=False)
+    def validation(self) -> Windows:
+        """Some windows of the validation bytes, in order."""
+        return self._some(self.validation_bytes)
+
+    def test(self) -> Windows:
+        """Some windows of the test's bytes, in order."""
+        return self._some(_read(self.files[2]))
+
+    def about(self) -> str:
+        """How much of what."""
+        held_out = f"{len(self.validation_bytes) / 1e6:.1f} MB held out"
+        return f"{len(self.train_bytes) / 1e6:.1f} MB of {self.pattern} in {self.root}, {held_out}"
+
+    def _some(self, data: NDArray[np.uint8]) -> Windows:
+        step = max(1, len(data) // self.sequence_length // self.validation_windows)
+        return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
         """The cross-entropy of the validation bytes in nats a byte, under the training bytes' unigram and bigram counts.
@@ -102,9 +122,9 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Stretches of `length` bytes, every `step`-th of them and at most `most`."""
+    """Stretches of `length` tokens, every `step`-th of them and at most `most`."""
 
-    def __init__(self, data: NDArray[np.uint8], length: int, *, step: int = 1, most: int | None = None) -> None:
+    def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]
         self._data = data
         self._length = length
@@ -116,10 +136,6 @@ class Windows(Dataset[dict[str, Tensor]]):
         start = self._starts[index]
         window = torch.from_numpy(self._data[start : start + self._length].astype(np.int64))
         return {"input_ids": window, "labels": window}
-
-
-def _loader(windows: Windows, batch_size: int, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(windows, batch_size=batch_size, shuffle=shuffle, drop_last=shuffle)
 
 
 def _read(files: list[Path]) -> NDArray[np.uint8]:

@@ -1,167 +1,73 @@
-"""Pretraining: a small Llama-shaped language model on bytes, from nothing."""
+"""Pretraining: a causal language model from nothing, on text."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-import yaml
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
 from callsheet.callback import Callback
-from callsheet.checkpoint import find_checkpoints
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.manager import CallbackManager
 from callsheet.recipes.byte_files import ByteFiles
-from callsheet.time import TimeUnit
-from callsheet.trainer import Trainer
-from callsheet.trainer.arguments import duration, interval, positive
-from callsheet.trainer.checkpoints import AUTO
+from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.job import JobConfig
+from callsheet.recipes.language_model import BYTE_TOKENIZER, LanguageModel
+from callsheet.recipes.recipe import Recipe
+from callsheet.recipes.text_rows import TextRows
+from callsheet.recipes.writing import continued, passages
+from callsheet.trainer.arguments import positive
+from callsheet.trainer.tasks import ForwardStepTask, Task
 
-logger = logging.getLogger("callsheet")
-
-BYTES = 256  # the vocabulary
-_MAY_CHANGE = frozenset(
-    {
-        "resume",
-        "max_duration",
-        "eval_interval",
-        "log_interval",
-        "threads",
-        "prompts",
-        "generated_bytes",
-        "callbacks",
-        "loggers",
-        "runs_folder",
-    }
-    | {"recipe", "config"}
-)
-"""Keys that a run may go on with under other values: they do not change what is trained on what."""
+ForwardStep = Callable[[nn.Module, Any], Any]
 
 
-@dataclass
-class LlamaShape:
-    """The shape of the model; a transformers `LlamaConfig` is made of it, and no weights are downloaded.
-
-    Args:
-        hidden_size: width of the residual stream.
-        layers: how many blocks.
-        heads: attention heads; they divide `hidden_size`.
-        intermediate_size: width of the feed-forward layers.
-    """
-
-    hidden_size: int = 192
-    layers: int = 4
-    heads: int = 6
-    intermediate_size: int = 512
-
-    def build(self, longest: int) -> Any:
-        """A model with random weights, for sequences of up to `longest` bytes."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=BYTES,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.intermediate_size,
-            max_position_embeddings=longest,
-            tie_word_embeddings=True,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return LlamaForCausalLM(config)
-
-
-@dataclass
-class AdamWWithWarmup:
-    """AdamW, with a learning rate that rises in a straight line and then stays.
-
-    Args:
-        learning_rate: after the warm-up.
-        warmup_steps: how many steps it takes to get there.
-        weight_decay: on every parameter.
-    """
-
-    learning_rate: float = 2e-3
-    warmup_steps: int = 50
-    weight_decay: float = 0.01
-
-    def optimizer(self, parameters: list[torch.nn.Parameter]) -> Optimizer:
-        """The optimizer, over these parameters."""
-        return AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
-
-    def scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """The scheduler, stepped after every optimizer step."""
-        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, self.warmup_steps)))
-
-
-@dataclass
-class PretrainConfig:
+@dataclass(kw_only=True)
+class PretrainConfig(JobConfig):
     """What the recipe is made of.
 
     Args:
-        run_name: of the run, and of its folder in `runs_folder`.
-        runs_folder: where the folders of runs stand.
-        resume: `auto` goes on with the run of this name, if there is one; `new` sets its folder aside and starts anew; or a checkpoint's path.
-        seed: of the weights, the order of the data, and the generated text.
-        max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
-        eval_interval: how often to evaluate; also at the end.
-        log_interval: how often to make a record, in batches.
-        batch_size: sequences a step.
-        microbatch_size: sequences a forward and backward; None is the whole batch.
-        clip_grad_norm: the gradient norm above which gradients are scaled down.
-        threads: of torch on the CPU; None leaves it to torch.
+        model: what is trained.
+        data: files to train on, byte by byte.
+        rows: texts to train on instead, by the tokens of `model.tokenizer`.
         prompts: what the trained model is asked to continue.
-        generated_bytes: how far.
+        generated_tokens: how far.
+        temperature: of the drawing of each token.
     """
 
     run_name: str = "pretrain"
-    runs_folder: str = "runs"
-    resume: str = "auto"
-    seed: int = 17
     max_duration: str = "75s"
-    eval_interval: str = "200ba"
-    log_interval: int = 10
-    batch_size: int = 16
-    microbatch_size: int | None = None
-    clip_grad_norm: float | None = 1.0
-    threads: int | None = None
-    model: LlamaShape = field(default_factory=LlamaShape)
+    eval_interval: str | None = "200ba"
+    model: LanguageModel = field(default_factory=LanguageModel)
     data: ByteFiles = field(default_factory=ByteFiles)
-    optimizer: AdamWWithWarmup = field(default_factory=AdamWWithWarmup)
+    rows: TextRows | None = None
     prompts: list[str] = field(default_factory=lambda: ["def ", "import ", "class "])
-    generated_bytes: int = 160
+    generated_tokens: int = 160
+    temperature: float = 0.7
+
+    may_change: ClassVar[frozenset[str]] = JobConfig.may_change | {"prompts", "generated_tokens", "temperature"}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not all(self.prompts):
             raise ConfigError("prompts: a prompt needs at least one character")
-        duration(self.max_duration, None)
-        interval("eval_interval", self.eval_interval, TimeUnit.EPOCH)
-        for name in ("log_interval", "batch_size", "microbatch_size", "generated_bytes", "threads"):
-            positive(name, getattr(self, name), int)
+        positive("generated_tokens", self.generated_tokens, int)
 
 
-class Pretrain:
-    """Pretraining: a small Llama-shaped language model on bytes, from nothing.
+class Pretrain(Recipe[PretrainConfig]):
+    """Pretraining: a causal language model from nothing, on text.
 
-    `setup()` makes everything and finds out what there is to resume; `run()` trains, evaluates and generates; `report()` says what
-    came of it.
+    It is evaluated at its interval, and evaluated and tested when training is over.
 
     Args:
-        config: what the job is made of.
-        callbacks: a manager, a callback, or any iterable of callbacks.
-        loggers: more callbacks, told after the others.
-        resolved: the whole configuration as YAML, for the run's folder.
+        forward_step: the whole step in the manner of Megatron: `forward_step(model, batch)` gives the outputs and a function of them
+            that gives the mean loss; None is the model's own loss.
     """
 
-    Config: ClassVar[type[PretrainConfig]] = PretrainConfig
+    Config = PretrainConfig
+    results_are_in = "nats a token, on texts that the model has not seen"
 
     def __init__(
         self,
@@ -169,158 +75,98 @@ class Pretrain:
         callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
         loggers: Iterable[Callback] = (),
         *,
+        forward_step: ForwardStep | None = None,
         resolved: str = "",
     ) -> None:
-        self.config = config or PretrainConfig()
-        self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
-        self.callbacks.add(loggers)
-        self.resolved = resolved
-        self.results: dict[str, float] = {}
-        self.generations: list[list[str]] = []
-        self.trainer: Trainer
-        self._aside: Path | None = None
+        super().__init__(config, callbacks, loggers, resolved=resolved)
+        self.forward_step = forward_step
+        self.generations: list[tuple[str, str]] = []
 
-    def setup(self) -> None:
-        """Make the model, the data and the trainer; a run that is there already is resumed or set aside."""
+    # --- the job ---
+
+    def read_data(self) -> None:
+        """Find the files, whose tokens are their bytes; or read the rows, and make tokens of them."""
         config = self.config
-        folder = Path(config.runs_folder) / config.run_name
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        model = config.model.build(config.data.sequence_length + config.generated_bytes)
-        _ = config.data.files  # what cannot work should fail before the earlier run is touched
-        resume = None if config.resume == "new" else config.resume
-        if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
-            resume = None  # there is nothing to go on from, or only half a record of it
-        if resume is None:
-            self._aside = set_aside(folder)
-        elif resume == AUTO:
-            self._refuse_another_job(folder / "config.yaml")
-        try:
-            self.trainer = self._trainer(model, resume)
-        except BaseException:
-            if self._aside is not None and not folder.exists():
-                self._aside.rename(folder)
-                logger.info("the run in %s is there again", folder)
-            raise
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
-        if self.resolved:
-            (folder / "config.yaml").write_text(self.resolved)
-
-    def _trainer(self, model: Any, resume: str | None) -> Trainer:
-        config = self.config
-        return Trainer(
-            model,
-            train_dataloader=lambda: config.data.train_dataloader(config.batch_size),
-            eval_dataloader=lambda: config.data.validation_dataloader(config.batch_size),
-            optimizer=config.optimizer.optimizer,
-            scheduler=config.optimizer.scheduler,
-            max_duration=config.max_duration,
-            microbatch_size=config.microbatch_size,
-            clip_grad_norm=config.clip_grad_norm,
-            eval_interval=config.eval_interval,
-            log_interval=config.log_interval,
-            callbacks=self.callbacks,
-            run_name=config.run_name,
-            runs_folder=config.runs_folder,
-            resume=resume,
-            seed=config.seed,
-            config=asdict(config),
-        )
-
-    def _refuse_another_job(self, path: Path) -> None:
-        """Going on with a run means going on with its model, data and optimizer: half of one job and half of another is neither."""
-        if not self.resolved or not path.exists():
+        if config.rows is not None:
+            self.tokenizer = config.model.make_tokenizer()
+            self._texts = config.rows.sets(self.tokenizer)
+            self._sets: dict[str, Any] = dict(self._texts.datasets)
             return
-        before, now = yaml.safe_load(path.read_text()), yaml.safe_load(self.resolved)
-        changed = sorted(key for key in now if key not in _MAY_CHANGE and now[key] != before.get(key))
-        if changed:
-            raise ConfigError(
-                f"{path.parent} holds a run with another {', '.join(changed)}; --resume new sets it aside and starts anew, "
-                "--run_name starts beside it"
-            )
+        if config.model.tokenizer not in (None, BYTE_TOKENIZER) or config.model.path is not None:
+            raise ConfigError("data: files are bytes, and the model has a tokenizer; give it rows instead, with the files' texts")
+        self.tokenizer = byte_tokenizer()
+        self._sets = {"train": config.data.train(), "validation": config.data.validation(), "test": config.data.test()}
 
-    def found(self) -> str:
-        """What was there, and what will be done about it, in a sentence or two."""
-        trainer, again = self.trainer, "--resume new sets it aside and starts anew"
-        data = self.config.data
-        size = f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} million parameters on {trainer.device}"
-        lines = [
-            f"{size}; {len(data.train_bytes) / 1e6:.1f} MB of {data.pattern} in {data.root}, {len(data.validation_bytes) / 1e6:.1f} MB held out"
-        ]
-        step, elapsed = trainer.state.timestamp.batch, trainer.state.elapsed or 0.0
-        if self._aside is not None:
-            had = "" if self.config.resume == "new" else ", which had no checkpoint,"
-            lines.append(f"The run that was there{had} is now {self._aside}; starting anew.")
-        elif step and trainer.state.is_complete:
-            longer = trainer.state.max_duration * 2 if trainer.state.max_duration is not None else ""
-            lines.append(
-                f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} goes on, {again}."
-            )
-        elif step:
-            lines.append(
-                f"Found the run {trainer.run.name!r} at step {step}, {elapsed:.0%} of {trainer.state.max_duration}; going on with it ({again})."
-            )
+    def make_model(self) -> nn.Module:
+        """A causal language model over the tokenizer's ids."""
+        from transformers import AutoModelForCausalLM
+
+        window = (self.config.rows or self.config.data).sequence_length
+        prompts = max((len(self.tokenizer.encode(prompt)) for prompt in self.config.prompts), default=0)
+        longest = max(window, prompts + self.config.generated_tokens)
+        return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
+
+    def make_task(self) -> Task | None:
+        """The model's own loss, or `forward_step`."""
+        return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
+
+    def train_data(self) -> Iterable[Any]:
+        """Windows of the text in random order."""
+        return self.loader(self._sets["train"], train=True)
+
+    def validation_data(self) -> Mapping[str, Iterable[Any]]:
+        """Some windows of the files that are for validation, or all of the rows."""
+        return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
+
+    def test_data(self) -> Iterable[Any] | None:
+        """As many of the files that are for the test, or its rows."""
+        return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
+
+    def processor(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    def about_data(self) -> str:
+        """How much of what."""
+        return str(self._texts) if self.config.rows is not None else self.config.data.about()
+
+    def finish(self) -> None:
+        """Count the baselines, and have the model write."""
+        self.results = {f"{name}/loss": found["loss"] for name, found in self.evaluated.items()}
+        if self.config.rows is None:
+            self.results |= zip(("unigram", "bigram"), self.config.data.baselines(), strict=True)
         else:
-            lines.append(f"Starting the run {trainer.run.name!r}, for {trainer.state.max_duration}.")
-        return "\n".join(lines)
-
-    def run(self) -> dict[str, float]:
-        """Train, evaluate, and write a few lines; returns the validation loss and its baselines, in nats a byte."""
-        with self.trainer as trainer:
-            trainer.fit()
-            if trainer.preempted:
-                return self.results
-            loss = (trainer.eval_results or trainer.evaluate())["validation"]["loss"]  # a run that was complete has not evaluated
-            logger.info("writing %d bytes after each of %d prompts", self.config.generated_bytes, len(self.config.prompts))
-            self.generations = [[prompt, self.generate(prompt)] for prompt in self.config.prompts]
-            if self.generations:
-                trainer.ctx.log_table("generations", ["prompt", "continuation"], self.generations)
-            logger.info("counting bytes for the baselines")
-            unigram, bigram = self.config.data.baselines()
-            self.results = {"validation/loss": loss, "unigram": unigram, "bigram": bigram}
-        return self.results
-
-    def report(self) -> str:
-        """What came of it: the loss beside its baselines, what the model writes, and where everything lies."""
-        folder = self.trainer.run.folder
-        lines = [f"--- {prompt!r} goes on ---\n{prompt}{written}\n" for prompt, written in self.generations]
-        if self.results:
-            lines.append("nats a byte, on validation files that the model has not seen:")
-            lines += [f"  {name:<16}{value:6.3f}" for name, value in self.results.items()]
-        checkpoints = folder / "checkpoints" if folder is not None else None
-        lines.append(f"\nThe run ({self.trainer.run.outcome}, {self.trainer.state.timestamp.batch} steps) lies in {folder}: ")
-        if folder is not None and folder.exists():
-            lines[-1] += ", ".join(sorted(entry.name for entry in folder.iterdir()))
-        if checkpoints is not None and checkpoints.exists():
-            lines.append(f"Its checkpoints: {', '.join(sorted(entry.name for entry in checkpoints.iterdir() if entry.is_dir()))}")
-        return "\n".join(lines)
-
-    def generate(self, prompt: str, *, temperature: float = 0.7) -> str:
-        """What the model writes after `prompt`: bytes drawn at `temperature`, decoded as UTF-8."""
-        model: Any = self.trainer.model
-        model.eval()
-        ids = torch.tensor([list(prompt.encode())], device=self.trainer.device)
-        written = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.config.generated_bytes,
-            do_sample=True,
-            use_cache=True,
-            temperature=temperature,
-            pad_token_id=0,
+            unigrams = {f"{name}, unigram": self._texts.unigram(name) for name in self.evaluated}
+            self.results |= {name: value for name, value in unigrams.items() if value is not None}
+        config = self.config
+        self.generations = continued(
+            self.trainer,
+            config.prompts,
+            self.tokenizer,
+            config.generated_tokens,
+            temperature=config.temperature,
+            seed=config.seed,
         )
-        return bytes(written[0, ids.shape[1] :].tolist()).decode(errors="replace")
+
+    def written(self) -> Iterable[str]:
+        """Each prompt, and how the model goes on from it."""
+        return passages(self.generations)
 
 
-def set_aside(folder: Path) -> Path | None:
-    """Rename a run's folder to the first free `<name>.<number>`, so that a new run can have its name; None where there is none."""
-    if not folder.exists():
-        return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    logger.info("the run in %s is now %s", folder, aside)
-    return aside
+def pretrain(
+    config: PretrainConfig | None = None,
+    forward_step: ForwardStep | None = None,
+    *,
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] = (),
+) -> Pretrain:
+    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+
+    Example:
+        >>> from callsheet.recipes import pretrain  # doctest: +SKIP
+        >>> pretrain(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
+    """
+    recipe = Pretrain(config, callbacks, loggers, forward_step=forward_step)
+    recipe.setup()
+    recipe.run()
+    return recipe

@@ -1,6 +1,32 @@
-"""For tests: record what a loop tells, and hold it against the lifecycle."""
+"""For tests: hold a callback against what all have to hold, record what a loop tells, hold it against the lifecycle's grammar, and run a
+function on several ranks."""
 
+from callsheet.testing.conformance import CONFORMANCE, Check, check_callback
+from callsheet.testing.conformance_on_ranks import check_on_ranks, find_on_ranks
 from callsheet.testing.grammar import GrammarChecker, GrammarError, check_events
+from callsheet.testing.ranks import RankEnd, RankProcesses, RanksFailed, run_ranks
 from callsheet.testing.recorder import Recorder, Told
+from callsheet.testing.scene import ConformanceError, Subject
+from callsheet.testing.small_run import SmallModel, small_batches, small_trainer
 
-__all__ = ["GrammarChecker", "GrammarError", "Recorder", "Told", "check_events"]
+__all__ = [
+    "CONFORMANCE",
+    "Check",
+    "ConformanceError",
+    "GrammarChecker",
+    "GrammarError",
+    "RankEnd",
+    "RankProcesses",
+    "RanksFailed",
+    "Recorder",
+    "SmallModel",
+    "Subject",
+    "Told",
+    "check_callback",
+    "check_events",
+    "check_on_ranks",
+    "find_on_ranks",
+    "run_ranks",
+    "small_batches",
+    "small_trainer",
+]

@@ -1,6 +1,9 @@
 """callsheet's own training loop."""
 
-from callsheet.trainer.tasks import HuggingFaceTask, SupervisedTask, Task
+from callsheet.trainer.data import SeededDataset
+from callsheet.trainer.evaluation import Evaluator
+from callsheet.trainer.parallel import Parallel
+from callsheet.trainer.tasks import ForwardStepTask, HuggingFaceTask, SupervisedTask, Task
 from callsheet.trainer.trainer import Trainer
 
-__all__ = ["HuggingFaceTask", "SupervisedTask", "Task", "Trainer"]
+__all__ = ["Evaluator", "ForwardStepTask", "HuggingFaceTask", "Parallel", "SeededDataset", "SupervisedTask", "Task", "Trainer"]

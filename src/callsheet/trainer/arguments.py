@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from callsheet.callback import Callback, label_of
+from callsheet.distributed import Ranks
 from callsheet.errors import ConfigError
 from callsheet.time import Interval, Time, TimeUnit
-from callsheet.trainer.batches import Loader, made
+from callsheet.trainer.batches import Loader
+from callsheet.trainer.parallel import Parallel
+from callsheet.trainer.world import World
+
+_MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
+"""A rank's own; of the callbacks those are compared that need all ranks."""
 
 
 def duration(given: str | int | Time, epochs_per_round: int | None) -> Time:
@@ -35,6 +47,96 @@ def interval(name: str, given: str | int | Time, default: TimeUnit) -> Interval:
         raise ConfigError(f"{name}={given!r}: {error}") from None
 
 
+def log_boundary(given: str | int | Time) -> Interval:
+    """How often a record is made: in units that move between log boundaries."""
+    every = interval("log_interval", given, TimeUnit.BATCH)
+    if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
+        raise ConfigError(
+            f"log_interval={given!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
+        )
+    return every
+
+
+def check_alike(world: World, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Refuse arguments that differ between the ranks, which would sooner or later wait for each other in different places: a collective.
+
+    What is no plain value must be given everywhere or nowhere; callbacks that need all ranks must be on all of them.
+    """
+    here = {name: _told(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
+    here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])
+    here["callbacks that need all ranks"] = repr([label_of(callback) for callback in callbacks if callback.collective])
+    of_ranks: list[dict[str, str]] = world.gather(here)
+    for rank, there in enumerate(of_ranks):
+        for name, value in there.items():
+            if value != of_ranks[0][name]:
+                raise ConfigError(
+                    f"{name} is {value} on rank {rank}, and {of_ranks[0][name]} on rank 0; give the same on every rank (a callback gates "
+                    "its own writing)"
+                )
+
+
+def _told(value: Any) -> str:
+    return (
+        repr(value)
+        if value is None or isinstance(value, (bool, int, float, str, tuple, os.PathLike, Time, Parallel))
+        else "given"
+    )
+
+
+def check_run_name(run_name: str | None, resume: object) -> None:
+    """Refuse a name that is no folder's, and resuming without one."""
+    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
+    if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
+        raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
+    if resume == "auto" and run_name is None:
+        raise ConfigError("resume='auto' needs a run_name: under a new name there is never anything to resume")
+
+
+def new_name() -> str:
+    """A name for a run that was given none: the time, and enough chance that two of a second differ."""
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
+    """The device of this rank: `auto` is CUDA where there is one, and `cuda` among several ranks each one's own."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given)
+    except RuntimeError as error:
+        raise ConfigError(f"device={given!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+    if device.type != "cuda" or ranks.world_size == 1:
+        return device
+    if ":" not in str(device):
+        device = torch.device("cuda", ranks.local_rank)
+    if device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {ranks.local_rank} wants {device}, and this machine has {torch.cuda.device_count()}; start as many ranks a "
+            "machine as it has devices (torchrun --nproc_per_node), or give device='cpu'"
+        )
+    torch.cuda.set_device(device)
+    return device
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Have the model compute activations again in its backward.
+
+    Raises:
+        ConfigError: it offers no way.
+    """
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers' new name, and its old one
+    name = next((name for name in names if hasattr(model, name)), None)
+    if name is None:
+        raise ConfigError(
+            f"gradient_checkpointing=True: {type(model).__name__} has no gradient_checkpointing_enable(), as Hugging Face models do; "
+            "wrap its blocks in torch.utils.checkpoint instead"
+        )
+    enable: Any = getattr(model, name)
+    try:
+        enable(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
+    except ValueError as error:  # a Hugging Face model that has none
+        raise ConfigError(f"gradient_checkpointing=True: {error}") from error
+
+
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     """None, or a number above zero; a whole one where `kind` is int."""
     if value is None:
@@ -44,17 +146,20 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     return value
 
 
-def named_loaders(loaders: Loader | Mapping[str, Loader] | None, argument: str) -> dict[str, Iterable[Any]]:
+def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
     """The dataloaders by name; one alone is called `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
-    return {name: made(loader, f"{argument} {name!r}") for name, loader in named.items() if loader is not None}
+    return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
     """The optimizer, or what its factory makes of the parameters that are trained."""
     optimizer = given
     if not isinstance(given, Optimizer):
-        optimizer = given([parameter for parameter in model.parameters() if parameter.requires_grad])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ConfigError("the model has no parameter that is trained (requires_grad), so there is nothing to optimize")
+        optimizer = given(trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer gave {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters")
     ours = {id(parameter) for parameter in model.parameters()}

@@ -1,149 +1,167 @@
-"""Batches: where they come from, how they are split and moved, and where in the data a run stands."""
+"""Batches: the training data epoch by epoch, where in it a run stands, and how batches are moved."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from callsheet.distributed import Ranks
 from callsheet.errors import ConfigError
-from callsheet.randomness import random_state, restore_random_state
-
-logger = logging.getLogger("callsheet")
-
-Loader = Iterable[Any] | Callable[[], Iterable[Any]]
-
-
-def made(loader: Loader, argument: str) -> Iterable[Any]:
-    """The dataloader itself, or what its factory returns.
-
-    Raises:
-        ConfigError: it cannot be iterated over again and again, or is known to be empty.
-    """
-    if callable(loader) and not isinstance(loader, Iterable):
-        loader = loader()
-    if not isinstance(loader, Iterable):
-        raise ConfigError(
-            f"{argument} is {type(loader).__name__}, which cannot be iterated over; give a dataloader, or a function that makes one"
-        )
-    if isinstance(loader, Iterator):
-        raise ConfigError(
-            f"{argument} is an iterator, which serves one epoch only; give a dataloader, a list, or a function that makes one"
-        )
-    if length_of(loader) == 0:
-        raise ConfigError(f"{argument} has no batches; is the dataset empty, or smaller than a batch with drop_last=True?")
-    return loader
-
-
-def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches an epoch has, or None where nobody knows beforehand."""
-    try:
-        return len(loader)  # type: ignore[arg-type]  # not all iterables have a length: that is the question
-    except (TypeError, NotImplementedError):
-        return None
+from callsheet.trainer.data import Sharing, sharing_of
+from callsheet.trainer.data.loaders import Loader as Loader
+from callsheet.trainer.data.loaders import made as made
+from callsheet.trainer.data.loaders import random_state_of, restore_random_state_of
+from callsheet.trainer.data.ways import CountSamples
+from callsheet.trainer.world import World
 
 
 class TrainBatches:
     """The training batches, epoch by epoch, and the place in them: what a resumed run needs to draw what an unbroken one would have.
 
-    A dataloader with `state_dict` and `load_state_dict` keeps its own place within an epoch. Any other is started again from the random
-    states that it started the epoch with, and what was taken is drawn again and dropped: the order is exact, and with `num_workers=0`
-    so is what the dataset draws. Generators of its own that the dataloader or its sampler has are kept too.
+    How the ranks share them, and come back to a place in them, is said in `callsheet.trainer.data`. One process draws from its
+    dataloader as it is.
+
+    Args:
+        world: the ranks that share the data; None is one process.
+        seed: of orders and augmentation where data is shared; the same on all ranks.
+        shard: False where each rank's dataloader gives its own share already.
+        count_samples: how many samples a batch holds.
     """
 
-    def __init__(self) -> None:
-        self.loader: Iterable[Any] | None = None
+    def __init__(
+        self,
+        world: World | None = None,
+        seed: int = 0,
+        *,
+        shard: bool = True,
+        count_samples: CountSamples | None = None,
+    ) -> None:
+        self._world = world or World(Ranks(), torch.device("cpu"), timeout=0)
+        self.seed = seed
+        """Of orders and augmentation: of the run that is resumed, where one is."""
+        self._shard = shard
+        self._count_samples = count_samples
+        self._loader: Iterable[Any] | None = None
+        self._argument = ""
+        self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the one in progress
-        self._at_start: dict[str, Any] | None = None  # its random states
         self._resumed: Mapping[str, Any] | None = None  # until its epoch begins
+        self.taken = 0
+        """How many batches of the epoch in hand this rank has trained on, fillers included; whoever trains on them counts them."""
+
+    @property
+    def loader(self) -> Iterable[Any] | None:
+        """The dataloader as it was given."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Loader) -> None:
+        """As `load`."""
+        self.load(loader)
+
+    def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
+        """Take the dataloader, or what its factory makes. A collective.
+
+        Raises:
+            ConfigError: it cannot be iterated over again and again, is empty, or cannot be shared between the ranks, or the checkpoint
+                that is to be resumed was saved in the midst of an epoch that this world cannot go on with.
+        """
+        several = self._world.size > 1
+        self._loader = made(loader, argument, may_be_empty=several)  # one that is empty on some ranks is an error of all
+        self._argument = argument
+        self._choose()
 
     @property
     def length(self) -> int | None:
-        """How many batches an epoch has, where that is known."""
-        return length_of(self.loader) if self.loader is not None else None
+        """How many batches a rank takes in an epoch, where that is known."""
+        return self._sharing.length if self._sharing is not None else None
 
-    def epoch(self, number: int, taken: int) -> Iterator[Any]:
-        """The batches of epoch `number`, counted from 1, but for the `taken` that were trained on already.
+    @property
+    def is_at_end(self) -> bool:
+        """All batches of the epoch in hand have been taken, as far as that is known beforehand."""
+        return self._sharing is not None and self._sharing.left(self.taken) == 0
+
+    def epoch(self, number: int) -> Iterator[Any]:
+        """The batches of epoch `number`, counted from 1, but for those that were trained on already: the dataloader's own iterator, or,
+        where data is shared, `SharedBatches`.
 
         Raises:
             ConfigError: the data has changed since the checkpoint: it ends before its place in it.
         """
-        assert self.loader is not None
+        assert self._loader is not None
+        assert self._sharing is not None
         if self._epoch is not None:  # an earlier fit stopped in the midst of it
             return self._epoch
         resumed, self._resumed = self._resumed, None
-        if resumed is None:
-            return self._begin(number)
-        if not taken:
-            self._restore(resumed["now"])
-            return self._begin(number)
-        if resumed["loader"] is not None and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(resumed["loader"])
-            taken = 0
-        self._restore(resumed["at_start"])
-        epoch = self._begin(number)
-        self._drop(epoch, number, taken)
-        self._restore(resumed["now"])  # last: opening the data has drawn from them
-        return epoch
+        if resumed is not None and resumed["place"] is not None:
+            self._epoch = self._sharing.resume(number, self.taken, resumed["place"])
+            restore_random_state_of(self._loader, resumed["now"])  # last: opening the data has drawn from them
+            return self._epoch
+        if resumed is not None:
+            restore_random_state_of(self._loader, resumed["now"])
+        self._epoch = self._sharing.begin(number)
+        return self._epoch
 
     def end_epoch(self) -> None:
         """The epoch is over: there is no middle of it to come back to."""
-        self._epoch = self._at_start = None
+        self._epoch = None
+        self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The random states now and at the epoch's start, and the dataloader's own place: plain data and tensors."""
+        """This rank's random states, and the place in the epoch: plain data and tensors."""
         if self._resumed is not None:  # nothing has been drawn since
             return dict(self._resumed)
-        is_inside = self._epoch is not None and hasattr(self.loader, "state_dict")
+        is_inside = self._epoch is not None and self._sharing is not None
         return {
-            "now": self._random_state(),
-            "at_start": self._at_start,
-            "loader": self.loader.state_dict() if is_inside else None,  # type: ignore[union-attr]  # it has one, then
+            "now": random_state_of(self._loader),
+            "taken": self.taken,
+            "place": self._sharing.place(self.taken) if is_inside and self._sharing is not None else None,
+            "way": self._sharing.way if self._sharing is not None else None,
+            "world_size": self._world.size,
+            "seed": self.seed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Come back to where `state_dict` was read, when the epoch begins: random states are restored when the data has been opened."""
+        """Come back to where `state_dict` was read, when the epoch begins: random states are restored when the data has been opened.
+
+        The place may be that of another world size, and the random states are then those of some rank of it.
+        """
         self._resumed = state
+        self.taken, self.seed = state["taken"], state["seed"]
+        if self._loader is not None:
+            self._choose()
 
-    def _begin(self, number: int) -> Iterator[Any]:
-        for sampler in self._samplers():
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(number - 1)
-        self._at_start = self._random_state()
-        self._epoch = iter(self.loader or ())
-        return self._epoch
-
-    def _drop(self, epoch: Iterator[Any], number: int, taken: int) -> None:
-        began, is_told = time.monotonic(), False
-        for drawn in range(taken):
-            if next(epoch, None) is None:
-                raise ConfigError(
-                    f"epoch {number} ended after {drawn} batches, and the checkpoint was saved after {taken}: is this the same data?"
-                )
-            if not is_told and time.monotonic() - began > 5:
-                is_told = True
-                logger.info("coming back to batch %d of epoch %d: the batches before it are drawn again", taken, number)
-
-    def _samplers(self) -> list[Any]:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        found = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-        return [sampler for sampler in found if sampler is not None]
-
-    def _generators(self) -> list[torch.Generator]:
-        found = [getattr(owner, "generator", None) for owner in (self.loader, *self._samplers())]
-        return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
-
-    def _random_state(self) -> dict[str, Any]:
-        return {"global": random_state(), "generators": [generator.get_state() for generator in self._generators()]}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        restore_random_state(state["global"])
-        for generator, saved in zip(self._generators(), state["generators"], strict=False):
-            generator.set_state(saved)
+    def _choose(self) -> None:
+        resumed, world = self._resumed, self._world
+        way = resumed["way"] if resumed is not None else None
+        assert self._loader is not None
+        self._sharing = sharing_of(
+            self._loader,
+            world,
+            self.seed,
+            argument=self._argument,
+            shard=self._shard,
+            alone=world.size == 1 and way in (None, "own"),  # one process goes on with the order that many began
+            count_samples=self._count_samples,
+        )
+        if self._sharing.in_all is not None and self._sharing.in_all < world.size:
+            what = "samples" if self._sharing.way == "split" else "batches"
+            raise ConfigError(
+                f"{self._argument} has {self._sharing.in_all} {what}, fewer than the {world.size} ranks that train on them; give more data, "
+                "or start fewer ranks"
+            )
+        if resumed is None or not resumed["place"]:
+            return
+        is_other_world = "own" in (way, self._sharing.way) and resumed["world_size"] != world.size
+        if way != self._sharing.way or is_other_world:
+            raise ConfigError(
+                f"the checkpoint was saved in the midst of an epoch of {self._argument} whose batches were {way} on "
+                f"{resumed['world_size']} ranks, and are {self._sharing.way} on {world.size}: go on with {resumed['world_size']} ranks and "
+                "the same kind of data, or from a checkpoint of an epoch's end"
+            )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from callsheet.checkpoint import (
+    AsyncWriter,
+    Loaded,
+    RankLost,
     all_finite,
     find_checkpoints,
     flatten,
     point_latest,
     read_checkpoint,
-    read_manifest,
     write_checkpoint,
 )
 from callsheet.context import CheckpointInfo, Context
 from callsheet.control import SAVE_KINDS, Request
-from callsheet.errors import CheckpointError, ConfigError, did_you_mean
+from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
 from callsheet.spans import Spans
+from callsheet.trainer.world import World
 
 logger = logging.getLogger("callsheet")
 
 AUTO = "auto"
+
+_OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Stateful(Protocol):
@@ -46,48 +57,81 @@ class Typed:
     """An optimizer or scheduler as a part: its class is saved with it, since another's state would load and fail later."""
 
     def __init__(self, part: Any) -> None:
-        self._part = part
+        self.part = part
 
     def state_dict(self) -> dict[str, Any]:
         """The part's state, and its class's name."""
-        return {"class": type(self._part).__name__, "state": self._part.state_dict()}
+        return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load it; ValueError where it is another class's."""
-        if state["class"] != type(self._part).__name__:
-            raise ValueError(f"it is a {state['class']}'s, and this is a {type(self._part).__name__}")
-        self._part.load_state_dict(state["state"])
+        if state["class"] != type(self.part).__name__:
+            raise ValueError(f"it is a {state['class']}'s, and this is a {type(self.part).__name__}")
+        self.part.load_state_dict(state["state"])
 
 
 class Checkpoints:
-    """Reads and writes `<run folder>/checkpoints`.
+    """Reads and writes `<run folder>/checkpoints`: every method but `durable` is a collective.
 
     Args:
-        parts: what a checkpoint holds, by name; loaded in this order.
+        in_background: whether saving copies the state, and writes it while training goes on.
+        grace: seconds that a signal to make way leaves.
     """
 
-    def __init__(self, manager: CallbackManager, ctx: Context, spans: Spans, parts: dict[str, Stateful]) -> None:
+    def __init__(
+        self,
+        manager: CallbackManager,
+        ctx: Context,
+        spans: Spans,
+        world: World,
+        *,
+        in_background: bool,
+        grace: float,
+    ) -> None:
+        self.shared: dict[str, Stateful] = {}
+        """The parts that all ranks hold alike, or a shard each of; loaded in this order."""
+        self.local: dict[str, Stateful] = {}
+        """The parts that are this rank's own, loaded after them."""
+        self.begun = 0
+        """How many saves were begun in the background."""
         self._manager = manager
         self._ctx = ctx
         self._spans = spans
-        self.parts = parts
-        self._written: set[Path] = set()
+        self._world = world
+        self._writer = AsyncWriter(world.saving) if in_background else None
+        self._pending: CheckpointInfo | None = None  # in the background
+        self._grace = grace
+        self._is_slow = False
+        self._began = 0.0  # when the save in the background was
+        self._written: set[str] = set()
         self._named: set[str] = set()
+        self._is_auto = False
+        self._tensors: dict[str, Tensor] | None = None  # the model's, while a checkpoint is read into them
 
     @property
-    def folder(self) -> Path:
-        """Where they stand."""
-        return Path(self._ctx.run.folder or ".") / "checkpoints"
+    def folder(self) -> str:
+        """Where they stand: a path or a URL."""
+        return self._ctx.run.checkpoints or "checkpoints"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save in the background has not been published."""
+        return self._pending is not None
+
+    def durable(self) -> int:
+        """How many saves in the background are over, as far as this rank knows; never waits."""
+        return self.begun - (self._writer is not None and not self._writer.is_done)
 
     def save(
         self,
         requests: tuple[Request, ...],
         path: str | os.PathLike[str] | None,
         *,
-        train_loss: Tensor | None,
+        train_loss: float | None,
         val_losses: dict[str, float],
+        waits: bool = False,
     ) -> CheckpointInfo:
-        """Write one checkpoint for all requests, or by hand where there are none, and tell it; `train_loss` is waited for.
+        """Write one checkpoint for all requests, or by hand where there are none, and tell it; with `waits` not in the background.
 
         One whose weights or loss are not finite is marked so in its seal, and never resumed from by itself.
 
@@ -95,31 +139,87 @@ class Checkpoints:
             CheckpointError: it cannot be written, or a callback's state is not plain data.
         """
         ctx = self._ctx
+        self.finish()
         epoch, step = ctx.state.timestamp.epoch, ctx.state.timestamp.batch
         kind = max((request.kind for request in requests), key=SAVE_KINDS.index, default="requested")
         ctx.checkpoint = info = CheckpointInfo(
-            path=os.fspath(path) if path is not None else str(self._free_path(f"ep{epoch}-ba{step}", kind)),
+            path=os.fspath(path) if path is not None else self._free_path(f"ep{epoch}-ba{step}", kind),
             step=step,
             epoch=epoch,
             kind=kind,
-            train_loss=train_loss.item() if train_loss is not None else None,
+            train_loss=train_loss,
             val_losses=val_losses,
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
+        began = time.monotonic()
         with self._spans.checkpoint_save:
-            state = {name: part.state_dict() for name, part in self.parts.items()}
-            state["callbacks"]["user_state"] = self._plain(state["callbacks"]["user_state"])
-            is_finite = all_finite([*ctx.model.parameters(), *([train_loss] if train_loss is not None else [])])
+            shared = {name: part.state_dict() for name, part in self.shared.items()}
+            local = {name: part.state_dict() for name, part in self.local.items()}
+            local["callbacks"]["user_state"] = self._plain(local["callbacks"]["user_state"])
+            is_finite = (train_loss is None or math.isfinite(train_loss)) and all_finite(
+                _watched(ctx.model), group=self._world.saving
+            )
             if not is_finite:
                 logger.error("%s has weights or a loss that are not finite: automatic resume will pass it by", info.path)
             info = replace(info, is_finite=is_finite)
-            ctx.checkpoint = info = replace(info, size_bytes=self._write(info, state))
+            told = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
+            told["run"] = ctx.run.name
+            self._written.add(info.path)
+            # What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed.
+            if self._writer is None or waits:
+                seal = write_checkpoint(info.path, shared, local, told, group=self._world.saving, overwrite=True)
+                ctx.checkpoint = info = replace(info, size_bytes=seal.size_bytes)
+            else:
+                self._writer.begin(info.path, shared, local, told, overwrite=True)
+                self.begun += 1
+                self._pending = ctx.checkpoint = info
         ctx.close("on_checkpoint_save_end")
-        ctx.checkpoint = info
-        self._manager.fire(Event.CHECKPOINT_PUBLISHED, ctx)
-        ctx.close("on_checkpoint_published")
+        if self._pending is None:
+            self._tell_published(info)
+            self._compare_with_grace(time.monotonic() - began)
+        else:
+            self._began = began
         return info
+
+    def publish(self, durable: int) -> None:
+        """Tell of the save in the background, where all ranks know that it is durable."""
+        if self._pending is not None and durable >= self.begun:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and tell of it.
+
+        Raises:
+            CheckpointError: it failed, on whichever rank.
+        """
+        if self._pending is not None and self._writer is not None:
+            info, self._pending = self._pending, None
+            seal = self._writer.result()
+            self._compare_with_grace(time.monotonic() - self._began)
+            self._tell_published(replace(info, size_bytes=seal.size_bytes))
+
+    def close(self) -> None:
+        """Let the save in the background come to its end, if it can: the run is over, and nobody is told any more."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _tell_published(self, info: CheckpointInfo) -> None:
+        if info.is_finite and info.path.rpartition("/")[0] == self.folder and self._world.rank == 0:
+            point_latest(info.path)
+        self._ctx.checkpoint = info
+        self._manager.fire(Event.CHECKPOINT_PUBLISHED, self._ctx)
+        self._ctx.close("on_checkpoint_published")
+
+    def _compare_with_grace(self, seconds: float) -> None:
+        if seconds > self._grace and not self._is_slow:
+            self._is_slow = True
+            logger.warning(
+                "saving took %.1f s, and after a signal there are %.1f s until the process is killed: a preempted run would leave no "
+                "checkpoint of its last step; save regularly, or raise grace_seconds if the launcher waits longer",
+                seconds,
+                self._grace,
+            )
 
     def load(self, resume: str | os.PathLike[str] | None) -> None:
         """Restore what a callback, or else `resume`, names.
@@ -132,60 +232,110 @@ class Checkpoints:
         ctx.control.able.add("load")
         with self._spans.checkpoint_load:
             ctx.control.able.discard("load")
-            found = self._choose(ctx.control.load_path or resume)
-            ctx.checkpoint = found[1] if found is not None else None
-            if found is not None:
-                state, info = found
-                self._restore(state, info.path)
-                logger.debug("resumed from %s, step %d", info.path, info.step)
+            ctx.checkpoint = self._newest_that_holds(self._candidates(ctx.control.load_path or resume))
         ctx.close("on_checkpoint_load_end")
 
+    def _newest_that_holds(self, candidates: list[str]) -> CheckpointInfo | None:
+        """Restore the first of them that holds on all ranks, saying why others were left out; CheckpointError where none does."""
+        refused: list[str] = []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path, group=self._world.saving, target=partial(self._target, path))
+            except CheckpointError as error:
+                if not self._is_auto or isinstance(error, RankLost):
+                    raise
+                logger.warning("not resuming from %s: %s", path, error)
+                refused.append(str(error))
+                continue
+            info = _info(path, found)
+            self._restore({**found.shared, **found.local}, path)
+            self._tensors = None
+            logger.info("resumed from %s, step %d", path, info.step)
+            return info
+        if candidates:
+            raise CheckpointError(
+                f"{self.folder} holds {len(candidates)} sealed checkpoint(s), and none could be resumed from: {'; '.join(refused)}; "
+                "mend what is told there, or choose another run_name to start anew: under this one they would be overwritten"
+            )
+        return None
+
+    def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
+        """What may be resumed from, the best first, as rank 0 sees it."""
+        found: list[str] | CallsheetError = []
+        if self._world.rank == 0:
+            try:
+                found = self._listed(resume)
+            except CallsheetError as error:  # all ranks have to learn of it
+                found = error
+        found = self._world.of_rank_zero(found)
+        if isinstance(found, CallsheetError):
+            raise found
+        self._is_auto = resume is not None and os.fspath(resume) == AUTO
+        return found
+
+    def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
+        """For `"auto"` the good ones, the newest first, saying why others are left out; or just the one that is named."""
+        folder = self._ctx.run.folder
+        if resume is None:
+            is_begun = folder is not None and folder.exists() and any(folder.iterdir())
+            if is_begun or find_checkpoints(self.folder).checkpoints:
+                raise ConfigError(
+                    f"{folder if is_begun else self.folder} holds a run already; resume='auto' goes on with it, another run_name starts beside it"
+                )
+            return []
+        if os.fspath(resume) != AUTO:
+            if "://" not in os.fspath(resume) and not Path(resume).exists():
+                raise CheckpointError(
+                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
+                )
+            return [os.fspath(resume)]
+        found = find_checkpoints(self.folder)
+        for path, reason in found.skipped:
+            logger.warning("not resuming from %s: %s", path, reason)
+        good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
+        for checkpoint in found.checkpoints:
+            if checkpoint not in good:
+                logger.warning("not resuming from %s: it was saved with weights or a loss that are not finite", checkpoint.path)
+        return [os.fspath(checkpoint.path) for checkpoint in good]
+
+    def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Where a tensor is read to: the model's own, and for the optimizer one that is laid out like its parameter."""
+        part, _, rest = name.partition(".")
+        if part == "model":
+            if self._tensors is None:
+                self._tensors = self._ctx.model.state_dict()
+            if rest not in self._tensors:
+                raise CheckpointError(f"{path} does not fit: it holds the model weight {rest!r}, which this model has not")
+            if self._tensors[rest].shape != size:
+                there, here = list(size), list(self._tensors[rest].shape)
+                raise CheckpointError(
+                    f"{path} does not fit: its model weight {rest!r} is of the size {there}, and this model's of {here}"
+                )
+            return self._tensors[rest]
+        if place := _OPTIMIZER_STATE.match(name):
+            parameter = dict(enumerate(self._parameters())).get(int(place[1]))
+            if isinstance(parameter, DTensor) and parameter.shape == size:
+                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return None
+
+    def _parameters(self) -> list[Tensor]:
+        """Those of the optimizer, in the order in which its state numbers them."""
+        optimizer = self.shared.get("optimizer")
+        groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
+        return [parameter for group in groups for parameter in group["params"]]
+
     def _restore(self, state: Mapping[str, Any], path: str) -> None:
-        for name, part in self.parts.items():
+        if unclaimed := sorted(state.keys() - self.shared.keys() - self.local.keys()):
+            logger.warning("%s holds the state of parts that this run has not: %s", path, ", ".join(unclaimed))
+        for name, part in (*self.shared.items(), *self.local.items()):
             if name not in state:
                 raise CheckpointError(f"{path} holds no {name}; was it saved by a trainer that had none?")
             try:
                 part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{path} does not fit: its {name} is not of this run's {name}: {error}") from error
-
-    def _choose(self, resume: str | os.PathLike[str] | None) -> tuple[dict[str, Any], CheckpointInfo] | None:
-        """The newest checkpoint that holds and is good for `"auto"`, saying why others were left out; or just the one that is named."""
-        folder = self._ctx.run.folder
-        if resume is None:
-            if folder is not None and folder.exists() and any(folder.iterdir()):
-                raise ConfigError(
-                    f"{folder} holds a run already; resume='auto' goes on with it, another run_name starts beside it"
-                )
-            return None
-        if os.fspath(resume) != AUTO:
-            if not Path(resume).exists():
                 raise CheckpointError(
-                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
-                )
-            return _read(Path(resume))
-        found = find_checkpoints(self.folder)
-        for path, reason in found.skipped:
-            logger.warning("not resuming from %s: %s", path, reason)
-        for checkpoint in found.checkpoints:
-            if not checkpoint.seal.info.get("is_finite", True):
-                logger.warning("not resuming from %s: it was saved with weights or a loss that are not finite", checkpoint.path)
-                continue
-            try:
-                return _read(checkpoint.path)
-            except CheckpointError as error:
-                logger.warning("not resuming from %s: %s", checkpoint.path, error)
-        return None
-
-    def _write(self, info: CheckpointInfo, state: Mapping[str, Any]) -> int:
-        """What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed."""
-        path = Path(info.path)
-        told = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
-        size = write_checkpoint(path, state, {**told, "run": self._ctx.run.name}, overwrite=True)
-        self._written.add(path)
-        if info.is_finite and path.parent == self.folder:
-            point_latest(path)
-        return size
+                    f"{path} does not fit: its {name} is not of this run's {name}: {type(error).__name__}: {error}"
+                ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
         """What can be saved of it; what cannot is named, once."""
@@ -200,19 +350,25 @@ class Checkpoints:
                     self._named.add(name)
         return plain
 
-    def _free_path(self, name: str, kind: str) -> Path:
+    def _free_path(self, name: str, kind: str) -> str:
         """A folder that this process has not written yet."""
-        path, number = self.folder / name, 1
+        path, number = f"{self.folder}/{name}", 1
         while path in self._written:
-            path, number = self.folder / (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
+            path, number = f"{self.folder}/" + (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
         return path
 
 
-def _read(path: Path) -> tuple[dict[str, Any], CheckpointInfo]:
-    state, told = read_checkpoint(path)
-    names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key")
-    if not isinstance(state, dict) or any(name not in told for name in names):
+def _watched(model: nn.Module) -> Iterator[Tensor]:
+    """What must be finite in a good checkpoint; of buffers what must be a number, since masks hold infinities."""
+    yield from model.parameters()
+    for buffer in model.buffers():
+        yield buffer.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0) if buffer.is_floating_point() else buffer
+
+
+def _info(path: str, found: Loaded) -> CheckpointInfo:
+    """What the seal tells of a checkpoint of a Trainer."""
+    told = found.info
+    names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
+    if any(name not in told for name in names):
         raise CheckpointError(f"{path} was not saved by a Trainer: its seal does not tell {', '.join(names)}")
-    size = read_manifest(path).size_bytes
-    since = {name: told[name] for name in ("is_finite", "requested_by") if name in told}  # older seals lack them
-    return state, CheckpointInfo(path=str(path), size_bytes=size, **{name: told[name] for name in names}, **since)
+    return CheckpointInfo(path=path, size_bytes=found.seal.size_bytes, **{name: told[name] for name in names})

@@ -4,68 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from callsheet.context import Context
+from callsheet.context import Context, TrainState
+from callsheet.errors import ConfigError
 from callsheet.lifecycle import SPANS
 from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.spans import Span
-from callsheet.time import Interval
-from callsheet.trainer.batches import to_device
+from callsheet.time import Interval, Time, TimeUnit
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.arguments import interval
+from callsheet.trainer.batches import Loader, made, to_device
+from callsheet.trainer.data import shared
+from callsheet.trainer.judgement import Judgement
+from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
+from callsheet.trainer.world import World
 
 
-class Evaluation:
-    """Runs the model over data without training it, and tells what it does on a context of its own.
-
-    The mean losses are over what the task weighs by, samples or labelled tokens, not over batches. Random states and the modules'
-    modes are put back afterwards: training does not notice that it was evaluated.
+@dataclass
+class Evaluator:
+    """One named dataset to evaluate, and how often.
 
     Args:
-        every: how often `is_due` says so; None is only on request.
+        dataloader: an iterable of batches, or a function that makes one.
+        interval: how often, such as `"500ba"`, and when training ends; a whole number means epochs; None is the Trainer's `eval_interval`.
     """
 
-    def __init__(
-        self, manager: CallbackManager, main: Context, model: nn.Module, task: Task, device: torch.device, every: Interval | None
-    ) -> None:
-        self.metrics = MetricLog()
-        self._logged: dict[str, float] = {}
-        self.loaders: dict[str, Iterable[Any]] = {}
+    dataloader: Loader
+    interval: str | int | Time | None = None
+
+
+def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
+    """Evaluators by name; one alone is called `validation`."""
+    named = given if isinstance(given, Mapping) else {"validation": given}
+    for name in named:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(
+                f"an evaluator cannot be named {name!r}: its metrics are called <name>/<metric>; give a word without a slash"
+            )
+    return {
+        name: evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
+        for name, evaluator in named.items()
+        if evaluator is not None
+    }
+
+
+class Schedule:
+    """When one evaluator is due: by its interval and at the end of training, once a step."""
+
+    def __init__(self, every: Interval | None) -> None:
         self.every = every
         self._passed = 0  # intervals
         self._last_step = 0
-        self.ctx = main.sibling(self.metrics)
-        self._main = main
-        self._model = model
-        self._task = task
-        self._device = device
-        self._spans = manager.spans(self.ctx)
 
-    def is_due(self, ctx: Context, is_over: bool) -> bool:
-        """Whether the boundary in hand is one to evaluate at: on request, or, once a step, by the interval and at the end of training."""
-        if not self.loaders:
-            ctx.control.done("evaluate")  # there is nothing to carry out
-            return False
-        if ctx.control.evaluate_requested is not None:
-            return True
-        if self.every is None or self._last_step == ctx.step:
-            return False
-        return is_over or self._index(ctx) > self._passed
+    def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
+        """Whether the boundary after `step` is one to evaluate at."""
+        return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
-    def done(self, ctx: Context) -> None:
-        """What was due has been evaluated. Not before: a checkpoint that was saved ahead of it must not say that it was."""
-        ctx.control.done("evaluate")
-        self._last_step = ctx.step
-        if self.every is not None:
-            self._passed = self._index(ctx)
+    def done(self, step: int, state: TrainState) -> None:
+        """It was evaluated."""
+        self._last_step = step
+        self._passed = self._index(state)
 
-    def _index(self, ctx: Context) -> int:
-        return self.every.index(ctx.state.timestamp, ctx.state.elapsed) if self.every is not None else 0
+    def _index(self, state: TrainState) -> int:
+        return self.every.index(state.timestamp, state.elapsed) if self.every is not None else 0
 
     def state_dict(self) -> dict[str, int]:
         """Which evaluations have been."""
@@ -75,8 +84,100 @@ class Evaluation:
         """Take back what `state_dict` gave."""
         self._passed, self._last_step = state["passed"], state["last_step"]
 
+
+class Evaluation:
+    """Runs the model over data without training it, and tells what it does on a context of its own.
+
+    The mean losses are over what the task weighs by, samples or labels of all ranks, not over batches. Random states and the modules'
+    modes are put back afterwards: training does not notice that it was evaluated. A signal to make way ends it early; what it had not
+    finished by then is not among its results.
+
+    Args:
+        every: of evaluators without an interval of their own; None is only on request.
+        module: what forward goes through.
+    """
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        main: Context,
+        module: nn.Module,
+        task: Task,
+        device: torch.device,
+        *,
+        every: Interval | None,
+        world: World,
+        agreement: Agreement,
+        precision: Precision,
+        shard: bool,
+    ) -> None:
+        self.metrics = MetricLog(world if world.size > 1 else None)
+        self.results: dict[str, dict[str, float]] = {}
+        """The last of each evaluator, by name."""
+        self.loaders: dict[str, Iterable[Any]] = {}
+        self.schedules: dict[str, Schedule] = {}
+        self.ctx = main.sibling(self.metrics)
+        self._logged: dict[str, float] = {}
+        self._every = every
+        self._main = main
+        self._module = module
+        self._task = task
+        self._device = device
+        self._world = world
+        self._agreement = agreement
+        self._precision = precision
+        self._shard = shard
+        self._may_be_called_off = False  # what is asked for by hand is carried out
+        self._resumed: Mapping[str, Mapping[str, int]] = {}
+        self._spans = manager.spans(self.ctx)
+
+    def add(self, name: str, evaluator: Evaluator) -> None:
+        """Make the evaluator's data, and begin its schedule: a collective."""
+        self.loaders[name] = self.made(evaluator.dataloader, f"eval_dataloader {name!r}")
+        own = evaluator.interval
+        every = self._every if own is None else interval(f"the interval of {name!r}", own, TimeUnit.EPOCH)
+        self.schedules[name] = schedule = Schedule(every)
+        if name in self._resumed:
+            schedule.load_state_dict(self._resumed[name])
+
+    def made(self, loader: Loader, argument: str) -> Iterable[Any]:
+        """The dataloader, or what its factory makes, as this rank's share of it: a collective.
+
+        Raises:
+            ConfigError: it cannot be iterated over, is known to be empty, or cannot be shared.
+        """
+        several = self._world.size > 1
+        whole = made(loader, argument, may_be_empty=several)
+        return (
+            shared(whole, self._world, seed=0, argument=argument, shard=self._shard) if several else whole
+        )  # alike in every run
+
+    def due(self, ctx: Context, is_over: bool) -> list[str]:
+        """The evaluators that are due at the boundary in hand: all on request, others as their schedules say."""
+        if ctx.control.evaluate_requested is not None:
+            if not self.loaders:
+                ctx.control.done("evaluate")  # there is nothing to carry out
+            return list(self.loaders)
+        return [name for name, schedule in self.schedules.items() if schedule.is_due(ctx.step, ctx.state, is_over)]
+
+    def done(self, ctx: Context, names: Iterable[str]) -> None:
+        """What was due has been evaluated. Not before: a checkpoint that was saved ahead of it must not say that it was."""
+        ctx.control.done("evaluate")
+        for name in names:
+            self.schedules[name].done(ctx.step, ctx.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which evaluations have been, and what they found."""
+        schedules = {name: schedule.state_dict() for name, schedule in self.schedules.items()}
+        return {"schedules": schedules, "results": {name: dict(result) for name, result in self.results.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; evaluators that are added later find theirs."""
+        self._resumed = state["schedules"]
+        self.results = {name: dict(result) for name, result in state["results"].items()}
+
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate every dataset; returns its losses by the dataset's name, which are also logged as `<dataset>/<loss>`.
+        """Evaluate every dataset; returns its losses and metrics by the dataset's name, which are also logged as `<dataset>/<name>`.
 
         What a callback logs meanwhile as `<dataset>/<metric>` joins the results.
         """
@@ -84,17 +185,22 @@ class Evaluation:
         results: dict[str, dict[str, float]] = {}
         with self._not_training():
             ctx.standalone = standalone
+            self._may_be_called_off = not standalone
             with spans.eval_all:
                 for ctx.eval_name, loader in loaders.items():
                     with spans.eval:
-                        losses = self._losses(loader, spans.eval_step, spans.eval_forward)
-                        ctx.eval_losses = losses
-                        results[ctx.eval_name] = _floats(losses)
-                        ctx.log({f"{ctx.eval_name}/{name}": value for name, value in results[ctx.eval_name].items()})
+                        ctx.eval_losses, found = self._judged(loader, spans.eval_step, spans.eval_forward)
+                        if not self._is_called_off:
+                            results[ctx.eval_name] = found
+                            ctx.log({f"{ctx.eval_name}/{name}": value for name, value in found.items()}, across="same")
                     ctx.close("on_eval_end")
+                    if self._is_called_off:
+                        break
                 self._take_logged_into(results)
                 ctx.eval_results = results
             ctx.close("on_eval_all_end")
+        if not standalone:
+            self.results |= results
         return results
 
     def take(self) -> dict[str, float]:
@@ -110,50 +216,79 @@ class Evaluation:
                 results[dataset].setdefault(metric, value)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
-        """The mean losses over a test set, also logged as `test/<loss>`."""
+        """The mean losses and metrics over a test set, also logged as `test/<name>`."""
+        self._may_be_called_off = False
         with self._not_training():
             with self._spans.test:
-                losses = self._losses(loader, self._spans.test_step, self._spans.test_forward)
-                self.ctx.eval_losses = losses
-                results = _floats(losses)
-                self.ctx.log({f"test/{name}": value for name, value in results.items()})
+                self.ctx.eval_losses, results = self._judged(loader, self._spans.test_step, self._spans.test_forward)
+                self.ctx.log({f"test/{name}": value for name, value in results.items()}, across="same")
             self.ctx.close("on_test_end")
         return results
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
-        """The model's outputs, a batch each, on the device."""
+        """The model's outputs for this rank's share of the data, a batch each, on the device."""
         outputs: list[Any] = []
+
+        def keep(is_filler: bool) -> None:
+            if not is_filler:
+                outputs.append(self.ctx.outputs)
+
+        self._may_be_called_off = False
         with self._not_training():
             with self._spans.predict:
-                self._each(
-                    loader, self._spans.predict_step, self._spans.predict_forward, lambda: outputs.append(self.ctx.outputs)
-                )
+                self._each(loader, self._spans.predict_step, self._spans.predict_forward, keep)
         return outputs
 
-    def _losses(self, loader: Iterable[Any], step: Span, forward: Span) -> dict[str, Tensor]:
+    @property
+    def _is_called_off(self) -> bool:
+        return self._may_be_called_off and self._agreement.signal is not None
+
+    def _judged(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The mean losses over all ranks as tensors, and as floats with the task's metrics; nothing where it was called off."""
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
+        judgement = Judgement(self._task, self._device)
 
-        def add() -> None:
-            losses = self._task.loss(self.ctx.outputs, self.ctx.batch)
-            weights.append(weight := self._task.weight(self.ctx.batch))
+        def add(is_filler: bool) -> None:
+            outputs, batch = self.ctx.outputs, self.ctx.batch
+            with self._precision.casting_loss:
+                losses = self._task.loss(outputs, batch)
+            weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
-                part = loss.detach() * weight  # where nothing counts, the mean is NaN
-                totals[name] = totals.get(name, 0) + torch.where(torch.as_tensor(weight, device=part.device) > 0, part, 0)
+                part = loss.detach().double() * weight
+                counts = weight > 0  # where nothing does, the mean is NaN
+                part = (
+                    torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
+                )
+                totals[name] = totals.get(name, 0) + part
+            judgement.add(outputs, batch, is_filler)
 
         self._each(loader, step, forward, add)
-        return {name: total / sum(weights) for name, total in totals.items()}
+        if self._is_called_off:
+            return {}, {}
+        total = torch.as_tensor(sum(weights), dtype=torch.float64, device=self._device)
+        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # one copy from the device for all of them
+        *sums, weight = self._world.sum(summed) if summed else [0.0]
+        found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
+        losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
+        return losses, found | judgement.result()
 
-    def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[], None]) -> None:
-        ctx, end = self.ctx, SPANS[step.name].end_event
+    def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
+        """Every batch of this rank's share, until the data is over or the run is to make way: as many steps on every rank."""
+        ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
+        batches = iter(loader)
         with torch.no_grad():
-            for batch in loader:
+            for batch in batches:
                 ctx.batch = to_device(batch, self._device) if self._device.type != "cpu" else batch
                 with step:
                     with forward:
-                        ctx.outputs = self._task.forward(self._model, ctx.batch)
-                    then()
+                        with casting:
+                            ctx.outputs = self._task.forward(self._module, ctx.batch)
+                    then(getattr(batches, "is_filler", False))
                 ctx.close(end)
+                self._agreement.evaluated_step(ctx.step)
+                if self._is_called_off:
+                    return
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
@@ -162,17 +297,15 @@ class Evaluation:
         for name in ("optimizer", "scheduler"):
             if self._main.has(name):
                 setattr(self.ctx, name, getattr(self._main, name))
-        modes = [(module, module.training) for module in self._model.modules()]
+        modes = [(module, module.training) for module in self._module.modules()]
         random = random_state()
-        self._model.eval()
+        self._module.eval()
+        self._agreement.change_pace()
         try:
             yield
+            if not self._may_be_called_off:  # done by hand: nobody after it reads what was begun in it
+                self._agreement.settle(self.ctx.step)
         finally:
             for module, training in modes:
                 module.training = training
             restore_random_state(random)
-
-
-def _floats(losses: dict[str, Tensor]) -> dict[str, float]:
-    """One copy from the device for all of them."""
-    return dict(zip(losses, torch.stack([loss.double() for loss in losses.values()]).tolist(), strict=True)) if losses else {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 
 from callsheet.errors import ConfigError
 from callsheet.trainer.batches import like
 from callsheet.trainer.tasks import Losses, Task
+from callsheet.trainer.world import World
 
 
 def split(batch: Any, size: int) -> list[Any]:
@@ -58,14 +61,96 @@ def _is_structure(batch: Any) -> bool:
     return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
-def microbatches(batch: Any, size: int | None, task: Task) -> Iterable[tuple[Any, Any]]:
-    """Each microbatch with its share of the batch's mean, by the task's weights; the batch itself, and None, where it is not split."""
-    parts = [batch] if size is None else split(batch, size)
-    if len(parts) == 1:
-        return ((parts[0], None),)
-    weights = [task.weight(part) for part in parts]
-    total = sum(weights)
-    return [(part, weight / total) for part, weight in zip(parts, weights, strict=True)]
+@dataclass(slots=True)
+class Fetched:
+    """One fetched batch; a filler stands in for data that this rank has run out of, and weighs nothing.
+
+    The samples, here and on all ranks, are those that the data gave: what a callback makes of the batch does not change what it weighs
+    against the others', since they would have to be told.
+    """
+
+    batch: Any
+    is_filler: bool = False
+    samples_here: int | None = None
+    samples_in_all: int | None = None
+
+
+class Portions:
+    """One step's microbatches, with what each weighs in the mean of the step: over samples or labels, as the task says, of all ranks.
+
+    `parts` are triples: the fetched batch, the microbatch, and its share in this rank's mean, or None where it is all of it. `scale` is
+    what this rank's mean weighs against the others', or None for the same; where it takes a reduction, that is begun here and
+    waited for when `scale` is first read, behind the first forward.
+
+    Args:
+        alike: whether every rank needs the same number of them, because they meet in each forward: a collective where batches are split.
+    """
+
+    __slots__ = ("_fetched", "_scale", "_work", "parts")
+
+    def __init__(
+        self, fetched: Sequence[Fetched], size: int | None, task: Task, world: World, device: torch.device, *, alike: bool
+    ) -> None:
+        pieces = [(given, part) for given in fetched for part in ((given.batch,) if size is None else split(given.batch, size))]
+        self._fetched = fetched
+        self._work: Any = None
+        self._scale: Any = None
+        is_shared = world.size > 1
+        lacking = 0
+        if alike and size is not None:
+            lacking = int(world.max([len(pieces)])[0]) - len(pieces)
+            pieces += pieces[-1:] * lacking  # fillers once more
+        if len(pieces) == 1 and not is_shared:
+            self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
+            return
+        weights = [0 if given.is_filler else task.weight(part) for given, part in pieces[: len(pieces) - lacking]] + [0] * lacking
+        mine = sum(weights)
+        shares = [None] if len(pieces) == 1 else [_share(weight, mine, len(pieces)) for weight in weights]
+        self.parts = [(given.batch, part, share) for (given, part), share in zip(pieces, shares, strict=True)]
+        if not is_shared:
+            return
+        counts = [(given.samples_here, given.samples_in_all) for given in fetched]
+        if task.weighs_samples and all(here is not None and in_all is not None for here, in_all in counts):
+            here, in_all = (sum(numbers) for numbers in zip(*counts, strict=True))
+            self._scale = None if here * world.size == in_all else here * world.size / in_all
+        else:
+            wide = torch.float64 if device.type != "mps" else torch.float32
+            # `full` and not `as_tensor`, which would wait for the device
+            summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
+            self._scale = mine * world.size, summed
+            self._work = distributed.all_reduce(summed, async_op=True)
+
+    @property
+    def scale(self) -> Any:
+        """See the class."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            mine, total = self._scale
+            self._scale = (mine / total.clamp(min=1e-12)).float()
+        return self._scale
+
+    def counts(self, task: Task) -> tuple[int, int]:
+        """How many samples and tokens this rank has in the step."""
+        counted = [task.counts(given.batch) for given in self._fetched if not given.is_filler]
+        return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
+
+    def label_tokens(self, task: Task) -> Any:
+        """How many labelled tokens this rank has in the step, or None."""
+        counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
+        return None if any(count is None for count in counted) else sum(counted)
+
+    def weighed(self, loss: Tensor, share: Any) -> Tensor:
+        """The loss as it goes backward; its gradients add up to those of the step's mean, which the ranks average."""
+        if share is not None:
+            loss = loss * share
+        return loss if self.scale is None else loss * self.scale
+
+
+def _share(weight: Any, total: Any, parts: int) -> Any:
+    if isinstance(total, Tensor):
+        return torch.where(total > 0, weight / total, 0.0)  # a step without a single label has no mean, and trains nothing
+    return weight / total if total else 1 / parts
 
 
 def trained_on(losses: Losses) -> Tensor:

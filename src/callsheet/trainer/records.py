@@ -14,29 +14,39 @@ from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
 from callsheet.time import Interval
 from callsheet.trainer.tally import Tally
-
-_PROCESS = psutil.Process()
+from callsheet.trainer.world import World
 
 
 class Records:
-    """Collects the run's metrics and counts, and makes a record of them every so often."""
+    """Collects the run's metrics and counts, and makes a record of them every so often, the same on all ranks."""
 
-    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device) -> None:
-        self.metrics = MetricLog()
+    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: World) -> None:
+        self.metrics = MetricLog(world if world.size > 1 else None)
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
-        self.tally = Tally()
+        self.tally = Tally(world)
         self.learning_rate = 0.0
         """The last step's."""
+        self.last_loss: Tensor | None = None
+        """The last step's mean, of this rank; its mean over the ranks is the step's."""
         self.every = every
         self._manager = manager
         self._device = device
+        self._world = world
+        self._process = psutil.Process()  # this one: a fork would take an earlier one's for its own
         self._passed = 0  # intervals
         self._told_at = 0  # the step
 
-    def add(self, losses: dict[str, Tensor], samples: int, tokens: int) -> None:
-        """Count one step: its mean losses by name, and what its batch held."""
+    def add(self, losses: dict[str, Tensor], samples: int, tokens: int, scale: Any = None, *, moved: bool = True) -> None:
+        """Count one step: its mean losses by name, and what its batches held.
+
+        `scale` is what this rank's mean weighs against the others'; `moved` is false for a step that was skipped.
+        """
         self.tally.samples += samples
         self.tally.tokens += tokens
+        if scale is not None:
+            losses = {name: loss * scale for name, loss in losses.items()}
+        if moved:  # what overflowed under a loss scale says nothing about the weights
+            self.last_loss = losses["loss"]
         self._train_loss.add(losses["loss"])
         if len(losses) > 1:
             self.metrics.log({f"train/{name}": loss for name, loss in losses.items() if name != "loss"}, over="mean")
@@ -46,13 +56,13 @@ class Records:
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def tell(self, ctx: Context) -> None:
-        """Tell the record of what was logged since the last one, if anything was; the counts must have been settled."""
+        """Tell the record of what was logged since the last one, if anything was; the counts must have been settled: a collective."""
         self._passed = self.every.index(ctx.state.timestamp)
-        if self._told_at == ctx.step and not self.metrics:
+        if self._told_at == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # nothing more on any rank
             return
         self._told_at = ctx.step
         samples, tokens, seconds = self.tally.since_record()
-        if not self._manager.heard.on_log:
+        if self._world.size == 1 and not self._manager.heard.on_log:
             self.metrics.clear()  # nobody waits for the device, and neither do we
             return
         now = ctx.state.timestamp
@@ -68,23 +78,38 @@ class Records:
         if values:
             self._tell(ctx, values, 0.0, 0.0)
 
+    def mean_loss(self) -> float | None:
+        """The last step's mean loss over all ranks, or None where there has been none: a collective, which waits for the device."""
+        if self.last_loss is None:
+            return None
+        here = self.last_loss.item()
+        return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
+
     def _tell(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
+        if not self._manager.heard.on_log:
+            return
         ctx.record = LogRecord(
             ctx.step,
             values,
             elapsed_seconds=ctx.state.timestamp.seconds,
             samples_per_second=samples_per_second,
             tokens_per_second=tokens_per_second,
-            memory_bytes=_memory_bytes(self._device),
+            memory_bytes=self._memory_bytes(),
         )
         self._manager.fire(Event.LOG, ctx)
         ctx.close("on_log")
+        self._manager.tell_costs(ctx)
+
+    def _memory_bytes(self) -> int:
+        """The device's peak of allocated memory since the process began; on the CPU the process's resident memory now."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been collected and not told."""
         return {
             "metrics": self.metrics.state_dict(),
-            "tally": self.tally.state_dict(),
             "passed": self._passed,
             "told_at": self._told_at,
             "learning_rate": self.learning_rate,
@@ -94,12 +119,4 @@ class Records:
         """Take back what `state_dict` gave."""
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
-        self.tally.load_state_dict(state["tally"])
         self._passed, self._told_at, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """The device's peak of allocated memory since the process began; on the CPU the process's resident memory now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(_PROCESS.memory_info().rss)

@@ -6,16 +6,18 @@ import time
 from typing import Any
 
 from callsheet.context import TrainState
+from callsheet.trainer.world import World
 
 
 class Tally:
     """Counts each step on this process, and settles the counts into the run's timestamp at boundaries.
 
-    Between boundaries the timestamp's samples, tokens and seconds stand still, so that every decision made on them is made on values
+    Samples and tokens are those of all ranks, the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and seconds stand still, so that every decision made on them is made on values
     that all ranks share. The clock runs while training does: evaluating and saving stop it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
         self.samples = 0
         self.tokens = 0
         self._seconds = 0.0
@@ -34,13 +36,15 @@ class Tally:
             self._running_since = None
 
     def settle(self, state: TrainState) -> None:
-        """Add what was counted to the timestamp."""
+        """Add what was counted, on all ranks, to the timestamp: a collective."""
         if self._running_since is not None:
             self.stop()
             self.start()
-        state.timestamp = state.timestamp.settled(samples=self.samples, tokens=self.tokens, seconds=self._seconds)
-        samples, tokens, seconds = self._record
-        self._record = (samples + self.samples, tokens + self.tokens, seconds + self._seconds)
+        counted = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
+        samples, tokens, seconds = counted if self._world.size == 1 else self._world.sum(counted)
+        state.timestamp = state.timestamp.settled(samples=int(samples), tokens=int(tokens), seconds=seconds)
+        before = self._record
+        self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
         self.samples = self.tokens = 0
         self._seconds = 0.0
 
@@ -50,11 +54,15 @@ class Tally:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """What was settled since the last record, and counted since."""
-        return {"samples": self.samples, "tokens": self.tokens, "seconds": self._seconds, "record": list(self._record)}
+        """What all ranks have counted since it was settled, and what was settled since the last record: a collective."""
+        here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
+        samples, tokens, seconds = self._world.sum(here)
+        return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.samples, self.tokens, self._seconds = state["samples"], state["tokens"], state["seconds"]
+        """Take back what `state_dict` gave: rank 0 has counted it, of however many ranks there were."""
+        is_counted = self._world.rank == 0
+        self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
+        self._seconds = state["seconds"] if is_counted else 0.0
         samples, tokens, seconds = state["record"]
         self._record = (samples, tokens, seconds)

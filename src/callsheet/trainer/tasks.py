@@ -1,10 +1,11 @@
-"""A task says what forward and loss are, and what a batch counts."""
+"""A task says what forward, loss and metrics are, and what a batch counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from callsheet.errors import ConfigError
@@ -16,7 +17,15 @@ IGNORED_LABEL = -100
 
 
 class Task:
-    """The base of all tasks: override `forward` and `loss`, and the counts where the defaults do not fit."""
+    """The base of all tasks: override `forward` and `loss`, and the rest where the defaults do not fit.
+
+    `metrics` are torchmetrics by name, computed over each evaluated dataset and all ranks, and logged as `<dataset>/<name>`.
+    `frozen_models` are those that it calls beside the model, such as a teacher: the Trainer moves them to the device, shards them as it
+    shards the model, and leaves them out of training, checkpoints and exports. Call them under `torch.no_grad()`.
+    """
+
+    metrics: Mapping[str, Any] = {}
+    frozen_models: Sequence[nn.Module] = ()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """What the model makes of the batch."""
@@ -26,6 +35,10 @@ class Task:
         """The mean loss, a scalar tensor; or losses by name, of which `loss` is the one that is trained on."""
         raise NotImplementedError(f"{type(self).__name__} does not say what the loss is")
 
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """What the metrics are updated with: predictions and targets."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its metrics compare; override judged()")
+
     def counts(self, batch: Any) -> tuple[int, int]:
         """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
         if type(batch) is dict and (ids := batch.get("input_ids")) is not None:
@@ -33,15 +46,31 @@ class Task:
         return _leading_length(batch), 0
 
     def weight(self, batch: Any) -> Any:
-        """What a (micro)batch's mean weighs in the mean over several: a number, or a scalar tensor on the device."""
-        return _leading_length(batch)
+        """What a (micro)batch's mean weighs in the mean over several, and over ranks: a number, or a scalar tensor on the device.
+
+        By default samples, or 1 where the batch does not show how many it has; a task that overrides it has the ranks tell each other
+        their weights at every step.
+        """
+        return _leading_length(batch) or 1
+
+    def label_tokens(self, batch: Any) -> Tensor | None:
+        """How many tokens the loss of the batch is a mean over, a scalar tensor on the device, logged as `train/label_tokens`; None where it
+        is not over tokens.
+        """
+        return None
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether the weight of a batch is simply the number of its samples."""
+        return type(self).weight is Task.weight
 
 
 class SupervisedTask(Task):
     """Batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples."""
 
-    def __init__(self, loss_function: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Any] | None = None) -> None:
         self.loss_function = loss_function
+        self.metrics = checked_metrics(metrics)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """`model(inputs)`."""
@@ -50,6 +79,10 @@ class SupervisedTask(Task):
     def loss(self, outputs: Any, batch: Any) -> Losses:
         """`loss_function(outputs, targets)`."""
         return self.loss_function(outputs, batch[1])
+
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """`outputs` and `targets`."""
+        return outputs, batch[1]
 
     def counts(self, batch: Any) -> tuple[int, int]:
         """The length of the inputs."""
@@ -62,7 +95,15 @@ class HuggingFaceTask(Task):
 
     Hugging Face models average over labelled tokens or, where the labels have one dimension, over samples; means over microbatches
     and evaluation batches weigh by the same, so that they are those of the whole batch.
+
+    Args:
+        shifts_labels: whether the model compares what it says at one token with the label of the next, as causal language models do;
+            not those for masked tokens, for labels of tokens, or with an encoder and a decoder.
     """
+
+    def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:
+        self.metrics = checked_metrics(metrics)
+        self.shifts_labels = shifts_labels
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """`model(**batch)`."""
@@ -75,31 +116,107 @@ class HuggingFaceTask(Task):
             raise ConfigError(
                 f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or the task a loss"
             )
+        if loss.dim() == 0 and isinstance(weight := self.weight(batch), Tensor):
+            return torch.where(weight > 0, loss, 0.0)  # the model's own mean over no label at all is NaN
         return loss
 
-    def weight(self, batch: Any) -> Any:
-        """The labels that count: for language models all but the first of each sequence, which nothing predicts."""
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """`outputs.logits` and the labels; where labels are shifted, without the last and the first, so that like stands beside like."""
+        logits, labels = outputs.logits, batch["labels"]
+        return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels and labels.dim() > 1 else (logits, labels)
+
+    def label_tokens(self, batch: Any) -> Tensor | None:
+        """The labels that count; where they are shifted not the first of each sequence, which nothing predicts."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() < 2:
-            return _leading_length(batch)
-        return (labels[:, 1:] != IGNORED_LABEL).sum()
+            return None
+        return ((labels[:, 1:] if self.shifts_labels else labels) != IGNORED_LABEL).sum()
+
+    def weight(self, batch: Any) -> Any:
+        """The labels that count, or samples where a label is a sample's."""
+        labels = self.label_tokens(batch)
+        return labels if labels is not None else super().weight(batch)
 
 
-def resolve_task(task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module) -> Task:
+class ForwardStepTask(Task):
+    """One function for the whole step, in the manner of Megatron: `forward_step(model, batch)` gives `(outputs, loss_function)`, and
+    `loss_function(outputs)` the mean loss, or `(loss, others by name)`.
+
+    Its means weigh by samples; where they are over tokens, override `weight`.
+
+    Example:
+        >>> def forward_step(model, batch):
+        ...     outputs = model(batch["inputs"])
+        ...     return outputs, lambda outputs: (outputs - batch["targets"]).square().mean()
+        >>> task = ForwardStepTask(forward_step)
+    """
+
+    def __init__(self, forward_step: Callable[[nn.Module, Any], Any], metrics: Mapping[str, Any] | None = None) -> None:
+        self.forward_step = forward_step
+        self.metrics = checked_metrics(metrics)
+        if self.metrics and type(self).judged is Task.judged:
+            raise ConfigError(
+                "a ForwardStepTask does not know what its metrics compare; override judged(outputs, batch) in a class of your own, "
+                "which gives predictions and targets"
+            )
+        self._loss_function: Callable[[Any], Any] | None = None
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The outputs that `forward_step` gives; its loss function is kept for `loss`."""
+        given = self.forward_step(model, batch)
+        if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
+            raise ConfigError(
+                f"forward_step gave {type(given).__name__}; let it return (outputs, a function of the outputs that gives the loss)"
+            )
+        outputs, self._loss_function = given
+        return outputs
+
+    def loss(self, outputs: Any, batch: Any) -> Losses:
+        """`loss_function(outputs)`."""
+        loss_function, self._loss_function = self._loss_function, None  # it may hold the batch, and half the graph
+        assert loss_function is not None  # forward came before
+        given = loss_function(outputs)
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+            return {**given[1], "loss": given[0]}
+        losses: Losses = given
+        return losses
+
+
+def resolve_task(
+    task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Any] | None = None
+) -> Task:
     """`task` as a Task: a loss function makes a `SupervisedTask`; None is right for Hugging Face models.
 
     Raises:
-        ConfigError: None, and the model does not look like one that computes its own loss.
+        ConfigError: None, and the model does not look like one that computes its own loss; metrics that are none, or given twice.
     """
     if isinstance(task, Task):
+        if metrics is not None:
+            raise ConfigError(
+                "metrics= goes with a loss function, or with a model that has its own loss; a Task has its metrics itself"
+            )
         return task
     if callable(task) and not isinstance(task, type):
-        return SupervisedTask(task)
+        return SupervisedTask(task, metrics)
     if task is None and hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
-        return HuggingFaceTask()
+        return HuggingFaceTask(metrics, shifts_labels=_shifts_labels(model))
     raise ConfigError(
         f"task={task!r}: give a loss function of (outputs, targets), such as torch.nn.functional.cross_entropy, or a callsheet.trainer.Task"
     )
+
+
+def _shifts_labels(model: Any) -> bool:
+    """See HuggingFaceTask: as `transformers` chooses the loss by the model's class; models it has no loss for are causal to it."""
+    kind = getattr(model, "loss_type", None)
+    return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The metrics; ConfigError for one that is no torchmetrics `Metric`."""
+    for name, metric in (metrics or {}).items():
+        if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "to")):
+            raise ConfigError(f"metrics[{name!r}] is {type(metric).__name__}, not a torchmetrics Metric")
+    return metrics or {}
 
 
 def _leading_length(batch: Any) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
-import time
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,25 +18,47 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.callback import Callback
+from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
-from callsheet.control import Control, Request
+from callsheet.control import Control
 from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError, RequestRefused
-from callsheet.events import Event
 from callsheet.lifetime import Lifetime
+from callsheet.log_ranks import LogRanks
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import seed_all
 from callsheet.signals import GRACE_SECONDS, SignalWatch
 from callsheet.time import Time, TimeUnit
-from callsheet.trainer.arguments import checked_optimizer, checked_scheduler, duration, interval, named_loaders, positive
-from callsheet.trainer.batches import Loader, TrainBatches, made, to_device
-from callsheet.trainer.checkpoints import AUTO, Checkpoints, Stateful, Typed
-from callsheet.trainer.evaluation import Evaluation
-from callsheet.trainer.microbatches import added, microbatches, trained_on
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.arguments import (
+    check_alike,
+    check_run_name,
+    checked_optimizer,
+    checked_scheduler,
+    duration,
+    enable_gradient_checkpointing,
+    interval,
+    log_boundary,
+    named_loaders,
+    new_name,
+    positive,
+    resolved_device,
+)
+from callsheet.trainer.batches import Loader, TrainBatches
+from callsheet.trainer.boundaries import Boundaries
+from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
+from callsheet.trainer.failures import is_of_collective, is_out_of_memory, out_of_memory_note
+from callsheet.trainer.loop import TrainLoop
+from callsheet.trainer.parallel import Parallel, ParallelModel
+from callsheet.trainer.precision import Precision
 from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task, resolve_task
+from callsheet.trainer.world import World
 
 logger = logging.getLogger("callsheet")
+
+LOG_INTERVAL = "10ba"
 
 
 class Trainer:
@@ -48,14 +69,24 @@ class Trainer:
 
     Args:
         model: what is trained; it is moved to `device`.
-        task: what forward and loss are: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for Hugging Face
-            models, which compute their own loss.
+        task: what forward, loss and metrics are: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for Hugging
+            Face models, which compute their own loss.
         train_dataloader: an iterable of batches, or a function that makes one, called inside `data_init`.
-        eval_dataloader: likewise, or a dictionary of several by name; one alone is called `validation`.
-        optimizer: over the model's parameters, or a function of them, called once the model has its final ones.
+        eval_dataloader: likewise, or a dictionary of several by name, each perhaps an `Evaluator` with an interval of its own; one alone
+            is called `validation`.
+        optimizer: over the model's parameters, or a function of them, called once the model has its final ones, sharded ones included.
         scheduler: of the learning rate, stepped after every optimizer step; or a function of the optimizer.
         max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a whole number means epochs.
+        metrics: torchmetrics by name, computed over each evaluated dataset; for a task that is a loss function or None.
         microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
+        accumulate: how many batches are fetched for one step; an epoch's last step has what is left. The step's mean is over samples,
+            or over what the task weighs by, of all its batches and all ranks, so that a small last batch counts for what it is.
+        precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
+        parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` that says more. The ranks are those that torchrun started.
+        shard_data: whether dataloaders give the same on every rank, and the batches are dealt out here; False where each rank's
+            dataloader gives its own share. A dataloader's batch size is one rank's. A `DistributedSampler` is found by itself.
+        compile: compile the model's forward; a mapping is passed to `torch.compile`.
+        gradient_checkpointing: compute activations again in the backward, where the model offers it.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
         eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`.
         log_interval: how often a record is made of what was logged; a whole number means batches. One is also made before each evaluation.
@@ -64,11 +95,18 @@ class Trainer:
         loggers: more callbacks, told after the others in the phase `report`.
         run_name: of the run and its folder; made from the time where it is None.
         runs_folder: where the folders of runs stand. Nothing is written unless something asks for it, such as a checkpoint.
+        checkpoints_folder: where checkpoints stand, in `<run name>/checkpoints`, if not in the run's folder: a path, or a URL such as
+            `s3://bucket/runs`, which fsspec opens. All ranks must see the same there.
+        save_in_background: copy the state, and write it while training goes on.
         resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
-        seed: of all random states, set before the factories are called; None leaves them as they are.
-        device: `"auto"` is CUDA where there is one, else the CPU.
-        preempt_signals: signals that ask the run to save and make way.
+        seed: of all random states, set before the factories are called, and to one of its own on each rank afterwards; None leaves
+            them as they are.
+        device: `"auto"` is CUDA where there is one, the rank's own, else the CPU.
+        preempt_signals: a signal, or several, that ask the run to save and make way; the first Ctrl-C asks for the same, and raises KeyboardInterrupt
+            then, a second one at once.
         grace_seconds: how long after such a signal the process will be killed.
+        timeout_seconds: until a rank that does not answer fails the run.
+        log_ranks: `"zero"` keeps log records below ERROR off the handlers of other ranks while the run lasts; `"all"` lets all speak.
         config: what the run was configured with, for the run's record: plain data.
 
     Raises:
@@ -92,72 +130,94 @@ class Trainer:
         model: nn.Module,
         task: Task | Callable[[Any, Any], Tensor] | None = None,
         train_dataloader: Loader | None = None,
-        eval_dataloader: Loader | Mapping[str, Loader] | None = None,
+        eval_dataloader: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None = None,
         *,
         optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
         scheduler: Any = None,
         max_duration: str | int | Time = "1ep",
+        metrics: Mapping[str, Any] | None = None,
         microbatch_size: int | None = None,
+        accumulate: int = 1,
         clip_grad_norm: float | None = None,
+        precision: str = "fp32",
+        parallel: str | Parallel = "auto",
+        shard_data: bool = True,
+        compile: bool | Mapping[str, Any] = False,
+        gradient_checkpointing: bool = False,
         eval_interval: str | int | Time | None = "1ep",
-        log_interval: str | int | Time = "10ba",
+        log_interval: str | int | Time = LOG_INTERVAL,
         epochs_per_round: int | None = None,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
         loggers: Iterable[Callback] | None = None,
         run_name: str | None = None,
         runs_folder: str | os.PathLike[str] = "runs",
+        checkpoints_folder: str | os.PathLike[str] | None = None,
+        save_in_background: bool = False,
         resume: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         device: str | torch.device = "auto",
-        preempt_signals: Iterable[str | int] = ("SIGTERM",),
+        preempt_signals: str | Iterable[str | int] = ("SIGTERM",),
         grace_seconds: float = GRACE_SECONDS,
+        timeout_seconds: float = 600.0,
+        log_ranks: str = "zero",
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        arguments = dict(locals())
         ranks = read_ranks()
-        if ranks.world_size > 1:
-            raise ConfigError(
-                f"this version trains in one process, and was launched as one of {ranks.world_size}; start it without a launcher"
-            )
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {type(model).__name__}, not a torch.nn.Module")
-        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.device = resolved_device(device, ranks)
         self.model = model
-        self.task = resolve_task(task, model)
+        self.task = resolve_task(task, model, metrics)
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
-        self.microbatch_size = positive("microbatch_size", microbatch_size, int)
-        self.clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
+        parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
+        microbatch_size = positive("microbatch_size", microbatch_size, int)
+        self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
+        clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
+        if positive("accumulate", accumulate, int) is None:
+            raise ConfigError("accumulate=None: give 1 for a batch a step")
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
+        log_every = log_boundary(log_interval)
+        eval_every = interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
+        check_run_name(run_name, resume)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         self.callbacks.add(loggers or ())
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
-        self.control = Control(able={"stop", "save", "evaluate"})
+        self.control = Control(able={"stop", "save", "evaluate", "accumulate"}, is_shared=ranks.world_size > 1)
+        preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
+        self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
+        self._log_ranks = LogRanks(log_ranks, ranks)
+        if positive("timeout_seconds", timeout_seconds, float) is None:
+            raise ConfigError("timeout_seconds=None: ranks that wait for ever tell nobody; give a number of seconds")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed={seed!r}: give a whole number, or None")
+        self._activity = ""  # which of its methods has the thread
+        config = dict(config or {})
+        self._world = world = World(ranks, self.device, timeout_seconds)
+        try:
+            check_alike(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
+            name = run_name or world.of_rank_zero(new_name())
+            data_seed = seed if seed is not None else world.of_rank_zero(secrets.randbits(31))
+        except BaseException:
+            world.close()
+            raise
         self.run = RunInfo(
-            run_name if run_name is not None else f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
-            config=dict(config or {}),
+            name,
+            config=config,
+            folder=Path(runs_folder) / name,
             ranks=ranks,
+            checkpoints=f"{os.fspath(checkpoints_folder).rstrip('/')}/{name}/checkpoints"
+            if checkpoints_folder is not None
+            else "",
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             device=str(self.device),
         )
-        if Path(self.run.name).name != self.run.name or self.run.name in ("", ".."):
-            raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
-        if resume == AUTO and run_name is None:
-            raise ConfigError("resume='auto' needs a run_name: under a new name there is never anything to resume")
-        self.run.folder = Path(runs_folder) / self.run.name
-
-        log_every = interval("log_interval", log_interval, TimeUnit.BATCH)
-        if log_every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
-            raise ConfigError(
-                f"log_interval={log_interval!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
-            )
-        eval_every = interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
-        self._records = Records(self.callbacks, log_every, self.device)
-        self._batches = TrainBatches()
-        self._last_loss: Tensor | None = None
-        self.eval_results: dict[str, dict[str, float]] = {}
-        """Of the last evaluation, by dataset; empty until there has been one."""
-        self._activity = ""  # which of its methods has the thread
-        self._signals = SignalWatch(preempt_signals, grace=grace_seconds)
+        self._records = Records(self.callbacks, log_every, self.device, world)
+        self._agreement = Agreement(world, self.control, self._signals)
+        the_task = self.task  # not `self` in a function that the lifetime can reach: a trainer that is forgotten has to end
+        self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
+        self._loop: TrainLoop | None = None
         self.ctx = Context(
             self.run,
             state=self.state,
@@ -167,285 +227,225 @@ class Trainer:
             loggers=self.callbacks.tell_loggers,
         )
         self._lifetime = Lifetime(self.callbacks, self.ctx)
+        self._lifetime.at_end(world.close)
+        self._lifetime.at_end(self._log_ranks.end)
         self._end = weakref.finalize(self, self._lifetime.end)  # also when the trainer is collected, and at exit
-        with self._lifetime:
+        with self._lifetime, self._doing("set-up"):
+            self._log_ranks.start()
             self._lifetime.start()
             if seed is not None:
                 seed_all(seed)
-            self.model.to(self.device)
+            for one in (model, *self.task.frozen_models):
+                one.to(self.device)
+            if gradient_checkpointing:
+                enable_gradient_checkpointing(model)
+            self._precision = Precision(precision, self.device)
+            self._parallel = ParallelModel(model, parallel, world, self.device, self._precision.type, self.task.frozen_models)
+            if compile:
+                self._parallel.compile(compile if isinstance(compile, Mapping) else {})
+            if self._parallel.kind == "fsdp":
+                self._precision.casts = False
             self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
             self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
             self._spans = self.callbacks.spans(self.ctx)
-            self._heard = self.callbacks.heard
-            self._evaluation = Evaluation(self.callbacks, self.ctx, self.model, self.task, self.device, eval_every)
-            self._checkpoints = Checkpoints(self.callbacks, self.ctx, self._spans, self._parts())
+            self._evaluation = Evaluation(
+                self.callbacks,
+                self.ctx,
+                self._parallel.module,
+                self.task,
+                self.device,
+                every=eval_every,
+                world=world,
+                agreement=self._agreement,
+                precision=self._precision,
+                shard=shard_data,
+            )
+            self._checkpoints = Checkpoints(
+                self.callbacks, self.ctx, self._spans, world, in_background=save_in_background, grace=grace_seconds
+            )
+            self._lifetime.at_end(self._checkpoints.close)
+            self._agreement.durable = self._checkpoints.durable
+            self._boundaries = Boundaries(
+                self.callbacks,
+                self.ctx,
+                self._lifetime,
+                self._agreement,
+                self._records,
+                self._evaluation,
+                self._checkpoints,
+            )
+            if self.optimizer is not None:
+                self._loop = TrainLoop(
+                    self.ctx,
+                    self._spans,
+                    world,
+                    self._parallel,
+                    self.task,
+                    self.optimizer,
+                    self.scheduler,
+                    self._precision,
+                    self._batches,
+                    self._records,
+                    self._boundaries,
+                    self._signals,
+                    self.callbacks.heard,
+                    self.device,
+                    microbatch_size=microbatch_size,
+                    accumulate=accumulate,
+                    clip_grad_norm=clip_grad_norm,
+                    epochs_per_round=self.epochs_per_round,
+                )
+            if seed is not None and world.size > 1:
+                seed_all(seed + world.rank)  # dropout and the like should differ between ranks
+            self._checkpoints.shared, self._checkpoints.local = self._parts()
             self._checkpoints.load(resume)
+            self.callbacks.tell_loggers("log_call_sheet", self.ctx, sheet=str(self.callbacks.call_sheet()))
             self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with self._spans.data_init:
                 if train_dataloader is not None:
-                    self._batches.loader = made(train_dataloader, "train_dataloader")
-                self.state.epoch_batches = self._batches.length
-                self._evaluation.loaders = named_loaders(eval_dataloader, "eval_dataloader")
+                    self._batches.load(train_dataloader)
+                if self._loop is not None:
+                    self._loop.tell_length()
+                for name, evaluator in named_evaluators(eval_dataloader).items():
+                    self._evaluation.add(name, evaluator)
+                self.state.evaluators = tuple(self._evaluation.loaders)
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that asked the run to make way, or None."""
+        return self._agreement.signal
 
     @property
     def preempted(self) -> bool:
-        """A signal asked the run to make way."""
+        """A signal other than Ctrl-C asked the run to make way."""
         return self._lifetime.outcome == Outcome.PREEMPTED
+
+    @property
+    def eval_results(self) -> dict[str, dict[str, float]]:
+        """The last of each evaluator in training, by name; empty until there has been one."""
+        return self._evaluation.results
 
     # --- training ---
 
     def fit(self, max_duration: str | int | Time | None = None) -> None:
         """Train until `max_duration`, the constructor's where it is None; called again with a longer one, training goes on.
 
+        Returns when every checkpoint is durable. After a signal to make way, and a checkpoint, it returns early: see `signal`.
+
         Raises:
             ConfigError: there is no training data, or no optimizer.
+            KeyboardInterrupt: Ctrl-C was pressed: after a checkpoint, or at once where it was pressed twice.
+            DistributedError: the ranks could not agree; the message names which one is missing.
             BaseException: what the model, the data or a callback raised, after the run has been ended.
         """
         with self._lifetime, self._doing("fit"):
-            optimizer, batches = self.optimizer, self._batches
-            if optimizer is None or batches.loader is None:
-                missing = [
-                    name for name, there in (("a train_dataloader", batches.loader), ("an optimizer", optimizer)) if there is None
-                ]
+            if self._loop is None or self._batches.loader is None:
+                there = {"a train_dataloader": self._batches.loader is not None, "an optimizer": self._loop is not None}
+                missing = [name for name, is_there in there.items() if not is_there]
                 raise ConfigError(f"fit() needs {' and '.join(missing)}; give the Trainer one")
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
-            ctx, spans, state = self.ctx, self._spans, self.state
-            self.model.train()
-            try:
-                with self._signals:
-                    with spans.train:
-                        is_over = self._is_over()
-                        while not is_over:
-                            with spans.round:
-                                while not is_over and not self._round_is_full():
-                                    ctx.epoch = state.timestamp.epoch + 1
-                                    with spans.epoch:
-                                        is_whole = self._train_epoch(optimizer, batches)
-                                        self._records.tally.settle(state)
-                                        if is_whole:
-                                            batches.end_epoch()
-                                            state.timestamp = state.timestamp.next_epoch()
-                                    is_over = self._boundary("epoch") if is_whole else True
-                                is_full = self._round_is_full()
-                                if is_full:
-                                    state.timestamp = state.timestamp.next_round()
-                            if is_full:
-                                is_over = self._boundary("round") or is_over
-                        self._records.tally.settle(state)
-            finally:
-                self._records.tally.stop()
-            self._carry_out_rest()
-            if not self.preempted:
+            self._warn_of_long_intervals()
+            with self._signals:
+                self.callbacks.take_time(self.ctx.step)
+                self._loop.run()
+                self._boundaries.finish()
+            if not self._boundaries.is_making_way:
                 self._lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
             self.control.done("stop")
+            if self._lifetime.outcome is Outcome.INTERRUPTED:
+                raise KeyboardInterrupt
 
-    def _train_epoch(self, optimizer: Optimizer, batches: TrainBatches) -> bool:
-        """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
-        ctx, spans, model, task = self.ctx, self._spans, self.model, self.task
-        state, records, control, signals = self.state, self._records, self.control, self._signals
-        size = self.microbatch_size
-        on_cpu = self.device.type == "cpu"
-        epoch = batches.epoch(ctx.epoch, state.timestamp.batch_in_epoch)
-        is_overdue = self._evaluation.is_due(ctx, is_over=False)  # a crash left it undone: the first step is a boundary
-        next_boundary = ctx.step + 1 if is_overdue else self._next_boundary()
-        records.tally.start()
-        while True:
-            with spans.fetch:
-                ctx.batch = batch = next(epoch, None)
-                if batch is not None and not on_cpu:
-                    ctx.batch = to_device(batch, self.device)
-            if batch is None:
-                del ctx.batch
-                if not state.timestamp.batch_in_epoch:
-                    raise ConfigError(f"epoch {ctx.epoch} had no batches; is the dataset empty, or was an iterator used up?")
-                return True
-            ctx.step += 1
-            with spans.train_step:
-                with spans.forward_backward:
-                    means: dict[str, Tensor] = {}
-                    parts = ((ctx.batch, None),) if size is None else microbatches(ctx.batch, size, task)
-                    for ctx.microbatch, share in parts:
-                        with spans.microbatch:
-                            with spans.forward:
-                                ctx.outputs = task.forward(model, ctx.microbatch)
-                            with spans.loss:
-                                losses = task.loss(ctx.outputs, ctx.microbatch)
-                                ctx.loss = losses if type(losses) is Tensor and not losses.dim() else trained_on(losses)
-                            if "outputs" not in ctx.kept:
-                                del ctx.outputs
-                            with spans.backward:
-                                (ctx.loss if share is None else ctx.loss * share).backward()
-                            if share is None and type(losses) is Tensor:
-                                means = {"loss": ctx.loss.detach()}
-                            else:
-                                means = added(means, ctx.loss, losses, share)
-                        del ctx.microbatch, ctx.loss
-                    ctx.loss = loss = means["loss"]
-                    del losses  # and with it the graph
-                with spans.clip_gradients:
-                    ctx.grad_norm = None
-                    if self.clip_grad_norm is not None:
-                        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                        ctx.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
-                        records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                rate: Any = optimizer.param_groups[0]["lr"]
-                if isinstance(rate, Tensor):
-                    rate = rate.clone()  # the scheduler writes over it where it stands
-                ctx.learning_rate = records.learning_rate = rate
-                with spans.optimizer_step:
-                    optimizer.step()
-                    ctx.step_skipped = False
-                if self.scheduler is not None:
-                    self.scheduler.step()
-                records.add(means, *task.counts(ctx.batch))
-                state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                ctx.loss_dict = means
-            del ctx.batch, ctx.loss, ctx.loss_dict, ctx.grad_norm, ctx.learning_rate, ctx.step_skipped
-            if "outputs" in ctx.kept:
-                del ctx.outputs
-            self._last_loss = loss
-            optimizer.zero_grad()
-            if ctx.step >= next_boundary or control.pending or signals.received is not None:
-                if self._boundary("step"):
-                    return state.timestamp.batch_in_epoch == batches.length
-                next_boundary = self._next_boundary()
-            elif self._heard.on_checkpoint_due:
-                self._tell_checkpoint_due("step")
-
-    def _next_boundary(self) -> int:
-        """The next step after which something can be due; the other units only move at log boundaries and the ends of epochs."""
-        step, longest = self.state.timestamp.batch, self.state.max_duration
-        steps = [int(longest.value)] if longest is not None and longest.unit is TimeUnit.BATCH else []
-        for due in (self._records.every, self._evaluation.every):
-            if due is not None and due.every.unit is TimeUnit.DURATION:
-                return step + 1
-            if due is not None and due.every.unit is TimeUnit.BATCH:
-                steps.append(int((due.index(self.state.timestamp) + 1) * due.every.value))
-        return min(steps, default=sys.maxsize)
-
-    def _boundary(self, boundary: str) -> bool:
-        """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
-        ctx, records = self.ctx, self._records
-        self._make_way()
-        logs = records.are_due(ctx)
-        if logs or boundary != "step" or self._is_over() or self._evaluates():
-            records.tally.settle(self.state)
-        if logs or self._is_over() or self._evaluates():  # settling may have reached the end
-            records.tell(ctx)
-            self._make_way()
-        if self._evaluates():
-            self._tell_checkpoint_due("before_eval")
-            with self._training_stopped():
-                self._evaluate(self._evaluation.loaders, standalone=False)
-            self._evaluation.done(ctx)
-            self._make_way()
-        is_over = self._is_over()
-        self._tell_checkpoint_due(boundary)
-        return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
-
-    def _evaluates(self) -> bool:
-        return not self.preempted and self._evaluation.is_due(self.ctx, self._is_over())
-
-    def _make_way(self) -> None:
-        """If a signal came: tell it, once, and ask for a checkpoint."""
-        if self._signals.received is not None and not self.preempted:
-            self._lifetime.outcome = Outcome.PREEMPTED
-            self.callbacks.fire(Event.PREEMPT, self.ctx)
-            if (request := self.control.save_requested) is None or request.kind != "preempt":  # in a callback's name
-                self.control.save(f"signal {self._signals.received.name}", kind="preempt")
-
-    def _carry_out_rest(self) -> None:
-        """What was asked for after the last boundary, such as saving at `on_train_end`; and the evaluation that a crash left undone."""
-        self._make_way()
-        if self._evaluates():
-            self._evaluate(self._evaluation.loaders, standalone=False)
-            self._evaluation.done(self.ctx)
-        if self.control.save_requested is not None:
-            self._save_as_asked()
-
-    def _is_over(self) -> bool:
-        return self.state.is_complete or self.control.stop_requested is not None or self._signals.received is not None
-
-    def _round_is_full(self) -> bool:
-        return self.epochs_per_round is not None and self.state.timestamp.epoch_in_round >= self.epochs_per_round
+    def _warn_of_long_intervals(self) -> None:
+        """Not an error: who tries a job out for ten steps need not change its intervals."""
+        longest = self.state.max_duration
+        named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
+        if str(self._records.every.every) != LOG_INTERVAL:  # a default is nobody's mistake
+            named.append(("log_interval", self._records.every))
+        for name, every in named:
+            if (
+                every is not None
+                and longest is not None
+                and every.every.unit is longest.unit
+                and every.every.value > longest.value
+            ):
+                logger.warning(
+                    "%s, %s, is longer than the run, %s: it comes at the end alone; give a shorter one to have more",
+                    name,
+                    every.every,
+                    longest,
+                )
 
     # --- evaluating ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
-        """The losses of every evaluator, or of `dataloader`, by the dataset's name.
+        """The losses and metrics of every evaluator, or of `dataloader`, by the dataset's name, the same on all ranks.
 
         Raises:
             ConfigError: there is nothing to evaluate.
             RequestRefused: while training runs: `ctx.control.evaluate(why)` asks for it.
         """
         with self._lifetime, self._doing("evaluate"):
-            loaders = named_loaders(dataloader, "dataloader") or self._evaluation.loaders
+            given = {
+                name: self._evaluation.made(loader, f"dataloader {name!r}") for name, loader in named_loaders(dataloader).items()
+            }
+            loaders = given or self._evaluation.loaders
             if not loaders:
                 raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
-            return self._evaluate(loaders, standalone=True)
+            return self._boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """The mean losses over a test set. Raises as `evaluate` does."""
+        """The mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
         with self._lifetime, self._doing("test"):
-            results = self._evaluation.test(made(dataloader, "dataloader"))
+            results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
             self._records.tell_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
-        """The model's outputs, one item a batch, on the device. Raises as `evaluate` does."""
+        """The model's outputs for this rank's share of the data, one item a batch, on the device. Raises as `evaluate` does."""
         with self._lifetime, self._doing("predict"):
-            return self._evaluation.predict(made(dataloader, "dataloader"))
-
-    def _evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        self.eval_results = results = self._evaluation.evaluate(loaders, standalone=standalone)
-        self._records.tell_evaluation(self.ctx, self._evaluation.take())
-        return results
+            return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
 
     # --- checkpoints ---
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        """Write a checkpoint, to the run's folder where `path` is None.
+        """Write a checkpoint, to the run's folder where `path` is None; every rank calls it.
 
         Raises:
             RequestRefused: while training runs: `ctx.control.save(why)` asks for it.
             CheckpointError: it cannot be written, or a callback's state is not plain data.
         """
         with self._lifetime, self._doing("save_checkpoint"):
-            return self._save(path=path)
+            return self._boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
 
-    def _tell_checkpoint_due(self, boundary: str) -> None:
-        if self._heard.on_checkpoint_due:
-            self.ctx.boundary = boundary
-            self.callbacks.fire(Event.CHECKPOINT_DUE, self.ctx)
-            self.ctx.close("on_checkpoint_due")
-        if self.control.save_requested is not None:
-            with self._training_stopped():
-                self._save_as_asked()
+    def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
+        """Write the weights alone, whole: as a Hugging Face folder where the model is one, else as a safetensors file; every rank calls it.
 
-    def _save_as_asked(self) -> None:
-        requests = self.control.save_requests
-        self.control.done("save")
-        self._save(requests)
+        Args:
+            path: a folder for a Hugging Face model, which `from_pretrained` loads; else the file.
+            processor: the tokenizer or processor to be saved beside a Hugging Face model.
+        """
+        with self._lifetime, self._doing("export"):
+            if hasattr(self.model, "save_pretrained"):
+                export_huggingface(self.model, path, group=self._world.saving, processor=processor)
+            else:
+                export_weights(self.model, path, group=self._world.saving, overwrite=True)
 
-    def _save(self, requests: tuple[Request, ...] = (), path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        val_losses = {name: result["loss"] for name, result in self.eval_results.items() if "loss" in result}
-        return self._checkpoints.save(requests, path, train_loss=self._last_loss, val_losses=val_losses)
-
-    def _parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds, by name."""
-        parts: dict[str, Stateful | None] = {
+    def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
+        """What a checkpoint holds, by name: what all ranks share, and what is each one's own."""
+        shared: dict[str, Stateful | None] = {
             "state": self.state,
-            "model": self.model,
+            "model": self._parallel,
             "optimizer": Typed(self.optimizer) if self.optimizer is not None else None,
             "scheduler": Typed(self.scheduler) if self.scheduler is not None else None,
-            "callbacks": self.callbacks,
-            "records": self._records,
+            "precision": self._precision,
             "evaluation": self._evaluation,
-            "batches": self._batches,
+            "tally": self._records.tally,
+            "loop": self._loop,
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        local: dict[str, Stateful] = {"callbacks": self.callbacks, "records": self._records, "batches": self._batches}
+        return {name: part for name, part in shared.items() if part is not None}, local
 
     # --- the end ---
 
@@ -465,6 +465,8 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if error is not None:
+            if not self._lifetime.has_ended:
+                self._explain(error)
             self._lifetime.fail(error)
         self.close()
 
@@ -482,12 +484,27 @@ class Trainer:
         self._activity = activity
         try:
             yield
+        except BaseException as error:
+            self._explain(error)
+            raise
         finally:
             self._activity = ""
 
-    @contextmanager
-    def _training_stopped(self) -> Iterator[None]:
-        """The clock of training stands still."""
-        self._records.tally.stop()
-        yield
-        self._records.tally.start()
+    def _explain(self, error: BaseException) -> None:
+        """Add to an error what is known about it here, and leave word for the other ranks, which will miss this one."""
+        if is_out_of_memory(error):
+            error.add_note(out_of_memory_note(self.device, self._mends_of_memory()))
+        if self._world.size > 1 and is_of_collective(error):
+            error.add_note(f"rank {self._world.rank}: {self._world.missing(self.ctx.step)}")
+        else:
+            self._world.say(self.ctx.step, error)
+
+    def _mends_of_memory(self) -> list[str]:
+        size = self._microbatch_size
+        tried = {
+            "a microbatch_size" if size is None else f"a microbatch_size below {size}": size != 1,
+            "precision='bf16'": self._precision.name == "fp32",
+            "gradient_checkpointing=True": not self._gradient_checkpointing,
+            "parallel='fsdp' on several ranks": self._parallel.kind != "fsdp",
+        }
+        return [mend for mend, is_left in tried.items() if is_left]

@@ -1,0 +1,150 @@
+"""What the Trainer adds to bare DDP and FSDP2 loops on two gloo ranks, and what agreement and records cost a step of 1 ms.
+
+Every loop does the same forward, loss, backward, clipping-free SGD step and zeroing. The long step is one of about 20 ms, in which the
+ranks compute; the short one sleeps, so that two ranks on two cores do not disturb each other.
+
+    python benchmarks/distributed.py [--turns 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from callsheet import Trainer
+from callsheet.control import Control
+from callsheet.distributed import read_ranks
+from callsheet.metrics import MetricLog
+from callsheet.signals import SignalWatch
+from callsheet.testing import run_ranks
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.world import World
+from timing import machine
+
+STEPS = 40
+WIDTH, ROWS = 512, 640  # about 20 ms a step on one core
+SHORT_STEPS = 1000
+
+loss_function = nn.functional.mse_loss
+
+
+def parts() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)))
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    return model, [batch] * STEPS
+
+
+def made_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def bare(kind: str) -> float:
+    """Milliseconds a step of the loop that a person would write."""
+    model, batches = parts()
+    module: nn.Module = model
+    if kind == "ddp":
+        module = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        for block in model.children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = made_optimizer(model.parameters())
+    model.train()
+    distributed.barrier()
+    began = time.perf_counter()
+    for inputs, targets in batches:
+        loss_function(module(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.perf_counter() - began) / STEPS * 1e3
+
+
+def ours(kind: str) -> float:
+    """The same through the Trainer, which deals out the batches of both ranks."""
+    model, batches = parts()
+    with Trainer(
+        model, loss_function, batches * 2, optimizer=made_optimizer, max_duration="1ep", device="cpu", parallel=kind
+    ) as trainer:
+        distributed.barrier()
+        began = time.perf_counter()
+        trainer.fit()
+        return (time.perf_counter() - began) / STEPS * 1e3
+
+
+def short(agreement: Agreement | None, metrics: MetricLog | None) -> float:
+    """Microseconds a step of 1 ms, with the word going round and a record every tenth step."""
+    loss = torch.ones(())
+    distributed.barrier()
+    began = time.perf_counter()
+    for step in range(1, SHORT_STEPS + 1):
+        time.sleep(0.001)
+        if metrics is not None:
+            metrics.log({"train/loss": loss, "train/grad_norm": loss}, over="mean")
+            if step % 10 == 0:
+                metrics.take()
+        if agreement is not None and step >= agreement.next_step:
+            agreement.look(step)
+    took = (time.perf_counter() - began) / SHORT_STEPS * 1e6
+    if agreement is not None:
+        agreement.settle(SHORT_STEPS)
+    return took
+
+
+def on_each_rank(turns: int) -> dict[str, list[float]]:
+    distributed.init_process_group("gloo")
+    world = World(read_ranks(), torch.device("cpu"), 60)
+
+    def agreed() -> Agreement:
+        return Agreement(world, Control(is_shared=True), SignalWatch(()))
+
+    subjects: dict[str, Callable[[], float]] = {
+        "ddp, bare": lambda: bare("ddp"),
+        "ddp": lambda: ours("ddp"),
+        "fsdp, bare": lambda: bare("fsdp"),
+        "fsdp": lambda: ours("fsdp"),
+        "short": lambda: short(None, None),
+        "short, agreement": lambda: short(agreed(), None),
+        "short, records": lambda: short(None, MetricLog(world)),
+    }
+    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(turns):
+        for name, subject in subjects.items():
+            figures[name].append(subject())
+    world.close()
+    distributed.destroy_process_group()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=15)
+    arguments = parser.parse_args()
+    figures: dict[str, list[float]] = run_ranks(on_each_rank, 2, arguments.turns, timeout=3600)[0]
+    middle = {name: statistics.median(several) for name, several in figures.items()}
+
+    def more(name: str, floor: str) -> float:
+        return statistics.median(a / b - 1 for a, b in zip(figures[name], figures[floor], strict=True)) * 100
+
+    print(f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} turns of {STEPS} steps\n")
+    print("| loop | a step of the bare loop, ms | the Trainer's, ms | more |\n| --- | --- | --- | --- |")
+    for kind in ("ddp", "fsdp"):
+        print(f"| {kind} | {middle[f'{kind}, bare']:.1f} | {middle[kind]:.1f} | {more(kind, f'{kind}, bare'):+.1f} % |")
+    print("\n| in a step that sleeps 1 ms | µs a step | more |\n| --- | --- | --- |")
+    print(f"| nothing | {middle['short']:.0f} | |")
+    for name, told in (("agreement", "agreement"), ("records", "two metrics, a record every tenth step")):
+        print(f"| {told} | {middle[f'short, {name}']:.0f} | {more(f'short, {name}', 'short'):+.1f} % |")
+
+
+if __name__ == "__main__":
+    main()

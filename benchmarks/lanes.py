@@ -1,0 +1,205 @@
+"""What handing events to lanes costs the training thread, beside InstructLab's way, and that slow lanes hold nothing up.
+
+A step is torch's work of about 200 µs or 1 ms in small pieces, as a small model's is. InstructLab's callbacks are measured where its package
+is installed, `pip install --no-deps instructlab-training`; of it only the file with the callbacks is loaded.
+
+    python benchmarks/lanes.py [--turns 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from callsheet import Background, Callback, CallbackManager, Context, RunInfo
+from timing import difference, in_turns, machine
+
+STEPS = 1000
+MILLION = 1_000_000
+
+
+class TenFields(Callback):
+    """Hears every step's end and reads ten plain fields."""
+
+    needs = ("learning_rate", "step_skipped")
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        now = ctx.state.timestamp
+        self.read = (ctx.step, ctx.epoch, ctx.learning_rate, ctx.step_skipped, *now[:6])
+
+
+class Sleeps(Callback):
+    """Takes 50 ms a step."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        time.sleep(0.05)
+
+
+class Idle(Callback):
+    """Hears what is not told here."""
+
+    def on_log(self, ctx: Context) -> None: ...
+
+
+def work_of(seconds: float) -> Callable[[], None]:
+    """A step's work."""
+    matrix = torch.randn(48, 48)
+
+    def work(pieces: int) -> None:
+        for _ in range(pieces):
+            matrix @ matrix
+
+    began = time.perf_counter()
+    work(3000)
+    pieces = max(1, round(seconds * 3000 / (time.perf_counter() - began)))
+    return lambda: work(pieces)
+
+
+def ours(work: Callable[[], None], made: Callable[[], list[Callback]]) -> float:
+    """Microseconds a step, with these callbacks on the call sheet."""
+    manager = CallbackManager(made(), costs="off")
+    ctx = Context(RunInfo("benchmark"))
+    manager.open(ctx)
+    spans = manager.spans(ctx)
+    ctx.learning_rate, ctx.step_skipped = 0.1, False
+    began = time.perf_counter()
+    for ctx.step in range(1, STEPS + 1):
+        with spans.train_step:
+            work()
+            ctx.state.timestamp = ctx.state.timestamp.next_batch()
+    took = time.perf_counter() - began
+    manager.close()
+    return took / STEPS * 1e6
+
+
+def instructlabs(work: Callable[[], None], module: Any) -> float:
+    """Microseconds a step, with one callback in InstructLab's manager."""
+
+    class Reads(module.TrainerCallback):  # type: ignore[misc]  # loaded from a file
+        def on_step_end(self, context: Any) -> None:
+            self.read = (
+                context.step,
+                context.epoch,
+                context.learning_rate,
+                context.loss,
+                context.grad_norm,
+                context.total_samples,
+            )
+
+    manager = module.CallbackManager()
+    manager.add_callback(Reads())
+    began = time.perf_counter()
+    for step in range(1, STEPS + 1):
+        work()
+        manager.fire(
+            "on_step_end",
+            step=step,
+            epoch=1,
+            learning_rate=0.1,
+            loss=0.5,
+            grad_norm=1.0,
+            total_samples=step,
+            total_tokens=step,
+            elapsed_time=1.0,
+            overall_throughput=1.0,
+            world_size=1,
+        )
+    took = time.perf_counter() - began
+    manager.close()
+    return took / STEPS * 1e6
+
+
+def instructlab() -> Any:
+    """InstructLab's module of callbacks, or None where it is not installed."""
+    try:
+        files = importlib.metadata.files("instructlab-training") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = next(Path(str(file.locate())) for file in files if str(file).endswith("training/callbacks.py"))
+    spec = importlib.util.spec_from_file_location("instructlab_callbacks", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def growth() -> tuple[float, int]:
+    """Megabytes that the process grew by while a million events went into a lane that is too slow for them, and how many it dropped."""
+    manager = CallbackManager([Background(Sleeps(), queue=1024, overflow="drop_oldest", deadline=0.1)], costs="off")
+    ctx = Context(RunInfo("benchmark"))
+    manager.open(ctx)
+
+    def tell(times: int) -> None:
+        for ctx.step in range(times):
+            manager.fire("on_train_step_end", ctx)
+
+    tell(MILLION // 20)  # until everything that is kept is there
+    before = psutil.Process().memory_info().rss
+    tell(MILLION)
+    after = psutil.Process().memory_info().rss
+    dropped = sum(each.dropped for each in manager.cost_report(1).failures)
+    logging.getLogger("callsheet").setLevel(logging.CRITICAL)  # that it leaves something undelivered is the point
+    manager.close()
+    return (after - before) / 1e6, dropped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("callsheet").setLevel(logging.CRITICAL)
+    short, long, module = work_of(200e-6), work_of(1e-3), instructlab()
+
+    def ten_idle() -> list[Callback]:
+        lanes: list[Callback] = []
+        for number in range(10):
+            lane = Background(Idle())
+            lane.name = f"idle-{number}"
+            lanes.append(lane)
+        return lanes
+
+    figures = in_turns(
+        {
+            "short": lambda: ours(short, list),
+            "one callback in a lane": lambda: ours(short, lambda: [Background(TenFields())]),
+            **({"one callback in InstructLab's": lambda: instructlabs(short, module)} if module is not None else {}),
+            "long": lambda: ours(long, list),
+            "one that sleeps 50 ms a step, drop_oldest": lambda: ours(
+                long, lambda: [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
+            ),
+            "ten idle lanes": lambda: ours(long, ten_idle),
+        },
+        arguments.turns,
+    )
+    short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
+    print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
+    print(f"| handing one event over, in a step of {short_step:.0f} µs | µs added |\n| --- | --- |")
+    for name in figures:
+        if name.startswith("one callback"):
+            print(f"| {name} | {difference(figures, name, 'short'):+.1f} |")
+    print(f"\n| lanes beside a step of {long_step:.0f} µs | µs added | of the step |\n| --- | --- | --- |")
+    for name in ("one that sleeps 50 ms a step, drop_oldest", "ten idle lanes"):
+        added = difference(figures, name, "long")
+        print(f"| {name} | {added:+.1f} | {added / long_step:+.2%} |")
+    grown, dropped = growth()
+    print(
+        f"\nA million events into a lane that sleeps, queue of 1024: {grown:+.1f} MB resident, {dropped:,} dropped and counted."
+    )
+
+
+if __name__ == "__main__":
+    main()

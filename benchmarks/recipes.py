@@ -1,0 +1,286 @@
+"""Fine-tuning beside a plain PyTorch loop and beside the Trainer of transformers, on the same model, examples and optimizer, in one run;
+packed rows beside padded ones; and every shipped recipe beside a plain loop over its model, its first batches and its loss.
+
+For the first, the model is a Llama of 0.36 million parameters, a step about 2,500 tokens of short conversations, one epoch a turn, and
+nothing is clipped. Every loop has one thread, whose own time is taken, and logs nothing but what it must. Of transformers' Trainer only the
+time between its `on_train_begin` and its `on_train_end` counts, of ours the whole of `fit()`.
+
+    python benchmarks/recipes.py [--turns 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callsheet.commands.recipe import RECIPES, prepared
+from callsheet.recipes import Recipe
+from callsheet.recipes.finetune import Finetune, FinetuneConfig
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.rows import Rows
+from callsheet.trainer.tasks import resolve_task
+from timing import in_turns, machine
+
+STEPS, BATCH = 10, 16
+LONGEST = 384
+ROWS_A_STEP = 6
+"""Packed rows that hold about as much as a batch of examples."""
+
+
+def write_conversations(path: Path) -> None:
+    """As many as an epoch has, of 30 to 370 tokens, most of them short."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(STEPS * BATCH):
+            length = min(340, int(draw.expovariate(1 / 110)))
+            asked, told = ("".join(draw.choices("abcdefgh ", k=part)) for part in (10 + length // 3, 15 + length - length // 3))
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+            file.write(f"{json.dumps({'messages': messages})}\n")
+
+
+class InOrder(Finetune):
+    """Its batches are the same in every loop: how much padding there is depends on what comes together."""
+
+    def train_data(self) -> Any:
+        """In the order of the file."""
+        return self._loader("train", train=False)
+
+
+def recipe(folder: Path, *, packing: bool = False) -> Finetune:
+    """The job, ready to be read or set up."""
+    config = FinetuneConfig(
+        run_name=f"run-{time.monotonic_ns()}",
+        runs_folder=str(folder),
+        train=Rows(str(folder / "train.jsonl")),
+        model=LanguageModel(hidden_size=96, layers=3, heads=4, intermediate_size=256),
+        sequence_length=LONGEST,
+        packing=packing,
+        batch_size=ROWS_A_STEP if packing else BATCH,
+        max_duration="1ep",
+        clip_grad_norm=None,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        device="cpu",
+        threads=1,
+        samples=0,
+    )
+    return InOrder(config)
+
+
+def parts(folder: Path) -> tuple[Finetune, Any, torch.optim.Optimizer]:
+    """The data, the model and the optimizer, for the loops of others."""
+    job = recipe(folder)
+    job.read_data()
+    torch.manual_seed(0)
+    model = job.make_model()
+    return job, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def tokens(job: Finetune) -> int:
+    """Of an epoch's examples, without any padding."""
+    examples: Any = job.sets.examples["train"]
+    return len(examples.ids)
+
+
+def plain(folder: Path) -> float:
+    """Seconds of an epoch of the loop that a person would write."""
+    job, model, optimizer = parts(folder)
+    model.train()
+    loader = job.train_data()
+    began = time.thread_time()
+    for batch in loader:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.thread_time() - began
+
+
+def ours(folder: Path, *, packing: bool = False) -> float:
+    """Likewise, of the recipe."""
+    job = recipe(folder, packing=packing)
+    job.setup()
+    with job.trainer as trainer:
+        began = time.thread_time()
+        trainer.fit()
+        return time.thread_time() - began
+
+
+def packed(folder: Path) -> float:
+    """Likewise, with packed rows."""
+    return ours(folder, packing=True)
+
+
+def theirs(folder: Path) -> float:
+    """Likewise, of transformers' Trainer."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):  # type: ignore[misc]  # its types are not followed
+        began = ended = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.thread_time()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.ended = time.thread_time()
+
+    job, model, optimizer = parts(folder)
+    model.config.use_cache = False
+    loader: Any = job.train_data()
+    clock = Clock()
+    arguments = TrainingArguments(
+        output_dir=str(folder / "theirs"),
+        per_device_train_batch_size=BATCH,
+        num_train_epochs=1,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+    )
+
+    class InOrderToo(Trainer):  # type: ignore[misc]  # likewise
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+    trainer = InOrderToo(
+        model,
+        arguments,
+        data_collator=loader.collate_fn,
+        train_dataset=loader.dataset,
+        optimizers=(optimizer, None),
+        callbacks=[clock],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return clock.ended - clock.began
+
+
+def shipped(name: str, folder: Path) -> Recipe[Any]:
+    """A shipped recipe, which trains a few batches and evaluates nothing."""
+    overrides = ["--runs_folder", str(folder), "--run_name", f"{name}-{time.monotonic_ns()}", "--max_duration", f"{STEPS}ba"]
+    overrides += ["--eval_interval", "null", "--threads", "1", "--device", "cpu", "--callbacks", "[]", "--loggers", "[]"]
+    if name == "distill":  # what the teacher knows takes no time
+        overrides += ["--teacher_duration", "1ba", "--compare_with_hard_labels", "false"]
+    if name in ("finetune", "distill"):
+        overrides += ["--evaluate_first", "false"]
+    job = prepared(name, overrides, command="train").job
+    job.read_data()
+    return job
+
+
+class Beside:
+    """One recipe and a plain loop over its model, its first batches and its loss."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._job = job = shipped(name, folder)
+        self._batches = list(islice(job.train_data(), STEPS))
+        job.train_data = lambda: self._batches  # type: ignore[method-assign]
+        job.validation_data = dict  # type: ignore[method-assign]
+        job.read_data = lambda: None  # type: ignore[method-assign]
+
+    def plain(self) -> float:
+        """Seconds of the plain loop."""
+        job = self._job
+        torch.manual_seed(job.config.seed)
+        model = job.make_model()
+        task = resolve_task(job.make_task(), model)
+        for frozen in task.frozen_models:
+            frozen.eval().requires_grad_(False)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = job.config.make_optimizer(parameters)
+        scheduler = job.config.scheduler(optimizer) if job.config.scheduler is not None else None
+        model.train()
+        began = time.thread_time()
+        for batch in self._batches:
+            losses = task.loss(task.forward(model, batch), batch)
+            loss: Any = losses["loss"] if isinstance(losses, Mapping) else losses
+            loss.backward()
+            if job.config.clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, job.config.clip_grad_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        return time.thread_time() - began
+
+    def ours(self) -> float:
+        """Seconds of the recipe's training."""
+        job = self._job
+        job.config.run_name = f"run-{time.monotonic_ns()}"
+        job.setup()
+        with job.trainer as trainer:
+            began = time.thread_time()
+            trainer.fit()
+            return time.thread_time() - began
+
+
+def beside_a_loop(folder: Path, turns: int) -> None:
+    """Print each shipped recipe's time beside the loop's."""
+    print(f"\nEach shipped recipe beside a plain loop: medians over {turns} turns of {STEPS} steps, one thread\n")
+    print("| recipe | ms a step | time beside the plain loop |\n| --- | --- | --- |")
+    for name in RECIPES:
+        beside = Beside(name, folder)
+        loops: dict[str, Callable[[], float]] = {"plain": beside.plain, "ours": beside.ours}
+        in_turns(loops, 1)
+        found = in_turns(loops, turns)
+        ratio = statistics.median(a / b for a, b in zip(found["ours"], found["plain"], strict=True))
+        print(f"| {name} | {statistics.median(found['ours']) / STEPS * 1e3:.1f} | {ratio:.3f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    turns = parser.parse_args().turns
+    torch.set_num_threads(1)
+    for name in ("callsheet", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_conversations(folder / "train.jsonl")
+        loops: dict[str, Callable[[], float]] = {
+            name: partial(loop, folder)
+            for name, loop in (
+                ("a plain loop", plain),
+                ("callsheet", ours),
+                ("transformers' Trainer", theirs),
+                ("callsheet, packed", packed),
+            )
+        }
+        in_turns(loops, 1)  # imports, caches
+        figures = in_turns(loops, turns)
+        job = recipe(folder)
+        job.read_data()
+        count = tokens(job)
+    print(
+        f"{machine()}; medians over {turns} turns of {STEPS} steps of {BATCH} conversations, {count:,} tokens in all, padding not "
+        "counted, one thread; the ratio is of the same turn's times\n"
+    )
+    print("| loop | ms a step | tokens a second | time beside the plain loop |\n| --- | --- | --- | --- |")
+    for name, found in figures.items():
+        ratio = statistics.median(a / b for a, b in zip(found, figures["a plain loop"], strict=True))
+        took = statistics.median(found)
+        step = f"{took / STEPS * 1e3:.1f}" if "packed" not in name else ""
+        print(f"| {name} | {step} | {count / took:,.0f} | {ratio:.3f} |")
+    with tempfile.TemporaryDirectory() as made:
+        beside_a_loop(Path(made), turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Metrics to a cluster's own monitoring: every rank tells the agent of its machine what it does, with the cluster's id.
+
+    CLUSTER_ID=blue python examples/cluster_metrics.py HOST:PORT [FOLDER]
+    CLUSTER_ID=blue torchrun --nproc_per_node 2 examples/cluster_metrics.py HOST:PORT [FOLDER]
+
+The agent listens for UDP at the address. Replace `MetricsClient` by your monitoring's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+from callsheet import Callback, Context, every
+from callsheet.recipes import PretrainConfig, pretrain
+from callsheet.recipes.byte_files import ByteFiles
+from callsheet.recipes.language_model import LanguageModel
+
+
+class MetricsClient:
+    """Sends facts as JSON, a datagram each."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._address = (host, int(port))
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+    def send(self, facts: dict[str, Any]) -> None:
+        self._socket.sendto(json.dumps(facts).encode(), self._address)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ClusterMetrics(Callback):
+    """Send this rank's loss and the gradient norm every few steps, off the training thread.
+
+    The loss is this rank's own, before it is averaged: what differs between machines is what a cluster's people look for.
+    """
+
+    phase = "report"
+    lane = "background"
+    needs = ("loss", "grad_norm", "learning_rate")  # what is copied for it; nobody waits for the device
+
+    def __init__(self, address: str, *, cluster_id: str) -> None:
+        self.address = address
+        self.cluster_id = cluster_id
+
+    def on_run_start(self, ctx: Context) -> None:
+        self.client = MetricsClient(self.address)  # here and not in the constructor: each process opens its own
+
+    @every("5ba")
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.client.send(
+            {
+                "cluster_id": self.cluster_id,
+                "run": ctx.run.name,
+                "rank": ctx.run.rank,
+                "step": ctx.step,
+                "loss": ctx.loss.item(),
+                "grad_norm": ctx.grad_norm.item(),
+                "learning_rate": ctx.learning_rate,
+            }
+        )
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.client.send({"cluster_id": self.cluster_id, "run": ctx.run.name, "rank": ctx.run.rank, "outcome": ctx.run.outcome})
+        self.client.close()
+
+
+def main(address: str, folder: str = "runs") -> None:
+    config = PretrainConfig(
+        run_name="cluster-metrics",
+        runs_folder=folder,
+        max_duration="20ba",
+        eval_interval="20ba",
+        batch_size=8,
+        model=LanguageModel(hidden_size=32, layers=1, heads=2, intermediate_size=64),
+        data=ByteFiles(sequence_length=64, validation_windows=32),
+        prompts=[],
+        threads=1,
+    )
+    pretrain(config, callbacks=ClusterMetrics(address, cluster_id=os.environ.get("CLUSTER_ID", "unknown")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,351 @@
+"""The bare bridge: callbacks in a loop written by hand, attached with three lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.host_parts import Evaluates
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
+from callsheet.callback import Callback
+from callsheet.context import Context, Outcome
+from callsheet.errors import ConfigError, NotCarried, RequestRefused
+from callsheet.manager import CallbackManager
+from callsheet.randomness import random_state, restore_random_state
+from callsheet.time import Time
+
+logger = logging.getLogger("callsheet")
+
+
+def attach(
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    callbacks: CallbackManager | Callback | Iterable[Callback],
+    scheduler: Any = None,
+    accumulate: int = 1,
+    scaler: Any = None,
+    max_duration: str | int | Time | None = None,
+    log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    evaluate: Evaluates | None = None,
+    config: Mapping[str, Any] | None = None,
+    save_in_background: bool = False,
+    preempt_signals: Iterable[str] = ("SIGTERM",),
+    timeout_seconds: float = 600.0,
+    strict: bool = True,
+) -> AttachedRun:
+    """Have a loop written by hand tell the lifecycle; the loop stays as it was, but for these lines.
+
+    The forward is heard from the model, the loss and its backward from `backward()`, the optimizer step from the optimizer. What is not
+    heard is the norm of the gradients. The loss of a step is the sum of what `backward()` was called on, as its gradients are.
+
+    Args:
+        model: what the loop calls; in DDP's wrapper, callbacks see the module inside.
+        optimizer: what the loop steps.
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        scheduler: saved in checkpoints, and shown to callbacks; the loop steps it.
+        accumulate: how many batches the loop takes for one optimizer step; so many are fetched at once.
+        scaler: the `torch.amp.GradScaler` by which the loop scales the loss.
+        max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
+        log_interval: how often a record is made; a whole number means batches.
+        run_name, runs_folder: of the run and its folder, where checkpoints stand.
+        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
+        evaluate: called without arguments when a callback asks for an evaluation; gives the results by the dataset's name, such as
+            `{"validation": {"loss": 1.2}}`.
+        config: the loop's settings, for the run's record.
+        save_in_background: copy the state, and write it while training goes on.
+        preempt_signals: which ask the run to save and make way.
+        timeout_seconds: until a rank that does not answer fails the run.
+        strict: whether it is an error that somebody hears an event which the loop turns out not to tell; else a warning.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+        NotCarried: in the first step; see `strict`.
+
+    Example:
+        >>> import torch
+        >>> from callsheet.callbacks import History
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3
+        >>> with attach(model=model, optimizer=optimizer, callbacks=[history := History()], log_interval=1) as run:
+        ...     for inputs, targets in run.steps(data):
+        ...         loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> len(history["train/loss"])
+        3
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: give a whole number above 0")
+    return AttachedRun(
+        HostedRun(
+            callbacks,
+            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            run_name=run_name,
+            runs_folder=runs_folder,
+            config=config,
+            max_duration=max_duration,
+            log_interval=log_interval,
+            evaluates=evaluate,
+            signals=("SIGINT", *preempt_signals),
+            save_in_background=save_in_background,
+            timeout_seconds=timeout_seconds,
+        ),
+        model,
+        optimizer,
+        accumulate=accumulate,
+        scaler=scaler,
+        resume=os.fspath(resume) if resume is not None else None,
+        strict=strict,
+    )
+
+
+class AttachedRun:
+    """What `attach` gives: `steps` hands out the batches, and everything is told around them."""
+
+    def __init__(
+        self,
+        run: HostedRun,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        accumulate: int,
+        scaler: Any,
+        resume: str | None,
+        strict: bool,
+    ) -> None:
+        self._run = run
+        self._model = model
+        self._optimizer = optimizer
+        self._accumulate = accumulate
+        self._scaler = scaler
+        self._resume = resume
+        self._strict = strict
+        self._place = _Place()
+        run.parts["place"] = self._place
+        self._is_over = False
+        self._is_iterating = False
+        self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
+
+    @property
+    def ctx(self) -> Context:
+        """What the callbacks are given."""
+        return self._run.ctx
+
+    @property
+    def is_over(self) -> bool:
+        """Training has reached its duration, was stopped by a callback, or is to make way: `steps` gives nothing more."""
+        return self._is_over
+
+    @property
+    def preempted(self) -> bool:
+        """A signal other than Ctrl-C asked the run to make way: it has been saved, if a callback or the signal asked for that."""
+        return self._run.lifetime.outcome is Outcome.PREEMPTED
+
+    def log(self, values: Mapping[str, Any], **options: Any) -> None:
+        """Log numbers for the next record; see `Context.log`."""
+        self._run.ctx.log(values, **options)
+
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
+        if self._is_iterating:
+            self._run.made.append(results)
+        else:
+            self._catch_up(goes_on=True)
+            self._run.evaluated(results)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left, from 0, of `count` in all: after a resume those that were done are left out."""
+        while not self._is_over and self._run.state.timestamp.epoch < count:
+            epoch = self._run.state.timestamp.epoch
+            yield epoch
+            if self._run.state.timestamp.epoch == epoch:
+                return  # the loop has not taken the epoch's steps to their end
+
+    def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+        """One epoch: the batches, each to be trained on before the next is taken; those that a resumed run had taken are left out.
+
+        Raises:
+            RequestRefused: inside another call of it.
+        """
+        if self._is_iterating:
+            raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
+        if self._is_over:
+            return
+        self._catch_up(goes_on=True)
+        run, narrator, ctx, place = self._run, self._run.narrator, self._run.ctx, self._place
+        self._is_iterating = True
+        narrator.start("epoch")
+        try:
+            batches = place.begin(dataloader)
+            while not self._is_over and (group := self._fetched(batches)):
+                narrator.start("train_step")
+                samples, tokens = zip(*map(counts_of, group), strict=True)
+                run.counted = sum(samples), sum(tokens)
+                self._optimizer_hooks.has_stepped, self._backward.total = False, None
+                self._backward.is_on, is_heard = True, narrator.hears("microbatch")
+                for batch in group:
+                    ctx.batch = batch
+                    if is_heard:
+                        ctx.microbatch = batch
+                        narrator.start("microbatch")
+                        yield ctx.microbatch
+                        narrator.end("microbatch")
+                    else:
+                        yield batch
+                self._backward.is_on = False
+                place.taken += len(group)
+                self._end_step()
+            if is_whole := place.is_at_end:
+                place.end()
+            self._is_over |= run.end_epoch(is_whole=is_whole)
+        finally:
+            self._is_iterating = False
+
+    def _fetched(self, batches: Iterator[Any]) -> list[Any]:
+        """The batches of a step, fewer at the epoch's end."""
+        narrator, ctx, group = self._run.narrator, self._run.ctx, []
+        narrator.listen()
+        self._model_hooks.listen(narrator.hears("forward"))
+        for _ in range(self._accumulate):
+            narrator.start("fetch")
+            ctx.batch = next(batches, None)
+            narrator.end("fetch")
+            if ctx.batch is None:
+                self._place.is_exhausted = True
+                break
+            group.append(ctx.batch)
+        return group
+
+    def _end_step(self) -> None:
+        run = self._run
+        is_first = run.state.timestamp.batch == run.state.baseline.batch
+        run.step_skipped = not self._optimizer_hooks.has_stepped
+        self._is_over = run.end_step()
+        if is_first:
+            self._check_first()
+
+    def _check_first(self) -> None:
+        run, batches = self._run, self._accumulate
+        if not self._optimizer_hooks.has_stepped:
+            if self._scaler is not None:  # it leaves steps out until it has found its scale
+                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+            elif self._strict:
+                raise NotCarried(
+                    f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; say with "
+                    "accumulate= how many batches it takes for a step, and give attach the optimizer that it steps"
+                )
+        run.check_carried(strict=self._strict, logger=logger)
+
+    def _catch_up(self, *, goes_on: bool) -> None:
+        """The loop has left the last epoch by a `break`: the step in hand and the epoch are over."""
+        run = self._run
+        if run.narrator.is_open("train_step"):
+            self._end_step()
+        if run.narrator.is_open("epoch"):
+            self._is_over = run.end_epoch(is_whole=goes_on) and (goes_on or self._is_over)
+
+    def __enter__(self) -> Self:
+        run = self._run
+        try:
+            run.begin(self._resume)
+            self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)
+            self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer)
+            self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
+            self._hooks = [self._model_hooks, self._optimizer_hooks, self._backward]
+            run.losses = lambda: self._backward.total
+            run.signals.__enter__()
+        except BaseException as error:
+            run.fail(error)
+            raise
+        self._is_over = run.boundaries.is_over
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        run = self._run
+        try:
+            if error is None:
+                self._catch_up(goes_on=False)
+                run.finish()
+            else:
+                run.fail(error)
+        finally:
+            run.signals.__exit__(kind, error, frames)
+            for hook in self._hooks:
+                hook.remove()
+        if error is None and run.lifetime.outcome is Outcome.INTERRUPTED:
+            raise KeyboardInterrupt
+
+
+class _Place:
+    """How far the epoch's data has been taken, and how to get there again: the random states in which the epoch began, and those now."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.is_exhausted = False
+        self._length: int | None = None
+        self._epoch_began: dict[str, Any] | None = None
+        self._loader: Any = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The epoch's batches, without those that were taken before a resume."""
+        restored, self._restored = self._restored, None
+        self._loader, self.is_exhausted = loader, False
+        self._length = len(loader) if isinstance(loader, Sized) else None
+        if restored is None or restored["epoch_began"] is None:
+            if restored is not None:
+                restore_random_state(restored["now"])
+            self._epoch_began = random_state()
+            return iter(loader)
+        self.taken, self._epoch_began = restored["taken"], restored["epoch_began"]
+        if self.is_at_end:
+            batches: Iterator[Any] = iter(())
+        elif restored["loader"] is not None and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(restored["loader"])
+            batches = iter(loader)
+        else:
+            restore_random_state(restored["epoch_began"])
+            batches = iter(loader)
+            for _ in islice(batches, self.taken):
+                pass
+        restore_random_state(restored["now"])
+        return batches
+
+    def end(self) -> None:
+        """The epoch is over."""
+        self.taken, self._length, self._loader, self._epoch_began = 0, None, None, None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every batch of the epoch has been taken."""
+        return self.is_exhausted or self.taken == self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        loader = self._loader
+        return {
+            "taken": self.taken,
+            "epoch_began": self._epoch_began,
+            "now": random_state(),
+            "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next epoch goes on from there."""
+        self._restored = state

@@ -1,0 +1,380 @@
+"""A run whose loop is somebody else's: context, records, agreement between the ranks, checkpoints and the run's life, around a narrator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.background import inner
+from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
+from callsheet.bridges.narrator import Narrator
+from callsheet.callback import Callback, label_of
+from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
+from callsheet.control import SAVE_KINDS, Control, Request
+from callsheet.distributed import read_ranks
+from callsheet.errors import NotCarried
+from callsheet.lifecycle import EVENTS, SPANS
+from callsheet.lifetime import Lifetime
+from callsheet.log_ranks import LogRanks
+from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.signals import GRACE_SECONDS, SignalWatch
+from callsheet.time import Time
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.arguments import check_run_name, duration, log_boundary, new_name
+from callsheet.trainer.boundaries import Boundaries
+from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.trainer.records import Records
+from callsheet.trainer.tasks import Task
+from callsheet.trainer.world import World
+
+
+class HostedRun:
+    """The run behind a host; see the module. Its `narrator` is told where the loop is.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        model: what is trained, as callbacks are to see it; of DDP's wrapper the module inside.
+        optimizer, scheduler: the loop's.
+        host: what the loop is called in messages.
+        run_name, runs_folder: of the run and its folder.
+        config: the host's settings, plain data.
+        max_duration: how long the loop will train, where that is known.
+        log_interval: how often a record is made.
+        device: of the model; None is that of its first parameter.
+        evaluates: has the host evaluate, and gives the results by the dataset's name; None where it cannot be asked.
+        able: the requests that the host can carry out, but for an evaluation.
+        signals: which ask the run to make way.
+        save_in_background: see the Trainer.
+        saves: has the host write a checkpoint for these requests; None where checkpoints are written here.
+        timeout_seconds: until a rank that does not answer fails the run.
+    """
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        host: str = "this loop",
+        run_name: str | None = None,
+        runs_folder: str | os.PathLike[str] = "runs",
+        config: Mapping[str, Any] | None = None,
+        max_duration: str | int | Time | None = None,
+        log_interval: str | int | Time = "10ba",
+        device: torch.device | str | None = None,
+        evaluates: Evaluates | None = None,
+        able: Iterable[str] = ("stop", "save"),
+        signals: Iterable[str] = (),
+        save_in_background: bool = False,
+        saves: Callable[[tuple[Request, ...]], None] | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        check_run_name(run_name, None)
+        log_every = log_boundary(log_interval)
+        ranks = read_ranks()
+        self.host = host
+        self.model = model
+        self.device = torch.device(device) if device is not None else _device_of(model)
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        able = {*able, *(["evaluate"] if evaluates is not None else [])}
+        self.control = Control(able=able, is_shared=ranks.world_size > 1)
+        self.state = TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None)
+        self.signals = SignalWatch(signals)
+        self.world = World(ranks, self.device, timeout_seconds)
+        name = run_name or self.world.of_rank_zero(new_name())
+        info = RunInfo(
+            name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
+            restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )  # fmt: skip
+        self.records = Records(self.manager, log_every, self.device, self.world)
+        self.agreement = Agreement(self.world, self.control, self.signals)
+        self.ctx = ctx = Context(
+            info,
+            state=self.state,
+            model=model,
+            control=self.control,
+            accumulator=self.records.metrics,
+            loggers=self.manager.tell_loggers,
+        )
+        self.lifetime = Lifetime(self.manager, ctx)
+        self._log_ranks = LogRanks("zero", ranks)
+        for close in (self.world.close, self._log_ranks.end):
+            self.lifetime.at_end(close)
+        self._log_ranks.start()
+        self.spans = self.manager.spans(ctx)
+        self.eval_ctx = ctx.sibling()
+        self.eval_spans = self.manager.spans(self.eval_ctx)
+        self.checkpoints: Any = (
+            HostCheckpoints(ctx, self.spans, saves)
+            if saves is not None
+            else Checkpoints(self.manager, ctx, self.spans, self.world, in_background=save_in_background, grace=GRACE_SECONDS)
+        )
+        self.lifetime.at_end(self.checkpoints.close)
+        self.agreement.durable = self.checkpoints.durable
+        self.evaluation = HostEvaluation(ctx, evaluates, self.tell_evaluation)
+        self.boundaries = Boundaries(
+            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.narrator = Narrator(
+            self.spans,
+            {
+                "on_epoch_start": self._epoch_begins,
+                "on_train_step_start": self._step_begins,
+                "on_forward_backward_end": self._gradients_are_there,
+                "on_clip_gradients_end": self._clipped,
+                "on_optimizer_step_start": self._optimizer_begins,
+                "on_optimizer_step_end": self._optimizer_ends,
+                "on_train_step_end": self._step_ends,
+            },
+        )
+        self.eval_narrator = Narrator(self.eval_spans, {})
+        self.losses: Callable[[], Tensor | None] = lambda: None
+        """The step's mean loss, or None; the host says how it is found."""
+        self.step_skipped = False
+        """Whether the optimizer left this step out."""
+        self.counted = (0, 0)
+        """The samples and tokens of the step in hand."""
+        self.made: list[Mapping[str, Mapping[str, Any]]] = []
+        """Results of evaluations that the loop made within the step in hand; they are told when it is over."""
+        self.parts: dict[str, Stateful] = {}
+        """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
+        self._next_boundary = 0
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    # --- beginning and end ---
+
+    def begin(self, resume: str | None = None) -> None:
+        """Tell the run's start, load what `resume` names, and tell that the data may be made."""
+        ctx = self.ctx
+        self.lifetime.start()
+        shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
+        for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
+            if part is not None:
+                shared[name] = Typed(part)
+        self.checkpoints.shared = shared
+        self.checkpoints.local = {"callbacks": self.manager, "records": self.records, **self.parts}
+        self.checkpoints.load(resume)
+        self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
+        for each in (ctx, self.eval_ctx):
+            each.optimizer, each.scheduler = self._optimizer, self._scheduler
+            each.user_state = self.manager.user_state
+        with self.spans.data_init:
+            pass
+        self.manager.take_time(ctx.step)
+
+    def finish(self) -> None:
+        """Training is over: tell its end, carry out what was asked for last, and end the run."""
+        self.records.tally.stop()
+        self.records.tally.settle(self.state)
+        self.narrator.end("train")
+        self.boundaries.finish()
+        if not self.boundaries.is_making_way:
+            self.lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
+        self.lifetime.end()
+
+    def fail(self, error: BaseException) -> None:
+        """An exception leaves the loop: tell it, and the end."""
+        self.narrator.forget()
+        self.lifetime.fail(error)
+        self.lifetime.end()
+
+    # --- after a step and an epoch ---
+
+    def end_step(self) -> bool:
+        """The step in hand is over; whether training is to end."""
+        self.narrator.end("train_step")
+        ctx, made = self.ctx, self.made
+        if made:
+            self.made = []
+            self.records.tally.settle(self.state)
+            self.records.tell(ctx)
+            self._tell_all(made)
+        if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
+            is_over = self.boundaries.reach("step")
+            self._next_boundary = self.boundaries.next_step()
+            return is_over
+        if self.manager.heard.on_checkpoint_due:
+            self.boundaries.tell_checkpoint_due("step")
+        return False
+
+    def end_epoch(self, *, is_whole: bool) -> bool:
+        """The epoch in hand is over, or left; whether training is to end."""
+        self.records.tally.settle(self.state)
+        if is_whole:
+            self.state.timestamp = self.state.timestamp.next_epoch()
+        self.narrator.end("epoch")
+        return self.boundaries.reach("epoch") if is_whole else True
+
+    def check_carried(self, *, strict: bool, logger: Any) -> None:
+        """After the first step: refuse, or warn of, events that somebody hears and that the host has not told.
+
+        Raises:
+            NotCarried: with `strict`; the message names event, callbacks and host.
+        """
+        for name in sorted(self.narrator.made_up, key=list(SPANS).index):
+            for event in (SPANS[name].start_event, SPANS[name].end_event):
+                self._not_carried(event, "has not told it in its first step", strict, logger)
+        self.narrator.made_up.clear()
+
+    # --- checkpoints of the host's own ---
+
+    def tell_checkpoint(self, path: str, write: Callable[[CheckpointInfo], Any]) -> None:
+        """Tell a checkpoint that the host has just written; `write` adds to it what is kept here."""
+        ctx, checkpoints = self.ctx, self.checkpoints
+        requests, checkpoints.requests = checkpoints.requests, ()
+        kinds = [request.kind for request in requests]
+        ctx.checkpoint = info = CheckpointInfo(
+            path,
+            self.state.timestamp.batch,
+            self.state.timestamp.epoch,
+            max(kinds, key=SAVE_KINDS.index, default="periodic"),
+            train_loss=self.records.mean_loss(),
+            val_losses={name: found["loss"] for name, found in self.evaluation.results.items() if "loss" in found},
+            best_metric_key=next((request.metric for request in requests if request.metric), None),
+            requested_by=tuple(dict.fromkeys(request.by for request in requests)),
+        )
+        with self.spans.checkpoint_save:
+            write(info)
+        ctx.close("on_checkpoint_save_end")
+        ctx.checkpoint = info
+        self.manager.fire("on_checkpoint_published", ctx)
+        ctx.close("on_checkpoint_published")
+
+    def refuse(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
+        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end.
+
+        Args:
+            never: the events that it never tells.
+
+        Raises:
+            NotCarried: with `strict`; the message names event, callbacks and host.
+        """
+        edges = {"on_run_start", "on_run_end"}
+        told = {each for event in EVENTS if event not in edges and event not in never for each in self._listeners(event)}
+        for event in never:
+            if any(each not in told for each in self._listeners(event)):
+                self._not_carried(event, "never tells it", strict, logger)
+
+    def _listeners(self, event: str) -> list[Any]:
+        return self.manager.list_callbacks(event)
+
+    def _not_carried(self, event: str, why: str, strict: bool, logger: Any) -> None:
+        listeners = ", ".join(
+            label_of(each) if isinstance(each, Callback) else each.__name__
+            for each in self.manager.list_callbacks(event)
+            if not self._hears_all(each)
+        )
+        if not listeners:
+            return
+        message = f"{listeners} hears {event}, and {self.host} {why}"
+        if strict:
+            raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without that event")
+        logger.warning("%s", message)
+
+    def _hears_all(self, listener: Any) -> bool:
+        """Whether it takes what there is, and asks for no event by its name."""
+        if isinstance(listener, Callback):
+            return type(inner(listener)).on_event is not Callback.on_event
+        return all(listener in self.manager.list_callbacks(event) for event in EVENTS)
+
+    # --- evaluation ---
+
+    def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
+        """The host begins to evaluate a dataset; of a run's evaluation the first, or the next."""
+        ctx, narrator = self.eval_ctx, self.eval_narrator
+        if not narrator.is_open("eval_all"):
+            self.records.tally.stop()
+            ctx.step, ctx.epoch, ctx.standalone = self.ctx.step, self.ctx.epoch, standalone
+            self._found: dict[str, dict[str, float]] = {}
+            narrator.start("eval_all")
+        ctx.eval_name = name
+        narrator.start("eval")
+
+    def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
+        """The dataset in hand is evaluated: its losses and metrics by name."""
+        ctx = self.eval_ctx
+        self._found[name] = values = {metric: float(value) for metric, value in found.items()}
+        ctx.eval_name = name
+        ctx.eval_losses = {metric: torch.tensor(value) for metric, value in values.items() if "loss" in metric}
+        ctx.log({f"{name}/{metric}": value for metric, value in values.items()}, across="same")
+        self.eval_narrator.end("eval")
+
+    def end_evaluation(self) -> None:
+        """All datasets are evaluated."""
+        self.evaluation.results.update(self._found)
+        self.eval_ctx.eval_results = self._found
+        self.eval_narrator.end("eval_all")
+        self.records.tally.start()
+
+    def tell_evaluation(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
+        """Tell an evaluation that the host has made, after the fact: its results by the dataset's name, then by the metric's."""
+        for name, found in results.items():
+            self.begin_evaluation(name, standalone=standalone)
+            self.end_dataset(name, found)
+        if results:
+            self.end_evaluation()
+
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """The same between two epochs, or outside training: a record and a checkpoint may follow."""
+        self.records.tally.settle(self.state)
+        self._tell_all([results])
+        self.boundaries.tell_checkpoint_due("epoch")
+
+    def _tell_all(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
+        for results in made:
+            self.tell_evaluation(results, standalone=not self.narrator.is_open("train"))
+        self.records.tell(self.ctx)
+
+    # --- what stands before an event ---
+
+    def _epoch_begins(self) -> None:
+        self.ctx.epoch = self.state.timestamp.epoch + 1
+        self.records.tally.start()
+
+    def _step_begins(self) -> None:
+        self.ctx.step += 1
+        self.step_skipped = False
+
+    def _gradients_are_there(self) -> None:
+        loss = self.losses()
+        if loss is not None:
+            self.ctx.loss = loss
+
+    def _clipped(self) -> None:
+        self.ctx.grad_norm = None  # clipping is the loop's own, and says nothing
+
+    def _optimizer_begins(self) -> None:
+        if self._optimizer is not None:
+            rate: Any = self._optimizer.param_groups[0]["lr"]
+            if isinstance(rate, Tensor):
+                rate = rate.clone()  # a scheduler writes over it where it stands
+            self.ctx.learning_rate = self.records.learning_rate = rate
+
+    def _optimizer_ends(self) -> None:
+        self.ctx.step_skipped = self.step_skipped
+
+    def _step_ends(self) -> None:
+        ctx, state = self.ctx, self.state
+        loss = self.losses()
+        if loss is not None:
+            ctx.loss, ctx.loss_dict = loss, {"loss": loss}
+            self.records.add(ctx.loss_dict, *self.counted, moved=not self.step_skipped)
+        else:
+            self.records.tally.samples += self.counted[0]
+            self.records.tally.tokens += self.counted[1]
+        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
+
+
+counts_of = Task().counts
+"""How many samples and tokens a batch holds, as far as it shows."""
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

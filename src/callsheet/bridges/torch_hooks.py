@@ -1,0 +1,149 @@
+"""What a loop does not tell, heard from PyTorch itself: the model's forward, the loss's backward, the optimizer's step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.narrator import Narrator
+from callsheet.context import Context
+
+_watches: list[BackwardWatch] = []
+_backward: Callable[..., None] = Tensor.backward
+
+
+class ModelHooks:
+    """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
+
+    They stand in the model only between `listen(True)` and `listen(False)`: a model with hooks is called more slowly.
+    """
+
+    def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module) -> None:
+        self._narrator = narrator
+        self._ctx = ctx
+        self._model = model
+        self._handles: list[Any] = []
+
+    def listen(self, is_heard: bool) -> None:
+        """Stand in the model, or leave it as it was."""
+        if is_heard and not self._handles:
+            model = self._model
+            self._handles = [model.register_forward_pre_hook(self._begins), model.register_forward_hook(self._ends)]
+        elif self._handles and not is_heard:
+            self.remove()
+
+    def _is_the_loop_s(self) -> bool:
+        return self._model.training and torch.is_grad_enabled() and self._narrator.is_open("microbatch")
+
+    def _begins(self, model: nn.Module, inputs: Any) -> None:
+        if self._is_the_loop_s():
+            self._narrator.start("forward")
+
+    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if self._narrator.is_open("forward"):
+            ctx = self._ctx
+            ctx.outputs = outputs
+            self._narrator.start("loss")  # which ends the forward
+            return ctx.outputs
+        return outputs
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class OptimizerHooks:
+    """Tells the optimizer's step; all of the gradients are there when it begins."""
+
+    def __init__(self, narrator: Narrator, optimizer: Optimizer) -> None:
+        self._narrator = narrator
+        self._handles = [optimizer.register_step_pre_hook(self._begins), optimizer.register_step_post_hook(self._ends)]
+        self.has_stepped = False
+        """Since this was last set to False."""
+
+    def _begins(self, *_: Any) -> None:
+        narrator = self._narrator
+        if narrator.is_open("train_step"):
+            narrator.start("clip_gradients")  # whether or not the loop has clipped them
+            narrator.end("clip_gradients")
+            narrator.start("optimizer_step")
+
+    def _ends(self, *_: Any) -> None:
+        if self._narrator.is_open("train_step"):
+            self.has_stepped = True
+            self._narrator.end("optimizer_step")
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class BackwardWatch:
+    """Tells the loss, which a callback may replace, and its backward.
+
+    Torch has no hook that knows what `backward` was called on, so `Tensor.backward` is another function while there is a watch. Calls
+    from other threads, and on what is no scalar, go through as they are.
+
+    Args:
+        scaler: the `torch.amp.GradScaler` by which the loop scales the loss, which is then told without the scale.
+    """
+
+    def __init__(self, narrator: Narrator, ctx: Context, scaler: Any = None) -> None:
+        self._narrator = narrator
+        self._ctx = ctx
+        self._scaler = scaler
+        self._thread = threading.get_ident()
+        self.is_on = False
+        """Whether the loop is within a step."""
+        self.total: Tensor | None = None
+        """The sum of the losses since this was last set to None, detached."""
+        _watches.append(self)
+        Tensor.backward = _watched_backward  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Put back what was there; may be called twice."""
+        if self in _watches:
+            _watches.remove(self)
+        if not _watches and Tensor.backward is _watched_backward:
+            Tensor.backward = _backward  # type: ignore[method-assign]
+
+    def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
+        """Tell it and go backward, where it is the loop's; whether it was."""
+        if not self.is_on or loss.dim() or threading.get_ident() != self._thread:
+            return False
+        narrator, ctx = self._narrator, self._ctx
+        scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
+        told = loss if scale is None else loss / scale
+        if not narrator.hears("backward"):
+            self._add(told)
+            _backward(loss, *args, **options)
+            return True
+        if not narrator.is_open("microbatch") or narrator.is_open("backward"):
+            return False
+        narrator.start("loss")
+        ctx.loss = told
+        narrator.start("backward")  # which ends the loss
+        if ctx.loss is not told:
+            loss = ctx.loss if scale is None else ctx.loss * scale
+        self._add(ctx.loss)
+        _backward(loss, *args, **options)
+        narrator.end("backward")
+        return True
+
+    def _add(self, loss: Tensor) -> None:
+        value = loss.detach()
+        self.total = value if self.total is None else self.total + value
+
+
+def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
+    for watch in reversed(_watches):
+        if watch.run(self, *args, **options):
+            return
+    _backward(self, *args, **options)

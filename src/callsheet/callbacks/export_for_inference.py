@@ -1,0 +1,184 @@
+"""The trained model as a file that others run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.callback import Callback, at, label_of, one_of
+from callsheet.callbacks.inference_files import FORMATS, Call, exported_program, publish, reason, write_onnx
+from callsheet.checkpoint import export_huggingface
+from callsheet.checkpoint.whole_copy import whole_copy
+from callsheet.context import Context
+from callsheet.errors import CheckpointError, ConfigError
+from callsheet.extras import load
+from callsheet.randomness import random_state, restore_random_state
+
+logger = logging.getLogger("callsheet")
+
+SHAPES = ("batch", "all", "none")
+
+
+class ExportForInferenceCallback(Callback):
+    """Write the model for inference when training ends: `export/model.pt2` in the run's folder, or what `save_path` says.
+
+    What is written is a copy in evaluation mode on the CPU, with the weights of the end of training; with those of an `EMA` that
+    stands before this callback in the list. It appears under its name when it is whole, in place of an earlier one, and the loggers
+    are given it as `export/<file>`. Nothing is written when the run fails or makes way. Called again, `fit` writes anew.
+
+    Of a sharded model every rank takes part in gathering, and rank 0 holds it whole in host memory. The others wait until it is
+    written: the Trainer's `timeout_seconds` has to be longer. The model that was trained is left as it is.
+
+    Args:
+        save_format: `"torch_export"`, a program that `torch.export.load` reads, with the model's outputs, those of a Hugging Face
+            model as a dictionary of tensors; `"onnx"`, which needs `callsheet[onnx]`; `"huggingface"`, a folder for `from_pretrained`.
+        save_path: the file, or the folder for `"huggingface"`.
+        sample_input: what the model is called with while it is exported: a tensor, a tuple of arguments, or a dictionary of
+            arguments by name. None takes two samples of what it is first called with in training, without `labels`; a compiled model
+            does not tell, and needs it given.
+        dynamic_shapes: which sizes may be others than in the sample: `"batch"`, the first of every tensor; `"all"`, so that sequences
+            may have any length; torch fixes those that the model does. Or `"none"`, or what `torch.export.export` takes.
+        input_names: for `"onnx"`, in the order of the inputs.
+        output_names: likewise.
+        processor: for `"huggingface"`: the tokenizer or processor to be saved beside the model.
+
+    Raises:
+        ConfigError: an argument that cannot work; where training starts, a model that is none of transformers, and at the first record,
+            a compiled model without a sample.
+        CheckpointError: what could not be exported, on all ranks; training is done, and its checkpoints stand.
+        MissingPackage: where training starts, if ONNX's packages are not installed.
+    """
+
+    collective = True  # gathering is
+
+    def __init__(
+        self,
+        *,
+        save_format: str = "torch_export",
+        save_path: str | os.PathLike[str] | None = None,
+        sample_input: Any = None,
+        dynamic_shapes: Any = "batch",
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        processor: Any = None,
+    ) -> None:
+        self._format = one_of("save_format", save_format, tuple(FORMATS))
+        if isinstance(dynamic_shapes, str):
+            one_of("dynamic_shapes", dynamic_shapes, SHAPES)
+        if save_format != "onnx" and (input_names or output_names):
+            raise ConfigError(f"input_names and output_names are ONNX's, and save_format is {save_format!r}; leave them out")
+        if save_format != "huggingface" and processor is not None:
+            raise ConfigError(f"processor= is for save_format='huggingface', not {save_format!r}; leave it out")
+        if save_path is not None and "://" in os.fspath(save_path):
+            raise ConfigError(f"save_path={os.fspath(save_path)!r}: name a path of this machine, and copy it from there")
+        self._save_path = Path(save_path) if save_path is not None else None
+        self._given = Call.of(sample_input) if sample_input is not None else None
+        self._shapes = dynamic_shapes
+        self._names = {
+            "input_names": list(input_names) if input_names else None,
+            "output_names": list(output_names) if output_names else None,
+        }
+        self._processor = processor
+        self._sample = self._given
+        self._hook: Any = None
+        self._first = 0
+        self._is_leaving = False
+
+    def on_run_start(self, ctx: Context) -> None:
+        """Forget an earlier run."""
+        self._sample, self._is_leaving = self._given, False
+        if self._save_path is None and ctx.run.folder is None:
+            raise ConfigError(f"the run has no folder to export to; give {label_of(self)} a save_path=")
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Find out now what would fail at the end; wait for a sample of the input."""
+        if self._format == "onnx":
+            for package in ("onnx", "onnxscript"):
+                load(package, extra="onnx", wanted_by=label_of(self))
+        if self._format == "huggingface":
+            if not hasattr(ctx.model, "save_pretrained"):
+                kind = type(ctx.model).__name__
+                raise ConfigError(f"{label_of(self)}: {kind} is no model of transformers; choose another save_format")
+        elif self._sample is None:
+            self._first = ctx.step
+            self._hook = ctx.model.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
+
+    def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # nothing is called here that the compiled model would call ever after
+            return
+        call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
+        self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())
+        self._unhook()
+
+    def on_log(self, ctx: Context) -> None:
+        """A compiled model runs no hooks: better to know it now than at the end."""
+        if self._hook is not None and ctx.step > self._first:
+            raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
+
+    def on_preempt(self, ctx: Context) -> None:
+        """Training goes on elsewhere, and ends there."""
+        self._is_leaving = True
+
+    def on_exception(self, ctx: Context) -> None:
+        """Leave no hook behind."""
+        self._unhook()
+
+    @at("restore")  # where an EMA puts its average in the model
+    def on_train_end(self, ctx: Context) -> None:
+        """Export."""
+        self._unhook()
+        if self._is_leaving:
+            return
+        if self._sample is None and self._format != "huggingface":
+            logger.warning("%s has seen no input, as nothing was left to train, and exports nothing; give it one", label_of(self))
+            return
+        random = random_state()
+        error, written = None, []
+        try:
+            copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
+            if copied is not None:
+                written = self._written(ctx, copied.eval().requires_grad_(False))
+        except Exception as raised:  # the others wait
+            error = raised
+        restore_random_state(random)
+        if failed := next(filter(None, ctx.gather(reason(error) if error is not None else None)), None):
+            raise CheckpointError(
+                f"{label_of(self)}: the model is not exported as {self._format}: {failed} (training is done, and its checkpoints stand)"
+            ) from error
+        for file in written:
+            ctx.log_file(f"export/{file.relative_to(self._target(ctx).parent).as_posix()}", file)
+
+    def _written(self, ctx: Context, model: nn.Module) -> list[Path]:
+        target = self._target(ctx)
+        draft = target.with_name(f".{target.name}.new")
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        draft.mkdir(parents=True)
+        path = draft / target.name
+        try:
+            if self._format == "huggingface":
+                export_huggingface(model, path, processor=self._processor)
+            else:
+                assert self._sample is not None
+                program = exported_program(model, self._sample.changed(lambda tensor: tensor.detach().cpu()), self._shapes)
+                if self._format == "onnx":
+                    write_onnx(program, path, **self._names)
+                else:
+                    torch.export.save(program, path)
+            return publish(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _target(self, ctx: Context) -> Path:
+        return self._save_path or Path(ctx.run.folder or "", "export", FORMATS[self._format])
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

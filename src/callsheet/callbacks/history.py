@@ -1,0 +1,93 @@
+"""A run's records and evaluations, kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.errors import ConfigError, did_you_mean
+
+
+class History(Callback):
+    """Keep every record and every evaluation of training, to be read when it is over, or while it goes on.
+
+    `history["train/loss"]` is a list of the values that records told under that name, in their order, and `history.steps("train/loss")`
+    the steps at which they did. `records` holds all of it, a pair of step and values for each record; `evaluations` a pair of step and
+    results by dataset for each evaluation, those by hand left out. All ranks hold the same, and it goes on across a resume: what
+    was trained again is there once. A new run begins with none.
+
+    Args:
+        most: keep so many records and so many evaluations, the newest; None keeps all. They are in every checkpoint.
+
+    Raises:
+        ConfigError: `most` is less than 1.
+        KeyError: on reading a name that no record has told; the message names the nearest.
+
+    Example:
+        >>> import torch
+        >>> from callsheet import Trainer
+        >>> history, data = History(), [(torch.ones(4, 2), torch.ones(4, 1))] * 6
+        >>> with Trainer(
+        ...     torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ...     log_interval="2ba", callbacks=history,
+        ... ) as trainer:
+        ...     trainer.fit()
+        >>> history.steps("train/loss")
+        [2, 4, 6]
+    """
+
+    phase = "report"
+
+    def __init__(self, *, most: int | None = None) -> None:
+        if most is not None and most < 1:
+            raise ConfigError(f"most={most}: keep at least one record, or all with None")
+        self._most = most
+        self.records: list[tuple[int, dict[str, float]]] = []
+        """Step and values of each record."""
+        self.evaluations: list[tuple[int, dict[str, dict[str, float]]]] = []
+        """Step and results by dataset of each evaluation."""
+
+    def __getitem__(self, name: str) -> list[float]:
+        return [value for _, value in self._column(name)]
+
+    def steps(self, name: str) -> list[int]:
+        """The steps at which `name` was told; raises as reading it does."""
+        return [step for step, _ in self._column(name)]
+
+    def on_checkpoint_load_start(self, ctx: Context) -> None:
+        """Forget an earlier run."""
+        self.records, self.evaluations = [], []
+
+    def on_log(self, ctx: Context) -> None:
+        """Keep the record, with what others have added to it."""
+        self.records.append((ctx.record.step, dict(ctx.record.values)))
+        self._forget_old()
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        """Keep what was found."""
+        if not ctx.standalone:
+            self.evaluations.append((ctx.step, {name: dict(result) for name, result in ctx.eval_results.items()}))
+            self._forget_old()
+
+    def _forget_old(self) -> None:
+        if self._most is not None:
+            del self.records[: -self._most], self.evaluations[: -self._most]
+
+    def _column(self, name: str) -> list[tuple[int, float]]:
+        column = [(step, values[name]) for step, values in self.records if name in values]
+        if not column:
+            told = list(dict.fromkeys(name for _, values in self.records for name in values))
+            raise KeyError(f"no record told {name!r}{did_you_mean(name, told)} (told: {', '.join(told) or 'nothing'})")
+        return column
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """All of it."""
+        return {"records": list(self.records), "evaluations": list(self.evaluations)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.records = [(step, dict(values)) for step, values in state["records"]]
+        self.evaluations = [(step, dict(results)) for step, results in state["evaluations"]]
+        self._forget_old()

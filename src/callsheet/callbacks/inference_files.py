@@ -1,0 +1,142 @@
+"""Models as files that others run: programs of `torch.export`, ONNX, and folders of Hugging Face."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as trees
+
+from callsheet.errors import CheckpointError
+
+FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "huggingface": "model"}
+"""What each format's file or folder is called where nobody said otherwise."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Any) -> Call:
+        """A tuple are positional arguments, a mapping are those by name, and anything else is the one argument."""
+        if isinstance(given, Mapping):
+            return cls((), dict(given))
+        return cls(given if isinstance(given, tuple) else (given,))
+
+    def changed(self, how: Callable[[Tensor], Tensor]) -> Call:
+        """The same with `how` of every tensor."""
+        args, kwargs = trees.tree_map_only(Tensor, how, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+    def small(self) -> Call:
+        """A copy with two samples: what is one sample is doubled, since an exporter would take a 1 for a constant."""
+        tensors = [leaf for leaf in trees.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        samples = tensors[0].size(0) if tensors else 0
+
+        def two(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if not tensor.dim() or tensor.size(0) != samples:
+                return tensor.clone()
+            return torch.cat([tensor, tensor]) if samples == 1 else tensor[:2].clone()
+
+        return self.changed(two)
+
+
+def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
+    """The model's forward as torch.export sees it; `model` is a copy on the CPU, in evaluation mode, that may be changed.
+
+    Args:
+        call: with tensors on the CPU.
+        dynamic_shapes: `"batch"`, the first dimension of every tensor may vary; `"all"`, each dimension may; where the model does not
+            allow it, torch fixes it. `"none"`, or what `torch.export.export` takes.
+
+    Raises:
+        CheckpointError: the model does not take the call, or torch cannot follow it.
+    """
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False  # type: ignore[union-attr]  # a language model's cache is no output
+    with _failing_as("the model does not take the sample input"), torch.no_grad():
+        outputs = model(*call.args, **call.kwargs)
+    if isinstance(outputs, Mapping) and type(outputs) is not dict:
+        _give_plain_outputs(model)
+    if isinstance(dynamic_shapes, str):
+        arguments = dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
+        dynamic_shapes = trees.tree_map(lambda leaf: _dimensions(leaf, dynamic_shapes), arguments)
+    with _failing_as("torch.export cannot follow the model"):
+        return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) -> None:
+    """The program as ONNX; a large model's weights stand beside it, in `<name>.data`."""
+    with _failing_as("ONNX cannot say what the model does"):
+        made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # as it is typed from 2.7 on
+    assert made is not None  # it is None only where it has written a file itself
+    made.save(path)
+
+
+def publish(draft: Path, target: Path) -> list[Path]:
+    """Move what `draft` holds to where `target` is to stand; returns the files.
+
+    A file, or a folder that was not there, appears at once; in a folder that was there, files of other names stay.
+    """
+    files = _files(draft)
+    for entry in sorted(draft.iterdir(), key=lambda entry: entry.name == target.name):  # the target last, once all else is there
+        is_there = entry.is_dir() and target.with_name(entry.name).exists()
+        for old in _files(entry) if is_there else [entry]:
+            new = target.parent / old.relative_to(draft)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(old, new)
+    return [target.parent / file.relative_to(draft) for file in files]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _dimensions(leaf: Any, dynamic: str) -> dict[int, Any] | None:
+    if not isinstance(leaf, Tensor) or dynamic == "none":
+        return None
+    return dict.fromkeys(range(leaf.dim() if dynamic == "all" else min(1, leaf.dim())), Dim.AUTO)
+
+
+def _give_plain_outputs(model: nn.Module) -> None:
+    """Have the model return a dictionary of tensors: whoever loads the program need not have the class that it returned."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def plain(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {name: value for name, value in forward(*args, **kwargs).items() if isinstance(value, Tensor)}
+
+    model.forward = plain
+
+
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Say of what fails inside what it was about."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{what}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in a line or two: exporters tell long stories, of which the first cause is the one to know."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

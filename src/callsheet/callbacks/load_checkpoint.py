@@ -1,0 +1,152 @@
+"""A new run begins with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.callback import Callback, label_of
+from callsheet.checkpoint import Loaded, read_checkpoint
+from callsheet.context import Context
+from callsheet.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger("callsheet")
+
+_MODEL = "model."
+
+
+class LoadCheckpoint(Callback):
+    """Begin a new run with weights of another run's checkpoint; a run that is resumed has its own already, and is left alone.
+
+    Parameters and buffers alone are loaded, cast to the model's own types and into whatever shards it has: from any number of ranks onto
+    any other. Optimizer, scheduler, time and callbacks begin anew. It is done before training, where a resume would be; what is loaded
+    and what is not is told in the log. All ranks fail where one of them does.
+
+    Args:
+        path: the checkpoint, a folder such as `runs/first/checkpoints/ep2-ba500`, or a URL that fsspec opens.
+        weights: patterns of the names to load, such as `"encoder.*"`; None loads all.
+        leave_out: patterns of names not to load, such as `"head.*"`.
+        strict: whether every weight of the model that is to be loaded must be in the checkpoint, of the same size, and the other way round.
+            False loads what fits.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+        CheckpointError: the checkpoint does not hold, is of no model, or does not fit; nothing in it fits, if not `strict`.
+    """
+
+    phase = "change"
+    collective = True
+
+    def __init__(
+        self,
+        *,
+        path: str | os.PathLike[str],
+        weights: str | Sequence[str] | None = None,
+        leave_out: str | Sequence[str] = (),
+        strict: bool = True,
+    ) -> None:
+        if not os.fspath(path):
+            raise ConfigError("path='': name the checkpoint to load")
+        self._path = os.fspath(path)
+        self._weights = ["*"] if weights is None else [weights] if isinstance(weights, str) else list(weights)
+        self._leave_out = [leave_out] if isinstance(leave_out, str) else list(leave_out)
+        self._strict = strict
+        if not self._weights:
+            raise ConfigError("weights=[] would load nothing; name some, or None for all")
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Load, unless the run goes on from a checkpoint of its own."""
+        if ctx.checkpoint is not None:
+            logger.info("%s leaves %s alone: the run goes on from %s", label_of(self), self._path, ctx.checkpoint.path)
+            return
+        told, error = "", None
+        try:
+            told = self._load(ctx.model.state_dict())
+        except Exception as caught:  # the other ranks have to learn of it
+            error = caught
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(ctx.gather(str(error) if error else "")) if reason]
+        if failed:
+            alone = ctx.run.world_size == 1
+            raise CheckpointError(str(error) if alone else "; ".join(failed)) from error
+        if ctx.run.is_world_process_zero:
+            logger.info("%s: %s", label_of(self), told)
+
+    def _load(self, here: Mapping[str, Any]) -> str:
+        """Read into the model's tensors what is to be loaded and fits; what came of it, in words."""
+        wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
+        if not wanted:
+            raise CheckpointError(
+                f"no weight of the model is called {' or '.join(self._weights)}; it has {', '.join(list(here)[:10])}, ..."
+            )
+        misfits: dict[str, str] = {}
+        aside = _Aside()
+
+        def target(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+            name = name.removeprefix(_MODEL) if name.startswith(_MODEL) else ""
+            if name in wanted and wanted[name].shape == size:
+                return wanted[name]
+            if name in wanted:
+                misfits[name] = f"{name} is of the size {list(size)} there and {list(wanted[name].shape)} here"
+            return aside.tensor(size, dtype)
+
+        there = _model_of(read_checkpoint(self._path, target=target), self._path)
+        for name, tensor in wanted.items():
+            source = there.get(name)
+            if source is None:
+                misfits[name] = f"{name} is not there"
+            elif source is not tensor and name not in misfits:
+                # of weights that are one there, under the first name; here they may be several
+                if id(source) in aside.tensors:
+                    misfits[name] = f"{name} stands there under a name that is left out"
+                elif source.shape != tensor.shape:
+                    misfits[name] = f"{name} is of the size {list(source.shape)} there and {list(tensor.shape)} here"
+                else:
+                    with torch.no_grad():
+                        tensor.copy_(source)
+        surplus = [f"{name} is not here" for name in there if name not in here and self._wants(name)]
+        if self._strict and (misfits or surplus):
+            raise CheckpointError(
+                f"{self._path} does not fit the model: {_some([*misfits.values(), *surplus])}; strict=False loads what fits"
+            )
+        if len(misfits) == len(wanted):
+            raise CheckpointError(f"nothing in {self._path} fits the model: {_some([*misfits.values(), *surplus])}")
+        left = [*misfits.values(), *surplus]
+        return f"loaded {len(wanted) - len(misfits)} weights of {self._path}" + (f"; left out: {_some(left)}" if left else "")
+
+    def _wants(self, name: str) -> bool:
+        return any(fnmatchcase(name, each) for each in self._weights) and not any(
+            fnmatchcase(name, each) for each in self._leave_out
+        )
+
+
+class _Aside:
+    """Where what is not wanted is read to, such as the optimizer's state: all of it to the same memory."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def tensor(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        memory = self._memory.get(dtype)
+        if memory is None or memory.numel() < size.numel():
+            self._memory[dtype] = memory = torch.empty(size.numel(), dtype=dtype)
+        made = memory[: size.numel()].view(size)
+        self.tensors[id(made)] = made
+        return made
+
+
+def _model_of(loaded: Loaded, path: str) -> Mapping[str, Any]:
+    model = loaded.shared.get("model") if isinstance(loaded.shared, dict) else None
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path} holds no model; was it saved by a Trainer?")
+    return model
+
+
+def _some(reasons: Sequence[str]) -> str:
+    return ", ".join(reasons[:5]) + (f", and {len(reasons) - 5} more" if len(reasons) > 5 else "")

@@ -1,0 +1,106 @@
+"""A loss that leaps is noticed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from callsheet.callback import Callback, label_of, one_of
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
+
+_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation, by its median absolute deviation
+_LEAST_SPREAD = 0.001  # of the median: where nothing has varied, a thousandth is no spike
+
+
+class LossSpikeDetector(Callback):
+    """Notice a loss far above what it was of late; warn, and save or stop if asked to. It changes nothing else.
+
+    Every record's loss, the mean since the record before it, is held against the `window` records before it: a spike lies more than
+    `threshold` robust standard deviations (1.4826 times the median absolute deviation: Iglewicz and Hoaglin, 1993) above their median. So a
+    spike in the window does not hide the next one, and a lasting change of level becomes the new normal within half a window. A loss
+    that is NaN or infinite is a spike always, and is not kept in the window. All ranks see the same record, and act alike.
+
+    Adds to the record `loss_spike/score`, how many such deviations the loss lies above the median (below it, negative), once the window
+    has half its records, and `loss_spike/count`, the spikes so far. The window and the count survive a resume. With a `name` of its
+    own a second detector logs under that instead.
+
+    Args:
+        monitor: the record's metric to watch.
+        window: how many records back.
+        threshold: how many deviations above the median is a spike.
+        action: `"warn"` in the log; `"save"` a checkpoint besides, which nothing ever deletes; or `"stop"` training.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    phase = "decide"
+    collective = True  # it asks on behalf of all ranks
+
+    def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
+        if window < 4:
+            raise ConfigError(f"window={window}: give at least 4 records, or nothing can be said of them")
+        if not (math.isfinite(threshold) and threshold > 0):
+            raise ConfigError(f"threshold={threshold!r}: give a number of deviations above 0")
+        self._action = one_of("action", action, ("warn", "save", "stop"))
+        self._monitor = monitor
+        self._threshold = threshold
+        self._window: deque[float] = deque(maxlen=window)
+        self._count = 0
+
+    def on_checkpoint_load_start(self, ctx: Context) -> None:
+        """Forget an earlier run."""
+        self._window.clear()
+        self._count = 0
+
+    def on_log(self, ctx: Context) -> None:
+        """Compare."""
+        loss = ctx.record.values.get(self._monitor)
+        if loss is None:
+            return
+        family = self.name or "loss_spike"
+        score = self._score(loss)
+        if math.isfinite(loss):
+            self._window.append(loss)
+        if score is not None:
+            if math.isfinite(score):
+                ctx.record.values[f"{family}/score"] = score
+            if score > self._threshold:
+                self._count += 1
+                self._act(ctx, loss)
+        ctx.record.values[f"{family}/count"] = float(self._count)
+
+    def _score(self, loss: float) -> float | None:
+        if not math.isfinite(loss):
+            return math.inf
+        if 2 * len(self._window) < (self._window.maxlen or 0):
+            return None
+        middle = median(self._window)
+        spread = max(_TO_DEVIATION * median(abs(each - middle) for each in self._window), _LEAST_SPREAD * abs(middle))
+        return (loss - middle) / spread if spread else math.copysign(math.inf, loss) if loss else 0.0
+
+    def _act(self, ctx: Context, loss: float) -> None:
+        usual = f", where {median(self._window):.4g} is usual" if self._window else ""
+        why = f"{self._monitor} leapt to {loss:.4g} at step {ctx.step}{usual}"
+        if ctx.run.is_world_process_zero:
+            logger.warning("%s: %s", label_of(self), why)
+        if self._action == "save":
+            ctx.control.save(why, replicated=True)
+        elif self._action == "stop" and not ctx.state.is_complete:
+            ctx.control.stop(why, replicated=True)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The window, and the spikes so far."""
+        return {"window": list(self._window), "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._window = deque(state["window"], maxlen=self._window.maxlen)
+        self._count = state["count"]

@@ -1,0 +1,59 @@
+"""How much memory training takes."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import torch
+
+from callsheet.callback import Callback
+from callsheet.context import Context
+
+if sys.platform != "win32":
+    import resource
+
+_DEVICE = {
+    "allocated": "allocated_bytes.all.current",
+    "peak_allocated": "allocated_bytes.all.peak",
+    "active": "active_bytes.all.current",
+    "peak_active": "active_bytes.all.peak",
+    "reserved": "reserved_bytes.all.current",
+    "peak_reserved": "reserved_bytes.all.peak",
+    "alloc_retries": "num_alloc_retries",
+    "ooms": "num_ooms",
+}
+
+
+class MemoryMonitor(Callback):
+    """Add to every record how much memory training takes, on the rank where it is most.
+
+    In bytes, everywhere: `memory/resident` and `memory/peak_resident`, the process's own. On CUDA also `memory/allocated` (by
+    tensors), `memory/active` (with what streams still use), `memory/reserved` (by the caching allocator), each with its
+    `memory/peak_...` since the process began, and the counts `memory/alloc_retries` (the cache was emptied to find room) and
+    `memory/ooms`. Each is the maximum over the ranks. With a `name` of its own it logs under that instead of `memory`.
+
+    It reads the allocator's own counters, at log boundaries alone; nothing waits for the device, and no peak is reset.
+    """
+
+    collective = True
+
+    def on_log(self, ctx: Context) -> None:
+        """Add what is taken now to the record that is being told."""
+        is_on_cuda = ctx.run.device.startswith("cuda")  # elsewhere the record knows it already
+        here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
+        if is_on_cuda:
+            stats = torch.cuda.memory_stats(ctx.run.device)
+            here |= {name: float(stats.get(key, 0)) for name, key in _DEVICE.items()}
+        there = ctx.gather(here)
+        for name in here:
+            ctx.record.values[f"{self.name or 'memory'}/{name}"] = max(rank.get(name, 0.0) for rank in there)
+
+
+def _resident(now: float) -> dict[str, float]:
+    """The process's resident memory, and the most that it was."""
+    if sys.platform == "win32":
+        return {"resident": now, "peak_resident": float(psutil.Process().memory_info().peak_wset)}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+    return {"resident": now, "peak_resident": max(peak, now)}

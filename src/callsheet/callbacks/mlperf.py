@@ -1,0 +1,290 @@
+"""The MLPerf Training benchmarks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callsheet.callback import Callback, label_of, one_of
+from callsheet.callbacks.early_stopper import evaluated
+from callsheet.callbacks.mlperf_result import (
+    ResultFile,
+    accuracy_keys,
+    checked_hyperparameters,
+    checked_ruleset,
+    device_name,
+    found,
+    now_ms,
+    samples,
+)
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
+
+
+class MLPerfCallback(Callback):
+    """Write a result that MLPerf's compliance checker accepts, and stop, on all ranks together, when the target is reached.
+
+    Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` stands there before the data is made;
+    `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that did not. After the
+    first step the checker is asked about the file as it would be if the target were reached there: what it refuses ends the run then, not
+    days later. A resumed run writes no result, since it was not timed from its start; it stops at the target all the same. Evaluations by
+    hand count for nothing. Without a benchmark there is nothing to do, which is said once. Several need a `name` each.
+
+    Args:
+        benchmark: one of the rules', such as `"llama31_8b"`.
+        target: the value of `monitor` that is to be reached.
+        monitor: `<dataset>/<metric>` of the evaluation; it is written as `eval_accuracy`.
+        mode: `"min"` is reached at or below the target, `"max"` at or above it. `"auto"` is `"min"` for a name with loss, error or
+            perplexity in it, else `"max"`.
+        submitter: the organization.
+        system_name: the platform; the number of ranks and the device's name where it is empty.
+        status: of the platform: `"onprem"`, `"cloud"` or `"research"`.
+        division: `"open"` or `"closed"`.
+        ruleset: such as `"6.1.0"`; the newest that the installed `mlperf-logging` has where it is empty.
+        hyperparameters: what else the rules want, by their names, such as `train_samples`. It goes before what is found out: `seed`;
+            `opt_...` and `max_steps`, as far as the optimizer and `max_duration` tell them; `config_filename`, which is the program's;
+            each `..._parallelism`, which is 1; of the first step `global_batch_size`, `micro_batch_size`, `gradient_accumulation_steps`.
+        root_folder: the folder `mlperf` in the run's where it is None.
+        index: the first that is free where it is None.
+        cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`; no shell reads it. Without one
+            the file says that no cache was cleared.
+        stop: whether training ends at the target. The file does in any case.
+
+    Raises:
+        MissingPackage: `mlperf-logging` is not installed.
+        ConfigError: an argument that cannot work; what the checker refuses; a result of this index is there; the command failed.
+    """
+
+    phase = "decide"
+    collective = True  # it asks on behalf of all ranks
+
+    def __init__(
+        self,
+        *,
+        benchmark: str = "",
+        target: float | None = None,
+        monitor: str = "validation/loss",
+        mode: str = "auto",
+        submitter: str = "",
+        system_name: str = "",
+        status: str = "onprem",
+        division: str = "open",
+        ruleset: str = "",
+        hyperparameters: Mapping[str, Any] | None = None,
+        root_folder: str | os.PathLike[str] | None = None,
+        index: int | None = None,
+        cache_clear_cmd: Sequence[str] | None = None,
+        stop: bool = True,
+    ) -> None:
+        if bool(benchmark) != (target is not None) or (target is not None and not math.isfinite(target)):
+            raise ConfigError(f"benchmark={benchmark!r}, target={target!r}: give both, the target as a finite number")
+        if benchmark and not submitter:
+            raise ConfigError("submitter='': name the organization whose result this is")
+        if not all(monitor.partition("/")):
+            raise ConfigError(f"monitor={monitor!r}: write <dataset>/<metric>, such as 'validation/loss'")
+        if isinstance(cache_clear_cmd, str) or (cache_clear_cmd is not None and not cache_clear_cmd):
+            raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list, the program and its arguments")
+        if index is not None and index < 0:
+            raise ConfigError(f"index={index}: give 0 or more, or None")
+        self._hyperparameters = checked_hyperparameters(hyperparameters or {})
+        falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
+        self._is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
+        self._submission = {
+            "submission_benchmark": benchmark,
+            "submission_org": submitter,
+            "submission_division": one_of("division", division, ("open", "closed")),
+            "submission_status": one_of("status", status, ("onprem", "cloud", "research")),
+        }
+        self._ruleset = checked_ruleset(ruleset, benchmark) if benchmark else ruleset
+        self._benchmark, self._target, self._monitor, self._stops = benchmark, target, monitor, stop
+        self._system_name, self._root_folder, self._index = system_name, root_folder, index
+        self._cache_clear_cmd = list(cache_clear_cmd or ())
+        self._forget()
+
+    def _forget(self) -> None:
+        self._began_at = now_ms()
+        self._result: ResultFile | None = None  # on rank 0, until it is complete
+        self._sizes: list[int] | None = None  # of the first step's microbatches, while it lasts
+        self._has_begun = self._is_in_block = self._is_resumed = False
+        self._reached: float | None = None  # with which value
+
+    # --- a run's course ---
+
+    def on_run_start(self, ctx: Context) -> None:
+        """Note the time. Nothing is written before it is known whether the run is resumed."""
+        self._forget()
+        if not self._benchmark and ctx.run.is_world_process_zero:
+            logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
+
+    def on_data_init_start(self, ctx: Context) -> None:
+        """The clock starts: from here on data is touched."""
+        self._has_begun = True
+        if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):  # nothing will be trained
+            return
+        if (step := ctx.state.timestamp.batch) > 0:
+            if ctx.run.is_world_process_zero:
+                why = f"it is timed from a run's start, and this one is resumed at step {step}"
+                logger.warning("%s writes no result: %s", label_of(self), why)
+            return
+        clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
+        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # no machine begins before all are done
+        if any(problems):
+            raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")
+        if ctx.run.is_world_process_zero:
+            self._open(ctx)
+        self._sizes = []
+
+    def on_train_start(self, ctx: Context) -> None:
+        """The first block; a run that was stopped before it was resumed has nothing left to train."""
+        if not self._has_begun:  # a loop that tells nothing of its data
+            self.on_data_init_start(ctx)
+        if self._benchmark and ctx.state.evaluators:
+            one_of("dataset of the monitor", self._monitor.partition("/")[0], ctx.state.evaluators)
+        self._start_block(ctx)
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if is_resumed and self._reached is not None:
+            self._look(ctx, self._reached)
+
+    def on_epoch_start(self, ctx: Context) -> None:
+        """Write it."""
+        self._write(ctx, "epoch_start")
+
+    def on_microbatch_start(self, ctx: Context) -> None:
+        """Count the samples of the first step."""
+        if self._sizes is not None:
+            self._sizes.append(samples(ctx.microbatch))
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """After the first step all is known but how the run ends."""
+        if self._sizes is not None:
+            sizes, self._sizes = ctx.gather(self._sizes), None
+            self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
+            if complaints := ctx.gather(self._rehearse(ctx))[0]:
+                raise ConfigError(
+                    f"MLPerf's checker (rules {self._ruleset}) would refuse the result even if {self._monitor} reached {self._target}; "
+                    f"mend it in {label_of(self)}'s target= or hyperparameters=:\n" + "\n".join(complaints)
+                )
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        """Write it."""
+        self._write(ctx, "epoch_stop")
+
+    def on_eval_all_start(self, ctx: Context) -> None:
+        """Training pauses."""
+        if not ctx.standalone:
+            self._stop_block(ctx)
+            self._write(ctx, "eval_start")
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        """Write what was found. At the target the result is complete."""
+        if ctx.standalone or not self._benchmark:
+            return
+        value = evaluated(ctx, self._monitor)
+        if value is not None:
+            self._write_all(ctx, self._as_accuracy(value))
+        self._write(ctx, "eval_stop")
+        if value is not None and self._is_reached(value):
+            self._reached = value
+            self._close(ctx, "success")
+            self._look(ctx, value)
+        elif not ctx.state.is_complete and ctx.control.stop_requested is None:
+            self._start_block(ctx)
+
+    def on_train_end(self, ctx: Context) -> None:
+        """No more steps, unless `fit` is called again."""
+        self._stop_block(ctx)
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Whatever ended the run before the target."""
+        self._close(ctx, "aborted")
+
+    def _is_reached(self, value: float) -> bool:
+        assert self._target is not None
+        return value <= self._target if self._is_min else value >= self._target
+
+    def _look(self, ctx: Context, value: float) -> None:
+        if self._stops and self._is_reached(value) and not ctx.state.is_complete:
+            ctx.control.stop(f"{self._monitor} is {value:g}, and the target {self._target:g}", replicated=True)
+
+    # --- the result ---
+
+    def _open(self, ctx: Context) -> None:
+        root = self._root_folder
+        if root is None:
+            if ctx.run.folder is None:
+                raise ConfigError(f"the run has no folder for a result; give {label_of(self)} a root_folder=")
+            root = ctx.run.folder / "mlperf"
+        system = self._system_name or f"{ctx.run.world_size}x_{device_name(ctx.run.device)}"
+        folder = Path(root) / "results" / re.sub(r"[^\w.-]+", "_", system) / self._benchmark
+        self._result = ResultFile(folder, self._index)
+        self._write(ctx, "init_start", time_ms=self._began_at)
+        self._write(ctx, "cache_clear", bool(self._cache_clear_cmd))
+        self._write_all(ctx, {**self._submission, "submission_platform": system})
+        self._write(ctx, "init_stop")
+        self._write(ctx, "run_start")
+
+    def _rehearse(self, ctx: Context) -> list[str]:
+        """What the checker would refuse if the target were reached now."""
+        if self._result is None:
+            return []
+        rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(self._target), "eval_stop": None, "run_stop": None}
+        return self._result.complaints(rest.items(), self._ruleset, **_place(ctx), status="success")
+
+    def _as_accuracy(self, value: float | None) -> dict[str, Any]:
+        return dict.fromkeys(accuracy_keys(self._benchmark), value)
+
+    def _start_block(self, ctx: Context) -> None:
+        self._is_in_block = True
+        self._write(ctx, "block_start", first_epoch_num=max(1, ctx.epoch))
+
+    def _stop_block(self, ctx: Context) -> None:
+        if self._is_in_block:
+            self._is_in_block = False
+            self._write(ctx, "block_stop", first_epoch_num=max(1, ctx.epoch))
+
+    def _close(self, ctx: Context, status: str) -> None:
+        self._stop_block(ctx)
+        self._write(ctx, "run_stop", status=status)
+        if self._result is not None:
+            logger.info("%s: %s, %s", label_of(self), status, self._result.path)
+            self._result.close()
+            self._result = None
+
+    def _write(self, ctx: Context, key: str, value: Any = None, **more: Any) -> None:
+        if self._result is not None:
+            self._result.write(key, value, **_place(ctx), **more)
+
+    def _write_all(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            self._write(ctx, key, value)
+
+    # --- what survives a resume ---
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The value that reached the target."""
+        return {"reached": self._reached}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._reached, self._is_resumed = state["reached"], True
+
+
+def _place(ctx: Context) -> dict[str, int]:
+    return {"epoch_num": ctx.epoch, "step_num": ctx.step, "samples_count": ctx.state.timestamp.sample}
+
+
+def _problem_of(command: list[str]) -> str:
+    """Run it; what went wrong, if anything did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return str(error)
+    return f"it ended with {done.returncode}: {(done.stderr or done.stdout).strip()}" if done.returncode else ""

@@ -1,0 +1,129 @@
+"""The model's layers and parameters, before training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.flop_counter import FlopCounterMode
+
+from callsheet.callback import Callback
+from callsheet.callbacks.flop_count import has_compiled
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
+
+Row = list[Any]
+
+
+class ModelSummary(Callback):
+    """Print the model's modules with their parameters, once, on rank 0, and give the table to the loggers as `model/summary`.
+
+    Columns: `module`, `type`, `parameters`, `trainable`, and with `flops` those of a forward (of one microbatch, on rank
+    0; a multiplication and an addition are two). Parameters that several modules share count once in their parent; sharded ones
+    count whole. The last row is the model. With a `name` of its own, a second one's table is called that.
+
+    Args:
+        depth: how many levels of modules; 0 is the model alone.
+        flops: count those of the second microbatch's forward, by torch's own counter: that forward takes longer, and the table
+            comes after it. Where something is compiled nothing can be counted: the table says 0, and a warning why.
+        prints: whether to print it on standard output.
+    """
+
+    phase = "report"
+    ranks = "zero"
+
+    def __init__(self, *, depth: int = 2, flops: bool = False, prints: bool = True) -> None:
+        if depth < 0:
+            raise ConfigError(f"depth={depth}: give 0 or more")
+        self._depth = depth
+        self._flops = flops
+        self._prints = prints
+        self._is_told = False
+        self._forwards = 0
+        self._counter: FlopCounterMode | None = None
+
+    def on_run_start(self, ctx: Context) -> None:
+        """Each run has its own."""
+        self._is_told, self._forwards = False, 0
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Tell it, unless the first forward is waited for."""
+        if not self._flops:
+            self._tell(ctx, {})
+
+    def on_forward_start(self, ctx: Context) -> None:
+        """Begin to count at the second: what is first compiled while torch counts would stay uncompiled for good."""
+        if not self._flops or self._is_told:
+            return
+        self._forwards += 1
+        if self._forwards == 2 and has_compiled():
+            logger.warning("ModelSummary counts no FLOPs: torch.compile is in use, and torch cannot count what it compiled")
+            self._tell(ctx, {})
+        elif self._forwards == 2:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_forward_end(self, ctx: Context) -> None:
+        """It is counted: tell it."""
+        if self._counter is not None:
+            counts = self._counted()
+            self._tell(
+                ctx, {name.partition(".")[2]: sum(by_kind.values()) for name, by_kind in counts.items() if name != "Global"}
+            )
+
+    def on_train_end(self, ctx: Context) -> None:
+        """There was one forward only."""
+        self._tell(ctx, {})
+
+    def on_exception(self, ctx: Context) -> None:
+        """Nothing is counted any more."""
+        if self._counter is not None:
+            self._counted()
+
+    def _counted(self) -> Mapping[str, Mapping[Any, int]]:
+        counter, self._counter = self._counter, None
+        assert counter is not None
+        counter.__exit__(None, None, None)
+        return counter.get_flop_counts()
+
+    def _tell(self, ctx: Context, flops: Mapping[str, int]) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        columns = ["module", "type", "parameters", "trainable", *(["flops"] if self._flops else [])]
+        modules = ctx.model if isinstance(ctx.model, list) else [ctx.model]
+        rows = [row for model in modules for row in self._rows(model, flops)]
+        ctx.log_table(self.name or "model/summary", columns, rows)
+        if self._prints:
+            print(_drawn(columns, rows), flush=True)
+
+    def _rows(self, model: nn.Module, flops: Mapping[str, int]) -> list[Row]:
+        below = [(name, module) for name, module in model.named_modules() if name and name.count(".") < self._depth]
+        return [self._row(name, module, flops) for name, module in [*below, ("", model)]]
+
+    def _row(self, name: str, module: nn.Module, flops: Mapping[str, int]) -> Row:
+        parameters = list(module.parameters())
+        counted = [flops.get(name, 0)] if self._flops else []
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        total = sum(parameter.numel() for parameter in parameters)
+        kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # sharding puts one before it
+        return [name or "(model)", kind.__name__, total, trainable, *counted]
+
+
+def _drawn(columns: list[str], rows: list[Row]) -> str:
+    """The table as text, numbers to the right."""
+    cells = [columns, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:-1]), rule, lines[-1].rstrip()])

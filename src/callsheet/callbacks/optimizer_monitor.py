@@ -1,0 +1,120 @@
+"""Norms of gradients and weights, and what the optimizer says of itself."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+
+class OptimizerMonitor(Callback):
+    """Log the norm of every parameter's gradient and of all of them together, every so many steps.
+
+    Logs `l2_norm/grad/<parameter>` and `l2_norm/grad/global`: of the whole step's gradients, unscaled and before clipping; with
+    `weights`, `l2_norm/weight/<parameter>` and `l2_norm/weight/global` as the step found them. Where the optimizer has the method
+    `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers have, what it returns is
+    logged under the names that it gives, after the step (gradients are clipped by then). Norms of what is sharded, as by FSDP,
+    are those of the whole: a small reduction for all parameters together, at the steps that are looked at. A record tells the
+    last step looked at. With a `name` of its own it logs under that instead of `l2_norm`.
+
+    Nothing waits for the device: values stay there until the record. Parameters that a model is given are seen from the next epoch on.
+
+    Args:
+        batch_log_interval: how many steps from one look to the next: the log interval or a multiple of it, or what is seen is told by
+            no record, or late.
+        per_parameter: also tell each parameter's, not the global norms alone.
+        weights: also norms of weights.
+        log_optimizer_metrics: also what the optimizer reports.
+    """
+
+    collective = True  # sharded norms are reduced
+
+    def __init__(
+        self,
+        *,
+        batch_log_interval: int = 50,
+        per_parameter: bool = True,
+        weights: bool = False,
+        log_optimizer_metrics: bool = True,
+    ) -> None:
+        if batch_log_interval < 1:
+            raise ConfigError(f"batch_log_interval={batch_log_interval}: give at least one batch")
+        self._interval = batch_log_interval
+        self._per_parameter = per_parameter
+        self._weights = weights
+        self._log_optimizer_metrics = log_optimizer_metrics
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+
+    def on_epoch_start(self, ctx: Context) -> None:
+        """Look for the parameters anew: to find them takes longer than their norms."""
+        self._parameters = []
+
+    on_run_end = on_epoch_start
+
+    def on_forward_backward_end(self, ctx: Context) -> None:
+        """The gradients are complete and unscaled: take their norms."""
+        if ctx.step % self._interval:
+            return
+        self._parameters = self._parameters or list(ctx.model.named_parameters())
+        self._log(ctx, "grad", [(name, each.grad) for name, each in self._parameters if each.grad is not None])
+        if self._weights:
+            self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """The optimizer has a state by now: ask it."""
+        if ctx.step % self._interval or not self._log_optimizer_metrics:
+            return
+        report = getattr(ctx.optimizer, "report_per_parameter_metrics", None)
+        if report is None:
+            return
+        metrics: dict[str, Any] = {}
+        for name, parameter in self._parameters:
+            if parameter.grad is not None:
+                metrics = report(parameter, name, metrics)
+        ctx.log({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in metrics.items()})
+
+    def _log(self, ctx: Context, kind: str, named: list[tuple[str, Tensor]]) -> None:
+        if not named:
+            return
+        family = f"{self.name or 'l2_norm'}/{kind}"
+        order, norms = _norms([tensor for _, tensor in named])
+        values: dict[Any, Tensor] = {f"{family}/global": torch.linalg.vector_norm(norms)}
+        if self._per_parameter:
+            values[tuple([f"{family}/{named[place][0]}" for place in order])] = norms
+        ctx.log(values, across="same")
+
+
+@torch.no_grad()
+def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
+    """The norm of each, in 32 bits or more, and their order in that tensor; of what is sharded alike in one reduction."""
+    alike: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        layout = None
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                tensors[place] = tensor = tensor.full_tensor()
+            else:
+                layout = (tensor.device_mesh, tensor.placements)
+        alike.setdefault(layout, []).append(place)
+    parts = []
+    for layout, places in alike.items():
+        here = [tensor.to_local() if isinstance(tensor := tensors[place], DTensor) else tensor for place in places]
+        wide = reduce(torch.promote_types, {tensor.dtype for tensor in here}, torch.float32)
+        norms = torch.stack(torch._foreach_norm(here, 2.0, dtype=wide))
+        if layout is not None:
+            mesh, placements = layout
+            squares = norms.double().square()
+            for dimension, placement in enumerate(placements):
+                if placement.is_shard():
+                    distributed.all_reduce(squares, group=mesh.get_group(dimension))
+            norms = squares.sqrt().to(wide)
+        parts.append(norms)
+    order = [place for places in alike.values() for place in places]
+    return order, parts[0] if len(parts) == 1 else torch.cat(parts)

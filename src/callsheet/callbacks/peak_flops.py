@@ -1,0 +1,80 @@
+"""What accelerators can compute at most."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import torch
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+_H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
+_HOPPER_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
+_BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
+_MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
+
+_TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"\bV100S-", {"fp32": 16.4, "fp16": 130.0}),
+    (r"\bV100-SXM[23]\b", {"fp32": 15.7, "fp16": 125.0}),
+    (r"\bV100-PCIE\b", {"fp32": 14.0, "fp16": 112.0}),
+    (r"\bT4\b", {"fp32": 8.1, "fp16": 65.0}),
+    (r"\bA10\b", {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0}),
+    (r"\bA30\b", {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0}),
+    (r"\bA40\b", {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}),
+    (r"\bA100\b(?!.*64GB)", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}),  # one of 64 GB has more of it
+    (r"\bRTX A6000\b", {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8}),
+    (r"\bRTX 3090$", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0}),
+    (r"\bRTX 4090$", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}),
+    (r"\bRTX 5090$", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0}),
+    (r"\bL4\b", {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5}),
+    (r"\bL40\b", {"fp32": 90.5, "tf32": 90.5, "bf16": 181.0, "fp16": 181.0, "fp8": 362.0}),
+    (r"\bL40S\b", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0, "fp8": 733.0}),
+    (r"\bH20\b", {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0}),
+    (r"\bH100 NVL\b", _HOPPER_NVL),
+    (r"\bH100\b.*(PCIe|HBM2e)", {"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0}),
+    (r"\bH100\b.*(HBM3|SXM)", _H100_SXM),
+    (r"\bH200 NVL\b", _HOPPER_NVL),
+    (r"\bG?H200\b", _H100_SXM),
+    (r"\bB100\b", {"bf16": 1750.0, "fp16": 1750.0, "fp8": 3500.0}),
+    (r"\bB[23]00\b", _BLACKWELL),
+    (r"\bGB200\b", {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
+    (r"\bGB300\b", {"tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
+    (r"\bMI100\b", {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}),
+    (r"\bMI210\b", {"fp32": 45.3, "bf16": 181.0, "fp16": 181.0}),
+    (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # a card is two devices, and this is one of them
+    (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # likewise
+    (r"\bMI300A\b", {"fp32": 122.6, "tf32": 490.3, "bf16": 980.6, "fp16": 980.6, "fp8": 1961.2}),
+    (r"\bMI300X\b", _MI300X),
+    (r"\bMI325X\b", _MI300X),  # the same chip with more memory
+    (r"\bMI350X\b", {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7}),
+    (r"\bMI355X\b", {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2}),
+)
+"""By a pattern of the device's name: the first that is found in it counts."""
+
+
+@cache
+def peak_flops(device: str, precision: str) -> float | None:
+    """The FLOP/s that one device can compute at most, in dense arithmetic, by its vendor's word; None where it is not known here.
+
+    Figures come from NVIDIA's and AMD's data sheets and architecture papers. Where these tell sparse figures alone, half of
+    them is meant; on GeForce, 16-bit and 8-bit products added up in 32 bits, as training does; on AMD Instinct the matrix
+    units, also in `fp32`. A driver that calls a card "MI250X / MI250" leaves open which it is: the greater figure is given.
+    Slices of a device (MIG) are not known; AMD's partitions are not told by the name, and have the whole device's figure.
+
+    Args:
+        device: its name, as `torch.cuda.get_device_name` tells it.
+        precision: one of `PRECISIONS`, of what is multiplied; a device without `tf32` computes that in `fp32`.
+    """
+    if "MIG" in device:
+        return None
+    for pattern, teraflops in _TERAFLOPS:
+        if re.search(pattern, device, re.IGNORECASE):
+            figure = teraflops.get(precision) or (teraflops.get("fp32") if precision == "tf32" else None)
+            return figure * 1e12 if figure is not None else None
+    return None
+
+
+def device_name(device: str) -> str:
+    """The name of a torch device such as `"cuda:0"`; of others than CUDA and ROCm it is the device itself."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device

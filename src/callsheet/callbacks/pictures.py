@@ -1,0 +1,160 @@
+"""Finding images, labels and predictions in batches and outputs, and drawing them side by side."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.errors import ConfigError
+
+Key = str | int
+
+_CHANNELS = (1, 3, 4)
+_IGNORED = 255  # the label that data sets of segmentation leave out; so are negative ones
+_GREY = 0.5
+
+
+def _palette() -> Tensor:
+    """A colour for each class: black, and hues that lie far apart for neighbours (steps of the golden ratio)."""
+    hues = ((number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED))
+    return torch.tensor([(0.0, 0.0, 0.0), *(colorsys.hsv_to_rgb(*hue) for hue in hues)])
+
+
+PALETTE = _palette()
+"""Of shape (255, 3), within [0, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Images of shape (N, H, W, 1 or 3), and for a segmentation the classes of each pixel, (N, H, W), on the device."""
+
+    images: Tensor
+    predictions: Tensor | None = None
+    labels: Tensor | None = None
+
+    def drawn(self) -> list[Tensor]:
+        """Each as an image on the host, (H, W) or (H, W, 3); of a segmentation the three side by side, within [0, 1]."""
+        images = self.images.float().cpu() if self.images.is_floating_point() else self.images.cpu()
+        if self.predictions is None or self.labels is None:
+            return [image.squeeze(-1) for image in images]
+        parts = zip(images, self.predictions.cpu(), self.labels.cpu(), strict=True)
+        return [torch.cat([_within_one(image), coloured(said), coloured(true)], dim=1) for image, said, true in parts]
+
+
+def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor | None:
+    """The batch's images, (N, H, W, C); None where nothing looks like any.
+
+    Raises:
+        ConfigError: the batch does not have `key`, or there are no images there.
+    """
+    if key is None:
+        images = next(filter(_looks_like_images, _tensors(batch)), None)
+    else:
+        images = _at(batch, key, "input_key")
+        if not isinstance(images, Tensor) or images.dim() not in (3, 4):
+            raise ConfigError(f"input_key={key!r}: {_described(images)} holds no images; they have the shape (N, C, H, W)")
+    if images is None:
+        return None
+    if images.dim() == 3:
+        return images[..., None]
+    if channels_last is None:
+        channels_last = images.shape[1] not in _CHANNELS and images.shape[-1] in _CHANNELS
+    return images if channels_last else images.movedim(1, -1)
+
+
+def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: Tensor) -> Tensor | None:
+    """The class of every pixel of `images` (N, H, W, C), as whole numbers (N, H, W); None where nothing looks like it.
+
+    Raises as `images_in` does.
+    """
+    if key is not None:
+        labels = _at(batch, key, "target_key")
+        if not isinstance(labels, Tensor) or labels.dim() not in (3, 4):
+            raise ConfigError(
+                f"target_key={key!r}: {_described(labels)} holds no labels of pixels; they have the shape (N, H, W)"
+            )
+        return classes(labels, channels_last, images)
+    size = images.shape[:3]
+    shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
+    itself = images.data_ptr()  # they are a view of the tensor in the batch
+    labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
+    return classes(labels, channels_last, images) if labels is not None else None
+
+
+def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> Tensor | None:
+    """The class with the highest score at every pixel of `images` (N, H, W, C), as (N, H, W); None where there are no scores.
+
+    Scores are `logits` or `out`, or the first tensor with four dimensions; a lone class is there where its score is above 0.
+    """
+    named = [outputs[name] for name in ("logits", "out") if isinstance(outputs, Mapping) and name in outputs]
+    scores = next((tensor for tensor in _tensors([named, outputs]) if tensor.dim() == 4 and len(tensor) == len(images)), None)
+    return classes(scores, channels_last, images, are_scores=True) if scores is not None else None
+
+
+def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_scores: bool = False) -> Tensor:
+    """Classes, or scores by class, as whole numbers (N, H, W) of the size of `images` (N, H, W, C): stretched, not mixed."""
+    size = images.shape[1:3]
+    if tensor.dim() == 4:
+        if channels_last is None:
+            channels_last = tensor.shape[1:3] == size != tensor.shape[2:]
+        dim = -1 if channels_last else 1
+        if tensor.shape[dim] > 1:
+            tensor = tensor.argmax(dim)
+        else:
+            tensor = tensor.squeeze(dim)
+            tensor = tensor > 0 if are_scores else tensor
+    if tensor.shape[1:] != size:
+        tensor = nn.functional.interpolate(tensor[:, None].float(), size=tuple(size), mode="nearest")[:, 0]
+    return tensor.long()
+
+
+def coloured(numbers: Tensor) -> Tensor:
+    """Classes as colours of the palette, one more dimension; what is not judged is grey."""
+    judged = (numbers >= 0) & (numbers != _IGNORED)
+    return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
+
+
+def _within_one(image: Tensor) -> Tensor:
+    """An image in three channels within [0, 1], as loggers show it when it stands alone."""
+    if not image.is_floating_point():
+        image = image / 255
+    image = torch.where(image.isfinite(), image, 0.0)
+    least, greatest = image.min(), image.max()
+    if least < 0 or greatest > 1:
+        image = (image - least) / (greatest - least).clamp(min=torch.finfo(image.dtype).tiny)
+    return image.expand(-1, -1, 3)
+
+
+def _looks_like_images(tensor: Tensor) -> bool:
+    is_kind = tensor.is_floating_point() or tensor.dtype is torch.uint8
+    if not is_kind or tensor.dim() != 4:
+        return False
+    _, second, third, last = tensor.shape
+    return (second in _CHANNELS and third > 1 and last > 1) or (last in _CHANNELS and second > 1 and third > 1)
+
+
+def _at(batch: Any, key: Key, option: str) -> Any:
+    try:
+        return batch[key]
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{option}={key!r}: the batch, {_described(batch)}, does not have it") from None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    shape = tuple(value.shape) if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple)) else None
+    return f"a {type(value).__name__}" + (f" of {shape}" if shape is not None else "")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)

@@ -1,0 +1,145 @@
+"""How long training will still take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.callback import Callback, one_of
+from callsheet.context import Context, TrainState
+from callsheet.errors import ConfigError
+from callsheet.time import TimeUnit
+
+_SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+
+
+class RuntimeEstimator(Callback):
+    """Add to every record how long training will still take, evaluations and checkpoints included.
+
+    Adds `time/remaining_estimate` in seconds, or, in another unit, a name that says it, such as `time/remaining_estimate_hours`.
+    With a `name` of its own an estimator logs under that instead of `time`. All ranks tell rank 0's estimate.
+
+    What is left is taken at the pace so far, the first steps of every process left out. To that comes the mean evaluation, and
+    the mean checkpoint, as often as the intervals between those that have been let expect. All of it goes on across a resume,
+    also to another `max_duration`; nothing is told where there is none.
+
+    Args:
+        skip_batches: how many steps a process takes to warm up (compiling, first allocations).
+        time_unit: `seconds`, `minutes`, `hours` or `days`.
+    """
+
+    collective = True
+
+    def __init__(self, *, skip_batches: int = 1, time_unit: str = "seconds") -> None:
+        if skip_batches < 0:
+            raise ConfigError(f"skip_batches={skip_batches}: give 0 or more")
+        self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))
+        self._skip_batches = skip_batches
+        self._counts = ""  # the unit of `max_duration`, in which progress is counted
+        self._seconds = self._progress = 0.0  # of training, warmed up
+        self._pauses: dict[str, tuple[int, float, float, float]] = {}  # how many, seconds, progress at the first and the last
+        self._to_skip = skip_batches
+        self._since: tuple[float, float] | None = None  # time and progress where the stretch in hand began
+        self._paused: tuple[str, float] | None = None
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """A new run is a new measurement."""
+        if ctx.checkpoint is None:
+            self._counts = ""
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Warm up again."""
+        longest = ctx.state.max_duration
+        counts = longest.unit.value if longest is not None else ""
+        if counts != self._counts:  # another unit: what was counted says nothing about it
+            self._counts, self._seconds, self._progress, self._pauses = counts, 0.0, 0.0, {}
+        self._to_skip, self._paused = self._skip_batches, None
+        self._since = (time.monotonic(), _progress(ctx.state)) if not self._skip_batches else None
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """Count the warm-up."""
+        if self._to_skip:
+            self._to_skip -= 1
+            if not self._to_skip:
+                self._since = (time.monotonic(), _progress(ctx.state))
+
+    def on_log(self, ctx: Context) -> None:
+        """Add the estimate to the record that is being told."""
+        if self._paused is None:
+            self._add_stretch(ctx.state)
+        estimate = ctx.gather(self._estimate(ctx.state))[0]
+        if estimate is not None:
+            suffix = "" if self._unit == "seconds" else f"_{self._unit}"
+            ctx.record.values[f"{self.name or 'time'}/remaining_estimate{suffix}"] = estimate / _SECONDS[self._unit]
+
+    def on_eval_all_start(self, ctx: Context) -> None:
+        """Stop the clock of training."""
+        if not ctx.standalone:
+            self._pause("evaluation", ctx.state)
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        """An evaluation took so long."""
+        self._go_on(ctx.state)
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None:
+        """Stop the clock of training."""
+        self._pause("save", ctx.state)
+
+    def on_checkpoint_save_end(self, ctx: Context) -> None:
+        """A save held training up for so long."""
+        self._go_on(ctx.state)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The pace so far."""
+        pauses = {kind: list(pause) for kind, pause in self._pauses.items()}
+        return {"counts": self._counts, "seconds": self._seconds, "progress": self._progress, "pauses": pauses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._counts, self._seconds, self._progress = state["counts"], state["seconds"], state["progress"]
+        self._pauses = {kind: (int(count), *rest) for kind, (count, *rest) in state["pauses"].items()}
+
+    def _estimate(self, state: TrainState) -> float | None:
+        """In seconds; None before anything is known."""
+        if state.max_duration is None or self._seconds <= 0 or self._progress <= 0:
+            return None
+        here, end = _progress(state), float(state.max_duration.value)
+        left = max(0.0, end - here) * self._seconds / self._progress
+        for count, seconds, first, last in self._pauses.values():
+            between = (last - first) / (count - 1) if count > 1 else first  # the first one came after an interval, too
+            if between > 0 and end > last:
+                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up: both also come at the end
+                left += max(0, to_come) * seconds / count
+        return left
+
+    def _add_stretch(self, state: TrainState) -> None:
+        if self._since is not None:
+            (moment, progress), self._since = self._since, (time.monotonic(), _progress(state))
+            self._seconds += self._since[0] - moment
+            self._progress += self._since[1] - progress
+
+    def _pause(self, kind: str, state: TrainState) -> None:
+        self._add_stretch(state)
+        self._paused = (kind, time.monotonic())
+
+    def _go_on(self, state: TrainState) -> None:
+        if self._paused is None:
+            return
+        (kind, moment), self._paused = self._paused, None
+        here, took = _progress(state), time.monotonic() - moment
+        count, seconds, first, _ = self._pauses.get(kind, (0, 0.0, here, here))
+        self._pauses[kind] = (count + 1, seconds + took, first, here)
+        if self._since is not None:
+            self._since = (time.monotonic(), here)
+
+
+def _progress(state: TrainState) -> float:
+    """What is completed, in the unit of `max_duration`; within an epoch as far as its length is known."""
+    longest = state.max_duration
+    if longest is None:
+        return 0.0
+    done = float(state.timestamp.count(longest.unit))
+    if longest.unit is TimeUnit.EPOCH and state.epoch_batches:
+        done += state.timestamp.batch_in_epoch / state.epoch_batches
+    return done

@@ -1,0 +1,132 @@
+"""Ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from callsheet.callback import Callback, label_of
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
+
+_STAGES = ("fetch", "forward")
+
+
+class SlowRankDetector(Callback):
+    """Name ranks that take longer than the others for what each does by itself: waiting for its data, and the forward.
+
+    The whole step is of no use for that: ranks wait for each other in the backward, and so all take as long as the slowest. Under
+    FSDP they also meet in the forward, where the one that waits least is the slow one: look at `fetch` there.
+
+    Adds to every record, for `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median rank's mean per step since the last
+    record, `slow_rank/<stage>/ratio`, the slowest rank's by it, and `slow_rank/<stage>/slowest`, which rank that is. With a
+    `name` of its own it logs under that instead of `slow_rank`. A rank that is beyond `factor` in `patience` records in a row is
+    named in a warning, and again when it was well in between; that count goes on across a resume.
+
+    Nothing waits for the device: on CUDA the forward is timed by events, which are read at log boundaries.
+
+    Args:
+        factor: of the median, with two ranks of the faster.
+        min_seconds: what a rank must lose per step to be named: twice nothing is nothing.
+        patience: records.
+    """
+
+    collective = True
+
+    def __init__(self, *, factor: float = 1.5, min_seconds: float = 0.005, patience: int = 3) -> None:
+        if not factor > 1:
+            raise ConfigError(f"factor={factor}: give more than 1, the median itself")
+        if min_seconds < 0 or patience < 1:
+            raise ConfigError(f"min_seconds={min_seconds}, patience={patience}: give 0 or more, and 1 or more")
+        self._factor = factor
+        self._min_seconds = min_seconds
+        self._patience = patience
+        self._in_a_row: dict[str, int] = {}  # records, by "<stage> <rank>"
+        self._is_on_cuda = False
+        self._start: Any = None
+        self._forget(0)
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Begin anew; a new world may have other ranks."""
+        self._is_on_cuda = ctx.run.device.startswith("cuda")
+        self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
+        self._forget(ctx.step)
+
+    def on_fetch_start(self, ctx: Context) -> None:
+        """It waits for data from here."""
+        self._began = perf_counter()
+
+    def on_fetch_end(self, ctx: Context) -> None:
+        """To here."""
+        self._fetching += perf_counter() - self._began
+
+    def on_forward_start(self, ctx: Context) -> None:
+        """It computes by itself from here."""
+        if self._is_on_cuda:
+            self._start = _recorded()
+        else:
+            self._began = perf_counter()
+
+    def on_forward_end(self, ctx: Context) -> None:
+        """To here."""
+        if self._is_on_cuda:
+            self._events.append((self._start, _recorded()))
+        else:
+            self._forwarding += perf_counter() - self._began
+
+    def on_log(self, ctx: Context) -> None:
+        """Compare the ranks, and name those that are slow."""
+        for start, end in self._events:
+            if end.query():  # one that is still under way is left out
+                self._forwarding += start.elapsed_time(end) / 1000
+        taken = ctx.step - self._first
+        here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
+        self._forget(ctx.step)
+        there = ctx.gather(here)
+        if not all(rank[0] for rank in there):  # an evaluation's record
+            return
+        for i, stage in enumerate(_STAGES, start=1):
+            self._compare(ctx, stage, [rank[i] for rank in there])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """For how many records which rank has been slow."""
+        return {"in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._in_a_row = dict(state["in_a_row"])
+
+    def _compare(self, ctx: Context, stage: str, seconds: list[float]) -> None:
+        median = statistics.median_low(seconds)
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        family = f"{self.name or 'slow_rank'}/{stage}"
+        ctx.record.values[f"{family}/seconds"] = median
+        ctx.record.values[f"{family}/ratio"] = seconds[slowest] / median if median > 0 else 1.0
+        ctx.record.values[f"{family}/slowest"] = float(slowest)
+        for rank, taken in enumerate(seconds):
+            key = f"{stage} {rank}"
+            if taken > self._factor * median and taken - median > self._min_seconds:
+                self._in_a_row[key] = self._in_a_row.get(key, 0) + 1
+                if self._in_a_row[key] == self._patience and ctx.run.is_world_process_zero:
+                    each = f"{taken:.3g} s a step, the median rank {median:.3g} s"
+                    logger.warning("%s: rank %d is slow in its %s: %s (step %d)", label_of(self), rank, stage, each, ctx.step)
+            else:
+                self._in_a_row.pop(key, None)
+
+    def _forget(self, step: int) -> None:
+        self._first = step  # the one before those that are counted
+        self._fetching = self._forwarding = self._began = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+
+def _recorded() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

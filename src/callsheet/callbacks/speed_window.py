@@ -1,0 +1,73 @@
+"""What was completed in the last batches, by the seconds of training it took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from callsheet.time import Timestamp
+
+
+class _Point(NamedTuple):
+    """What was completed at a log boundary; FLOPs from where they are known on."""
+
+    batch: int
+    sample: int
+    token: int
+    seconds: float
+    flops: float | None = None
+
+
+class SpeedWindow:
+    """The log boundaries of the last `size` batches, or the last two where they lie further apart."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._points: deque[_Point] = deque()
+
+    def begin(self, now: Timestamp) -> None:
+        """The first rates are taken from here, unless something went before."""
+        if not self._points:
+            self._points.append(_point(now))
+
+    def moves_to(self, now: Timestamp) -> bool:
+        """Whether anything was trained since the last point."""
+        return bool(self._points) and now.batch > self._points[-1].batch
+
+    def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
+        """Roll on to `now`; returns what was done per second, by its name: what was done at all.
+
+        `flops` are those since the last point, or None where they are not known yet.
+        """
+        points, point = self._points, _point(now)
+        if flops is not None and points[-1].flops is None:
+            points[-1] = points[-1]._replace(flops=0.0)
+        if points[-1].flops is not None:
+            point = point._replace(flops=points[-1].flops + (flops or 0.0))
+        points.append(point)
+        while point.batch - points[1].batch >= self._size:
+            points.popleft()
+        return self._rates()
+
+    def _rates(self) -> dict[str, float]:
+        first, last = self._points[0], self._points[-1]
+        counts = {"batches": last.batch - first.batch, "samples": last.sample - first.sample, "tokens": last.token - first.token}
+        seconds = last.seconds - first.seconds
+        rates = {name: count / seconds for name, count in counts.items() if count and seconds > 0}
+        known = next((point for point in self._points if point.flops is not None), last)
+        if last.flops is not None and known.flops is not None and last.flops > known.flops and last.seconds > known.seconds:
+            rates["flops"] = (last.flops - known.flops) / (last.seconds - known.seconds)
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its points, as plain data."""
+        return {"points": [list(point) for point in self._points]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._points = deque(_Point(*point) for point in state["points"])
+
+
+def _point(timestamp: Timestamp) -> _Point:
+    return _Point(timestamp.batch, timestamp.sample, timestamp.token, timestamp.seconds)

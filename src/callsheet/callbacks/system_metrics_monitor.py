@@ -1,0 +1,142 @@
+"""What the machine does: processors, memory, disk, network, GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from callsheet.callback import Callback, label_of
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
+
+
+class SystemMetricsMonitor(Callback):
+    """Add to every record what the machines do, each value that of the rank where it is greatest.
+
+    Of the machine: `system/cpu_percent` (all cores busy are 100), `system/load` (runnable processes a core, over a minute),
+    `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and per
+    second since the look before, in bytes, `system/disk_read_per_second`, `system/disk_written_per_second`,
+    `system/network_received_per_second`, `system/network_sent_per_second`. Of the process: `system/process_cpu_percent` (one busy
+    core is 100), `system/process_threads`. Of the rank's GPU, where the package `nvidia-ml-py` is installed:
+    `system/gpu_percent`, `system/gpu_memory_used` in bytes (by all processes), `system/gpu_temperature` in degrees Celsius,
+    `system/gpu_power` in watts. What a system does not tell is left out. With a `name` of its own it logs under that instead of
+    `system`.
+
+    It looks at log boundaries alone, and not at all of them where they are close together, since a look takes a millisecond: what it
+    saw last then stands in the record again. Percentages and rates are over the time between two looks.
+
+    Args:
+        seconds: how long at least from one look to the next; 0 looks at every record.
+
+    Raises:
+        ConfigError: `seconds` is below 0.
+    """
+
+    collective = True
+
+    transport_ignore = ("_process",)
+
+    def __init__(self, *, seconds: float = 5.0) -> None:
+        if not seconds >= 0:
+            raise ConfigError(f"seconds={seconds}: give 0 or more")
+        self._seconds = seconds
+        self._seen: dict[str, float] = {}
+        self._process = psutil.Process()
+        self._counters: dict[str, int] = {}
+        self._counted_at = 0.0
+        self._gpu: tuple[Any, Any] | None = None  # NVML and the device's handle
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Rates are taken from here."""
+        psutil.cpu_percent()
+        self._process.cpu_percent()
+        self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
+        if self._gpu is None and ctx.run.device.startswith("cuda"):
+            self._gpu = self._opened(ctx.run.device)
+
+    def on_log(self, ctx: Context) -> None:
+        """Add what the machines did to the record that is being told."""
+        if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
+            self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
+        there = ctx.gather(self._seen)  # nothing in an evaluation without training
+        values = ctx.record.values
+        for rank in there:
+            for name, value in rank.items():
+                values[name] = max(value, values.get(name, value))
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Let NVML go."""
+        (nvml, _), self._gpu = self._gpu or (None, None), None
+        if nvml is not None:
+            nvml.nvmlShutdown()
+
+    def _look(self, ctx: Context) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        found = {
+            "cpu_percent": psutil.cpu_percent(),
+            "load": psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
+            "memory_used": float(memory.total - memory.available),
+            "memory_percent": memory.percent,
+            "process_cpu_percent": self._process.cpu_percent(),
+            "process_threads": float(self._process.num_threads()),
+        }
+        place = ctx.run.folder.absolute() if ctx.run.folder is not None else None
+        while place is not None and not place.exists() and place != place.parent:
+            place = place.parent
+        if place is not None:
+            found["disk_used_percent"] = psutil.disk_usage(str(place)).percent
+        before, then = self._counters, self._counted_at
+        self._counters, self._counted_at = _counters(), time.monotonic()
+        seconds = self._counted_at - then
+        for name, count in self._counters.items():
+            if name in before and seconds > 0:
+                found[f"{name}_per_second"] = max(0, count - before[name]) / seconds
+        return found | self._look_at_gpu()
+
+    def _look_at_gpu(self) -> dict[str, float]:
+        if self._gpu is None:
+            return {}
+        nvml, handle = self._gpu
+        asked: dict[str, Callable[[], float]] = {
+            "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "gpu_memory_used": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "gpu_temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # told in milliwatts
+        }
+        found = {}
+        for name, ask in asked.items():
+            try:
+                found[name] = float(ask())
+            except nvml.NVMLError:  # a virtual GPU, or a slice of one, does not tell all
+                continue
+        return found
+
+    def _opened(self, device: str) -> tuple[Any, Any] | None:
+        try:
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            # by its UUID: CUDA's numbers are those of CUDA_VISIBLE_DEVICES
+            return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        except ImportError:
+            logger.warning("%s: nothing is told of the GPU: pip install 'callsheet[nvidia]'", label_of(self))
+        except Exception as error:  # NVML's own errors, and what other makers' devices have not
+            logger.warning("%s: nothing is told of the GPU: %s: %s", label_of(self), type(error).__name__, error)
+        return None
+
+
+def _counters() -> dict[str, int]:
+    """Bytes since the machine started."""
+    found: dict[str, int] = {}
+    if (disk := psutil.disk_io_counters()) is not None:
+        found |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}
+    if (network := psutil.net_io_counters()) is not None:
+        found |= {"network_received": network.bytes_recv, "network_sent": network.bytes_sent}
+    return found

@@ -1,0 +1,133 @@
+"""Weights for others to load: whole, whatever shards the ranks hold them in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from callsheet.checkpoint.folder import open_folder
+from callsheet.checkpoint.local import LocalFolder
+from callsheet.checkpoint.ranks import RankGroup
+from callsheet.checkpoint.storage import FileSeal
+from callsheet.checkpoint.tensors import check_storable, file_order, local_part, write_tensors
+from callsheet.errors import CheckpointError
+
+
+def export_weights(
+    model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, overwrite: bool = False
+) -> FileSeal:
+    """Write the model's state, whole, to one safetensors file; a collective over `group`, in which rank 0 writes.
+
+    Shards are gathered one tensor at a time, on the device they are on: no rank ever holds more. Tied weights stand once, and the
+    header tells their other names, as `safetensors.torch.save_model` does it; `safetensors.torch.load_model` reads the file.
+
+    Raises `CheckpointError` on all ranks where the file is there already (unless `overwrite`), cannot be written, or cannot hold a tensor.
+    """
+    ranks = RankGroup(group)
+    tensors, tied = ranks.together(lambda: _weights(model))
+    turns = _gathered(tensors, file_order(tensors))
+
+    def write() -> FileSeal | None:
+        try:
+            if ranks.rank != 0:
+                return None
+            folder, name = open_folder(path).parent(), os.path.basename(os.fspath(path))
+            folder.make()
+            if open_folder(path).is_folder():
+                raise CheckpointError(
+                    f"{os.fspath(path)} is a folder; name a file for the weights, such as {name}/model.safetensors"
+                )
+            is_there = name in folder.entries()
+            if is_there and not overwrite:
+                raise CheckpointError(f"{os.fspath(path)} is there already; choose a new path or pass overwrite=True")
+            data = (tensor for _, tensor in turns)
+            # The old weights stay until the new ones are whole; a remote file appears when it is closed.
+            is_beside = is_there and isinstance(folder, LocalFolder)
+            draft = f"{name}.new" if is_beside else name
+            if draft in folder.entries():
+                folder.remove(draft)
+            seal = write_tensors(folder, draft, tensors, metadata={"format": "pt", **tied}, data=data)
+            if is_beside:
+                os.replace(f"{os.fspath(path)}.new", path)
+            return seal
+        finally:
+            for _ in turns:  # what is left: the other ranks gather it too
+                pass
+
+    seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
+    assert seal is not None  # it is rank 0's
+    return seal
+
+
+def export_huggingface(
+    model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, processor: Any = None
+) -> None:
+    """Write a folder that `from_pretrained` loads, of a model of transformers; a collective over `group`, in which rank 0 writes.
+
+    Rank 0 holds the whole weights in host memory. What stands in the folder under the same names is written over.
+
+    Args:
+        processor: a tokenizer or processor that belongs to the model, saved with it.
+
+    Raises `CheckpointError` on all ranks for another model, a folder of another machine, and where it cannot be written.
+    """
+    ranks = RankGroup(group)
+    tensors, tied = ranks.together(lambda: _of_transformers(model, path))
+    turns = _gathered(tensors, list(tensors))
+
+    def write() -> None:
+        try:
+            if ranks.rank == 0:
+                whole = {name: tensor.cpu() for name, tensor in turns}
+                whole |= {name: whole[kept] for name, kept in tied.items()}
+                model.save_pretrained(os.fspath(path), state_dict=whole)  # type: ignore[operator]  # looked at above
+                if processor is not None:
+                    processor.save_pretrained(os.fspath(path))
+        finally:
+            for _ in turns:  # what is left: the other ranks gather it too
+                pass
+
+    ranks.together(write)
+
+
+def _of_transformers(model: nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not hasattr(model, "save_pretrained"):
+        raise CheckpointError(
+            f"a {type(model).__name__} is no model of transformers: it has no save_pretrained; use export_weights"
+        )
+    if not isinstance(open_folder(path), LocalFolder):
+        raise CheckpointError(f"{os.fspath(path)}: transformers writes to folders of this machine; export there, and copy")
+    return _weights(model)
+
+
+@torch.no_grad()
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state's tensors by their names, and for every other name of one of them the one under which it stands.
+
+    Tied are those that are one object: of shards, which may be empty, the memory does not tell.
+    """
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    name_of: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name}: a {type(tensor)} in the model's state is no weight; leave it out of its state_dict")
+        check_storable(name, local_part(tensor))
+        kept = name_of.setdefault(id(tensor), name)
+        if kept == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = kept
+    return tensors, tied
+
+
+def _gathered(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in order:
+        tensor = tensors[name].detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

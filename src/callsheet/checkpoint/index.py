@@ -1,0 +1,143 @@
+"""`index.json`: of every tensor its dtype, its size over all ranks, and which file holds which part of it.
+
+    {"state.model.weight": {"dtype": "F32", "size": [8, 4], "chunks": [
+        {"file": "shard-00000.safetensors", "offsets": [0, 0], "sizes": [4, 4]},
+        {"file": "shard-00001.safetensors", "offsets": [4, 0], "sizes": [4, 4]}]}}
+
+In its file a chunk stands under the tensor's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from callsheet.checkpoint.plain import Json, parse
+from callsheet.checkpoint.storage import FileSeal
+from callsheet.checkpoint.tensors import DTYPE_OF, DTYPES
+from callsheet.errors import CheckpointError
+
+_MANY_DIMENSIONS = 64
+_MANY_ELEMENTS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk stands, and as what."""
+
+    file: str
+    dtype: torch.dtype
+    size: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What DCP's planner has to know of the tensors, and the place of each chunk, by the tensor's name and the chunk's offsets."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[tuple[str, torch.Size], Place]
+
+    def metadata(self, names: Iterable[str]) -> Metadata:
+        """As DCP wants it, of these tensors alone."""
+        return Metadata({name: self.tensors[name] for name in names})
+
+
+def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
+    """The index of what the ranks' plans write, each into `file_of(rank)`; `CheckpointError` for a tensor of which a part is missing."""
+    tensors: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None  # no plan of ours writes anything but tensors
+            entry = {"dtype": DTYPES[data.properties.dtype], "size": list(data.size), "chunks": []}
+            chunks = tensors.setdefault(item.index.fqn, entry)["chunks"]
+            if math.prod(data.chunk.sizes):
+                chunks.append({"file": file_of(rank), "offsets": list(data.chunk.offsets), "sizes": list(data.chunk.sizes)})
+    for name, entry in tensors.items():
+        if sum(math.prod(chunk["sizes"]) for chunk in entry["chunks"]) != math.prod(entry["size"]):
+            raise CheckpointError(f"{name}: the ranks that save hold only a part of it; save with the group of all that hold it")
+    return tensors
+
+
+def read_index(content: bytes, files: Mapping[str, FileSeal], source: str) -> Index:
+    """The index in the bytes of `source`, where `files` are those that the seal counts.
+
+    Raises `CheckpointError` naming the first tensor whose chunks do not fill it just once, or that cannot be in those files.
+    """
+    index, room = Index({}, {}), {name: file.size_bytes for name, file in files.items()}
+    document = parse(content, source)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{source} is no index; use another checkpoint")
+    for name, entry in document.items():
+        try:
+            _read_entry(index, room, name, entry)
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {name}: {error}; use another checkpoint") from error
+    return index
+
+
+def _read_entry(index: Index, room: dict[str, int], name: str, entry: Json) -> None:
+    match entry:
+        case {"dtype": str(dtype_name), "size": list(whole), "chunks": list(described), **more} if not more:
+            size = _size(whole, len(whole))
+        case _:
+            raise ValueError("it is not described by dtype, size and chunks")
+    dtype = DTYPE_OF.get(dtype_name)
+    if dtype is None:
+        raise ValueError(f"unknown dtype {dtype_name!r}")
+    chunks: list[ChunkStorageMetadata] = []
+    seen: set[str] = set()
+    for chunk in described:
+        match chunk:
+            case {"file": str(file), "offsets": list(first), "sizes": list(counts), **more} if not more:
+                offsets, sizes = _size(first, len(size)), _size(counts, len(size))
+            case _:
+                raise ValueError("a chunk is not described by file, offsets and sizes")
+        if file not in room:
+            raise ValueError(f"the seal counts no file {file!r}")
+        if file in seen:
+            raise ValueError(f"two chunks stand in {file}")
+        if any(start + count > end for start, count, end in zip(offsets, sizes, size, strict=True)):
+            raise ValueError(f"the chunk at {list(offsets)} of {list(sizes)} leaves its size {list(size)}")
+        room[file] -= math.prod(sizes) * dtype.itemsize
+        if room[file] < 0:
+            raise ValueError(f"{file} is too small for what should stand in it")
+        seen.add(file)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        index.places[name, offsets] = Place(file, dtype, sizes)
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _overlap(chunks):
+        raise ValueError("its chunks leave holes or overlap")
+    index.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _size(values: list[Any], dimensions: int) -> torch.Size:
+    if len(values) != dimensions or dimensions > _MANY_DIMENSIONS or not all(type(n) is int and n >= 0 for n in values):
+        raise ValueError(f"{values} is no size or place in {dimensions} dimensions")
+    if math.prod(max(n, 1) for n in values) >= _MANY_ELEMENTS:
+        raise ValueError(f"a size of {values}")
+    return torch.Size(values)
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Sweep along the dimension that is cut most often: shards of FSDP are compared with their neighbour alone."""
+    if len(chunks) < 2 or not chunks[0].offsets:
+        return len(chunks) > 1
+    cut = max(range(len(chunks[0].offsets)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
+    near: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[cut]):
+        near = [other for other in near if other.offsets[cut] + other.sizes[cut] > chunk.offsets[cut]]
+        if any(_meet(chunk, other) for other in near):
+            return True
+        near.append(chunk)
+    return False
+
+
+def _meet(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
+    spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(start < other + length and other < start + count for start, count, other, length in spans)

@@ -1,0 +1,125 @@
+"""The ranks that write or read one checkpoint: what fails on one of them fails on all, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from callsheet.errors import CheckpointError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RankLost(CheckpointError):
+    """A rank died, or did not answer in the group's time: what the others did is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What went wrong, by rank."""
+
+    reasons: dict[int, str]
+
+    def __str__(self) -> str:
+        by_reason: dict[str, list[str]] = {}
+        for rank, reason in sorted(self.reasons.items()):
+            by_reason.setdefault(reason, []).append(str(rank))
+        return "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {reason}" for reason, ranks in by_reason.items()
+        )
+
+
+class RankGroup:
+    """The ranks of a gloo group, or this process alone where it is None.
+
+    Its methods are collectives: every rank must reach them, in one order.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else distributed.get_rank(group)
+        self.size = 1 if group is None else distributed.get_world_size(group)
+
+    def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
+        """What rank 0 answers this rank, once all have acted: `answer` takes what they gave, and returns a value for each.
+
+        What is given and answered is pickled between the ranks.
+
+        Raises `CheckpointError` on all ranks where any of them raises in `act`, or rank 0 in `answer`; `RankLost` where a rank is.
+        """
+        mine, error = _tried(act)
+        told = self._gather(_Failed({self.rank: _reason(error)}) if error is not None else mine)
+        replies: list[Any] = []
+        if self.rank == 0:
+            failed = {rank: reason for given in told if isinstance(given, _Failed) for rank, reason in given.reasons.items()}
+            if not failed:
+                found, error = _tried(lambda: answer(told))
+                replies, failed = found or [], {0: _reason(error)} if error is not None else {}
+            if failed:
+                replies = [_Failed(failed)] * self.size
+        reply = self._scatter(replies)
+        if isinstance(reply, _Failed):
+            says_it_all = self.size == 1 and isinstance(error, CheckpointError)
+            if error is not None and (says_it_all or not isinstance(error, Exception)):
+                raise error
+            raise CheckpointError(str(reply) if self.size > 1 else reply.reasons[0]) from error
+        answered: R = reply
+        return answered
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` gives on this rank, once it went well on all."""
+        given: list[T] = []
+        self.exchange(lambda: given.append(act()), lambda done: done)
+        return given[0]
+
+    def all(self, value: bool) -> bool:
+        """Whether it is true on all ranks; one reduction."""
+        if self._group is None:
+            return value
+        word = torch.tensor(int(value))
+        try:
+            distributed.all_reduce(word, distributed.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return bool(word)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self.size == 1:
+            return [mine]
+        told = [None] * self.size if self.rank == 0 else None
+        try:
+            distributed.gather_object(mine, told, group=self._group, group_dst=0)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return told or []
+
+    def _scatter(self, replies: list[Any]) -> Any:
+        if self.size == 1:
+            return replies[0]
+        reply = [None]
+        try:
+            distributed.scatter_object_list(reply, replies if self.rank == 0 else None, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return reply[0]
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        first = (str(error).splitlines() or [""])[0]
+        return RankLost(f"rank {self.rank} lost the other ranks of the checkpoint; has one of them died? ({first})")
+
+
+def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return act(), None
+    except BaseException as error:  # an interrupt too: the other ranks wait
+        return None, error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

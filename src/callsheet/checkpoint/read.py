@@ -1,0 +1,180 @@
+"""Checkpoints read, by any number of ranks, into whatever shards they have."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from callsheet.checkpoint.folder import open_folder
+from callsheet.checkpoint.index import Index, read_index
+from callsheet.checkpoint.layout import KIND, SHARED, names_in, own
+from callsheet.checkpoint.plain import parse, unflatten
+from callsheet.checkpoint.ranks import RankGroup
+from callsheet.checkpoint.seal import Seal, seal_of
+from callsheet.checkpoint.storage import Folder, read_verified, verify
+from callsheet.checkpoint.tensors import Entry, read_header, read_rows
+from callsheet.errors import CheckpointError
+
+Target = Callable[[str, torch.Size, torch.dtype], Tensor | None]
+"""Asked for a shared tensor by its name, size and dtype; gives the tensor or DTensor to fill, or None for a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint holds: the shared tree, this rank's own, and the seal."""
+
+    shared: Any
+    local: Any
+    seal: Seal
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the seal tells."""
+        return self.seal.info
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self.seal.world_size
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    group: ProcessGroup | None = None,
+    target: Target | None = None,
+    device: torch.device | str = "cpu",
+) -> Loaded:
+    """Read a checkpoint; a collective over `group`. It runs no code of the files'.
+
+    First all files are held against their digests, the work split among the ranks, and all that was asked for against the files. Only
+    where that went well on every rank is the first tensor filled.
+
+    Args:
+        path: a folder, or a URL such as `s3://bucket/run/step-100`.
+        group: a gloo group; None for one process. It may have more ranks or fewer than wrote: a rank beyond these is given rank 0's
+            own tree.
+        target: see `Target`; what it gives is filled in place, cast to its dtype, and stands in the tree.
+        device: of new tensors.
+
+    Raises `CheckpointError` on all ranks, saying why, where the checkpoint does not hold for one of them, or a target has another size.
+    """
+    ranks = RankGroup(group)
+    seal = ranks.exchange(lambda: _verified(open_folder(path), ranks), _the_same)
+    reading = ranks.together(lambda: _Reading(open_folder(path), seal, ranks.rank, target, torch.device(device)))
+    ranks.together(reading.fill)
+    return Loaded(reading.shared, reading.local, seal)
+
+
+def _verified(folder: Folder, ranks: RankGroup) -> Seal:
+    """The seal, once this rank's part of the files holds."""
+    seal = seal_of(folder)
+    if seal.kind != KIND or names_in(seal.files) is None:
+        raise CheckpointError(f"{folder.path} is a {seal.kind!r}, not a {KIND!r} with its files; read it by what wrote it")
+    for name in sorted(seal.files, key=lambda name: -seal.files[name].size_bytes)[ranks.rank :: ranks.size]:
+        verify(folder, name, seal.files[name])
+    return seal
+
+
+def _the_same(seals: list[Seal]) -> list[Seal]:
+    if any(
+        (seal.sealed_at, seal.files) != (seals[0].sealed_at, seals[0].files) for seal in seals
+    ):  # in `info` a NaN is no NaN's equal
+        raise CheckpointError("the ranks see different checkpoints there; is it a folder that all of them share?")
+    return seals
+
+
+class _Reading:
+    """What one rank reads: found and held against the files, then filled."""
+
+    def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
+        names = names_in(seal.files)
+        assert names is not None  # it was verified
+        self._folder = folder
+        self._seal = seal
+        rank = rank if rank < seal.world_size else 0
+        index = read_index(self._content(names.index), seal.files, f"{folder.path}/{names.index}")
+        self._tensors: dict[str, Tensor] = {}
+        for name, described in index.tensors.items():
+            size, dtype = described.size, described.properties.dtype
+            if name.startswith(SHARED):
+                found = target(name.removeprefix(SHARED), size, dtype) if target is not None else None
+                self._tensors[name] = (
+                    torch.empty(size, dtype=dtype, device=device) if found is None else _fitting(name, found, size)
+                )
+            elif name.startswith(own(rank)):
+                self._tensors[name] = torch.empty(size, dtype=dtype, device=device)
+        self.shared = self._tree(names.state, SHARED)
+        self.local = self._tree(names.local(rank), own(rank))
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(self._tensors, index.metadata(self._tensors))
+        self._items = self._planned(index)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read what was planned into the tensors."""
+        for name, items in self._items.items():
+            with self._folder.open(name) as file:
+                for item, entry in sorted(items, key=lambda found: found[1].start):
+                    _fill(file, entry, item, self._planner.resolve_tensor(item).detach())
+
+    def _content(self, name: str) -> bytes:
+        if name not in self._seal.files:
+            raise CheckpointError(f"{self._folder.path} does not hold: its seal counts no {name}; use another checkpoint")
+        return read_verified(self._folder, name, self._seal.files[name])
+
+    def _tree(self, name: str, prefix: str) -> Any:
+        found = {key.removeprefix(prefix): tensor for key, tensor in self._tensors.items() if key.startswith(prefix)}
+        try:
+            return unflatten(parse(self._content(name), f"{self._folder.path}/{name}"), found)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
+
+    def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
+        """By file what to read of it, as DCP's planner cuts it out of what was saved; held against the files' headers."""
+        items: dict[str, list[tuple[ReadItem, Entry]]] = defaultdict(list)
+        headers: dict[str, dict[str, Entry]] = {}
+        for item in self._planner.create_local_plan().items:
+            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            assert offsets is not None  # it is a tensor's
+            place = index.places[name, offsets]
+            source = f"{self._folder.path}/{place.file}"
+            if place.file not in headers:
+                with self._folder.open(place.file) as file:
+                    headers[place.file] = read_header(file, self._seal.files[place.file].size_bytes, source)
+            entry = headers[place.file].get(name)
+            if entry is None or (entry.dtype, entry.size) != (place.dtype, place.size):
+                raise CheckpointError(f"{source}: {name} is not there as the index tells it; use another checkpoint")
+            items[place.file].append((item, entry))
+        return items
+
+
+def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
+    """Whole rows are read, and straight to where they belong if they can be."""
+    start, count = (item.storage_offsets[0], item.lengths[0]) if entry.size else (0, 1)
+    size = torch.Size((count, *entry.size[1:]) if entry.size else ())
+    is_direct = destination.shape == size and destination.dtype == entry.dtype and destination.is_contiguous()
+    if is_direct and destination.device.type == "cpu":
+        read_rows(file, entry, start, destination)
+        return
+    rows = torch.empty(size, dtype=entry.dtype)
+    read_rows(file, entry, start, rows)
+    for dimension in range(1, len(size)):
+        rows = rows.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
+    destination.copy_(rows)
+
+
+def _fitting(name: str, tensor: Tensor, size: torch.Size) -> Tensor:
+    if tensor.shape != size or tensor.is_meta:
+        wrong = "on the meta device" if tensor.is_meta else f"of size {list(tensor.shape)}"
+        raise CheckpointError(f"{name}: the checkpoint holds it in size {list(size)}, and what it is to be read into is {wrong}")
+    return tensor

@@ -1,0 +1,80 @@
+"""Values of a recipe's keys from the environment: plain ones alone, since a variable must not say what is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from callsheet.commands.given import loaded
+from callsheet.commands.key_types import names_code, parts_of, typed_keys
+from callsheet.distributed import read_ranks
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.transport.payload import KEY, PAYLOAD
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+PREFIX = "CALLSHEET_"
+
+_FILES = ("recipe", "config")
+"""Keys that say which file is read, and so what code."""
+
+
+def variable(key: str) -> str:
+    """What the variable of a key is called: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str, str]:
+    """The values that the environment has for keys of the parser.
+
+    A variable that is none of the parser's, but nearly, is named in a warning.
+
+    Raises:
+        ConfigError: a variable would name code to import.
+    """
+    types = typed_keys(parser)
+    refused = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)
+    keys = {variable(key): key for key in types if key not in refused}
+    found: dict[str, str] = {}
+    for name, value in sorted(_ours(variables)):
+        if key := next((key for key in refused if name == variable(key) or name.startswith(f"{variable(key)}__")), None):
+            raise ConfigError(
+                f"{name}: {key!r} is not taken from the environment, since it says what code is imported; "
+                f"unset the variable, and give it in the recipe file or as --{key}"
+            )
+        if _holds_a_class(value) and any(name == each or name.startswith(f"{each}__") for each in keys):
+            raise ConfigError(
+                f"{name}: a class_path is not taken from the environment, since it says what code is imported; unset the variable"
+            )
+        if name in keys:
+            found[keys[name]] = value
+        elif inside := next((key for each, key in keys.items() if name.startswith(f"{each}__") and parts_of(types[key])), None):
+            found[f"{inside}.{_parts(name.removeprefix(f'{variable(inside)}__'))}"] = value
+        elif (near := _near(name, keys)) and read_ranks().local_rank == 0:
+            print(f"callsheet: the environment variable {name} is no key of this recipe{near}", file=sys.stderr)
+    return found
+
+
+def _holds_a_class(value: Any) -> bool:
+    """Whether there is a `class_path` anywhere in it, also in a text that is YAML in its turn: jsonargparse reads that, too."""
+    if isinstance(value, dict):
+        return "class_path" in value or any(map(_holds_a_class, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_a_class, value))
+    inside = loaded(value) if isinstance(value, str) else None
+    return isinstance(inside, (dict, list)) and _holds_a_class(inside)
+
+
+def _parts(variable: str) -> str:
+    return variable.replace("__", ".").lower()
+
+
+def _near(name: str, keys: Collection[str]) -> str:
+    near = did_you_mean(name.removeprefix(PREFIX), [key.removeprefix(PREFIX) for key in keys])
+    return near.replace("mean '", f"mean '{PREFIX}")
+
+
+def _ours(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, value in variables.items() if name.startswith(PREFIX) and name not in (KEY, PAYLOAD))

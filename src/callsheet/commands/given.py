@@ -1,0 +1,74 @@
+"""What was given for a recipe's keys, word by word, and whether one value fits its type."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from callsheet.commands import names
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+
+def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Keys and values of the command line: `--key value`, `--key=value`, `--key+=value`."""
+    words = iter(overrides)
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            yield key.removesuffix("+"), value if equals else next(words, "")
+
+
+def values_of_key(key: str, path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """All that was given for a key, in the order in which it counts: which part of the key, or ``, where from, and the value.
+
+    A part's value is text; others are as YAML has them.
+    """
+    yield from _of_file(key, path)
+    for given, value in pairs(overrides):
+        if given == "config":
+            yield from _of_file(key, Path(value))
+        elif given == key:
+            yield "", "", loaded(value)
+        elif given.startswith(f"{key}.") and not given.endswith(".help"):
+            yield given.removeprefix(f"{key}."), "", value
+
+
+def _of_file(key: str, path: Path) -> Iterator[tuple[str, str, Any]]:
+    content = loaded(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if isinstance(content, dict) and key in content:
+        yield "", f"{path}: ", content[key]
+
+
+def loaded(text: str) -> Any:
+    """The text as YAML, or as it is."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def fits(kind: Any, value: Any, *, is_text: bool) -> bool:
+    """Whether a value of a file, or of the command line, is one of this type."""
+    parser = probe()
+    parser.add_argument("--value", type=kind)
+    try:
+        if is_text:
+            parser.parse_args([f"--value={value}"], env=False)
+        else:
+            parser.parse_object({"value": names.with_calls(value)}, env=False)
+    except argparse.ArgumentError:
+        return False
+    return True
+
+
+def probe() -> ArgumentParser:
+    """An empty parser that reads values as that of a recipe does."""
+    from jsonargparse import ArgumentParser
+
+    return ArgumentParser(exit_on_error=False, parser_mode=names.FORMAT)

@@ -1,0 +1,38 @@
+"""Which folder is meant by a run's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.index import is_run, run_names
+
+RUNS = Path("runs")
+"""Where runs lie when nobody says otherwise."""
+
+
+def run_folder(run: str) -> Path:
+    """The folder that `run` names: itself, or the run of that name in `runs/`.
+
+    Raises:
+        ConfigError: there is none, or no run in it; the message has the nearest name.
+    """
+    places = [Path(run)] if Path(run).name != run else [RUNS / run, Path(run)]
+    for place in places:
+        if is_run(place):
+            return place
+    if there := next((place for place in places if place.is_dir()), None):
+        raise ConfigError(f"{there} holds no run{_one_inside(there)}")
+    raise ConfigError(f"there is no run {run!r}{nearest(run)} (a run's folder, or its name in {RUNS}/)")
+
+
+def nearest(run: str) -> str:
+    """`; did you mean 'x'?` for the run whose name is nearest to that of `run`, among those beside it."""
+    path = Path(run)
+    beside = path.parent if path.name != run else RUNS
+    return did_you_mean(path.name, run_names(beside))
+
+
+def _one_inside(folder: Path) -> str:
+    names = run_names(folder)
+    return f"; there are runs in it, such as {folder / names[0]}" if names else ""

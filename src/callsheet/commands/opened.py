@@ -1,0 +1,109 @@
+"""A run that is there, opened to be evaluated, asked or exported; its folder and its metrics stay as they were."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callsheet.callback import Callback, import_path
+from callsheet.commands import names
+from callsheet.commands.named_run import RUNS
+from callsheet.commands.recipe import RECIPES, need_packages, recipe_path, said_once, values_of
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.index import run_names
+
+if TYPE_CHECKING:
+    from callsheet.recipes.recipe import Recipe
+
+CONFIG = "config.yaml"
+"""The file in a run's folder that says what it was trained with, a recipe file itself."""
+
+_UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
+
+
+def opened(
+    run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
+) -> Recipe[Any]:
+    """The job of a run, with a trainer that has its weights; close that when done.
+
+    Args:
+        run: a run's folder, its name in `runs/`, or a recipe file or name, whose run is meant.
+        overrides: values over those that the run was trained with, as on the command line.
+        command: for which it is done.
+        checkpoint: a path, or a name among the run's checkpoints; None is the newest good one.
+        with_changes: whether the run's callbacks that change the weights, such as an EMA, take part; all others never do.
+
+    Raises:
+        ConfigError: there is no such run, checkpoint or key, or a value does not fit.
+        CheckpointError: the checkpoint does not hold, or is not of this model.
+    """
+    need_packages(command)
+    with said_once():
+        path, folder = _described(run)
+        values = values_of(path, overrides, command=command)
+        given = values.given
+        if folder is not None:  # it may have been renamed or moved since
+            given.run_name, given.runs_folder = folder.name, str(folder.parent)
+        given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
+        given.loggers = []
+        job = values.made().job
+        checkpoint = _checkpoint_at(job.folder / "checkpoints", checkpoint)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with _left_out_without_a_word():
+        return job.open(checkpoint)
+
+
+def name_of(job: Recipe[Any]) -> str:
+    """The opened run, and how far it was trained."""
+    return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
+
+
+def _described(run: str) -> tuple[Path, Path | None]:
+    """The recipe file of a run, and its folder where that was named."""
+    for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
+        if (folder / CONFIG).is_file():
+            return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
+    if Path(run).is_file() or (run in RECIPES and not Path(run).exists()):
+        return recipe_path(run), None
+    if (there := next((folder for folder in (Path(run), RUNS / run) if folder.is_dir()), None)) is not None:
+        raise ConfigError(f"{there} has no {CONFIG}: no recipe's run lies there; give the recipe file that it was trained with")
+    beside = RUNS if Path(run).name == run else Path(run).parent
+    near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
+    raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
+
+
+def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:
+    if checkpoint is None or "://" in checkpoint or Path(checkpoint).is_dir():
+        return checkpoint
+    if Path(checkpoint).name == checkpoint and (folder / checkpoint).is_dir():
+        return str(folder / checkpoint)
+    there = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    near = did_you_mean(Path(checkpoint).name, there)
+    raise ConfigError(f"there is no checkpoint {checkpoint!r}{near} ({folder} has {', '.join(there) or 'none'})")
+
+
+def _changes_weights(spec: Any) -> bool:
+    path, init_args = spec.class_path, spec.get("init_args")
+    if path == names.NAMED:
+        return _changes_weights(init_args.callback)
+    kind = import_path(path)
+    return isinstance(kind, type) and issubclass(kind, Callback) and kind.phase == "change"
+
+
+@contextmanager
+def _left_out_without_a_word() -> Iterator[None]:
+    """The callbacks that do not take part are left out on purpose: no warning of their state."""
+    logger = logging.getLogger("callsheet")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_UNCLAIMED)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

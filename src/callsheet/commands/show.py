@@ -1,0 +1,52 @@
+"""`callsheet show`: the call sheet of a recipe and its settings, before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callsheet.commands.recipe import Prepared, prepared
+
+_APART = frozenset({"recipe", "callbacks", "loggers", "config"})
+"""Keys that are no settings of the job: callbacks and loggers are the call sheet."""
+
+
+def show(recipe: str, overrides: list[str]) -> str:
+    """Who would be told what, and with which settings. Makes no model, reads no data and writes nothing.
+
+    Raises:
+        ConfigError: what `callsheet train` would refuse as well.
+    """
+    what = prepared(recipe, overrides, command="show")
+    settings = yaml.safe_load(what.resolved)
+    lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]
+    width = max(map(len, settings))
+    lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _APART]
+    lines += ["", *_folder(settings), f"Start it: callsheet train {shlex.join([recipe, *overrides])}"]
+    return "\n".join(lines)
+
+
+def _described(what: Prepared, overrides: list[str]) -> list[str]:
+    about = (type(what.job).__doc__ or type(what.job).__name__).partition("\n")[0]
+    return [about, f"From {what.path}{', with ' + shlex.join(overrides) if overrides else ''}:"]
+
+
+def _folder(settings: Mapping[str, Any]) -> list[str]:
+    """Where the run would lie, for recipes that say so."""
+    if not {"runs_folder", "run_name"} <= settings.keys():
+        return []
+    folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))
+    there = (
+        f"where there is a run already (resume: {settings.get('resume')})" if folder.exists() else "where there is nothing yet"
+    )
+    return [f"The run would lie in {folder}, {there}."]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_short(each)}" for name, each in value.items())
+    return "none" if value is None else str(value)

@@ -1,0 +1,42 @@
+"""`callsheet train`: set up a recipe and run it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from callsheet.commands.recipe import prepared
+from callsheet.context import Outcome
+from callsheet.errors import MissingPackage
+from callsheet.report import write_report
+from callsheet.report.index import is_run
+
+
+def train(recipe: str, overrides: list[str]) -> int:
+    """Say what is there, run, and say what came of it; returns the exit status."""
+    job = prepared(recipe, overrides, command="train").job
+    is_first = job.ranks.rank == 0  # of several ranks one speaks, and writes the report
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if is_first:
+        print(f"\n{job.callbacks.call_sheet()}\n", flush=True)
+    job.setup()
+    if is_first:
+        print(job.found(), flush=True)
+    job.run()
+    if is_first:
+        print(f"\n{job.report()}", flush=True)
+        print(_reported(job.trainer.run.folder), flush=True)
+    if job.trainer.preempted and job.trainer.signal is not None:
+        return 128 + job.trainer.signal  # as a shell says it of a process that a signal ended
+    return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
+
+
+def _reported(folder: Path | None) -> str:
+    """Write the run's report, if it left anything to be reported, and say where it is."""
+    if folder is None or not is_run(folder):
+        return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
+    try:
+        return f"Its report: {write_report(folder)}"
+    except (MissingPackage, OSError) as error:  # the run is over, and stands as it is
+        return f"There is no report: {error}"

@@ -1,0 +1,172 @@
+"""How what is told reaches a callback in a lane: a snapshot is taken here, and read there."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from callsheet.background import END_SECONDS, inner
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.lanes import Lane, close
+from callsheet.sheet import Entry, Member, isolated
+from callsheet.snapshot import DeviceNumbers, Inbox, Snapshot, Taker, copied
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from callsheet.process import Process
+
+
+class LaneExit(Exception):
+    """A callback in a lane raised SystemExit or the like, which would have ended a program."""
+
+
+class CallbackLane:
+    """The lane of one callback."""
+
+    def __init__(self, member: Member, inbox: Inbox) -> None:
+        self.member = member
+        owner = member.thing if isinstance(member.thing, Callback) else Callback
+        self.needs: tuple[str, ...] = owner.needs
+        self.inbox = inbox
+        self.lane = Lane(member.label, _do, owner.lane_options, kind=_kind, finish=self._finish)
+        self._runner: asyncio.Runner | None = None
+        self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
+        if self._process is not None:
+            self._process.begin()
+
+    def end(self) -> None:
+        """The lane takes nothing more; its process is told to end, or killed, where it has not returned. `join` waits for it."""
+        is_busy = not self.lane.is_idle
+        close([self.lane])
+        if self._process is not None:
+            self._process.end(at_once=is_busy)
+
+    def join(self, seconds: float) -> None:
+        """The lane was ended: its process is gone when this returns, killed after so long."""
+        if self._process is not None:
+            self._process.join(seconds)
+
+    def call(self, handler: Callable[..., Any], snapshot: Snapshot, payload: dict[str, Any]) -> None:
+        """On the lane's thread: call a handler, here or in its process, and await it where it is to be awaited."""
+        try:
+            if self._process is not None:
+                self._process.tell(handler.__name__, snapshot, payload)
+                return
+            result = handler(snapshot, **payload)
+            if result is not None and inspect.isawaitable(result):
+                self._await(result)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise LaneExit(f"{type(error).__name__}: {error}") from error
+
+    def _await(self, result: Any) -> None:
+        import asyncio
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # one loop for all of a callback's events, so that its clients can live on it
+
+        async def awaited() -> None:
+            await result
+
+        self._runner.run(awaited())
+
+    def _finish(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+def join(lanes: Iterable[CallbackLane]) -> None:
+    """Lanes were ended: wait for their processes, which end at the same time."""
+    until = time.monotonic() + END_SECONDS
+    for lane in lanes:
+        lane.join(max(0.0, until - time.monotonic()))
+
+
+class Handover:
+    """One line of the call sheet whose handler runs in a lane."""
+
+    def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
+        self.event: object = entry.event
+        self._event = str(entry.event)
+        self._handler, self._member, self._lane = entry.handler, entry.member, lane
+        self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        self._take, self._put = self._taker.take, lane.lane.put
+
+    def __call__(self, ctx: Context) -> None:
+        """On the training thread."""
+        if self._member.is_off and self._member.is_silent_at(self._event):
+            return
+        try:
+            taken = self._take(ctx)
+        except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
+            _count(error, self._member, self._event, ctx)
+        else:
+            self._put((self, taken))
+
+    def done(self, taken: tuple[Any, ...]) -> None:
+        """On the lane's thread."""
+        try:
+            snapshot = self._taker.build(taken)
+        except Exception as error:
+            _count(error, self._member, self._event, taken[0])
+        else:
+            isolated(self._call, self._member, self._event, snapshot)
+
+    def _call(self, snapshot: Any) -> None:
+        self._lane.call(self._handler, snapshot, {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoggerCall:
+    """One call of a logger's method, such as `log_table`, that goes through its lane."""
+
+    event: str
+    method: Callable[..., Any]
+    payload: dict[str, Any]
+    lane: CallbackLane
+    taker: Taker
+
+    @classmethod
+    def put(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
+        """Hand it over."""
+        assert isinstance(lane.member.thing, Callback)
+        handler = getattr(inner(lane.member.thing), method)
+        taker = Taker(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
+        try:
+            item = cls(method, handler, copied(payload, {}), lane, taker), taker.take(ctx)
+        except Exception as error:
+            _count(error, lane.member, method, ctx)
+        else:
+            lane.lane.put(item)
+
+    def done(self, taken: tuple[Any, ...]) -> None:
+        """On the lane's thread."""
+        isolated(self._call, self.lane.member, self.event, self.taker.build(taken))
+
+    def _call(self, snapshot: Any) -> None:
+        self.lane.call(self.method, snapshot, self.payload)
+
+
+def _count(error: Exception, member: Member, event: str, ctx: Context) -> None:
+    """An error that came before the callback could be called is one of its failures."""
+
+    def fail(ctx: Context) -> None:
+        raise error
+
+    isolated(fail, member, event, ctx)
+
+
+def _do(item: tuple[Handover | LoggerCall, tuple[Any, ...]]) -> None:
+    what, taken = item
+    what.done(taken)
+
+
+def _kind(item: tuple[Handover | LoggerCall, tuple[Any, ...]]) -> object:
+    what = item[0]
+    return what.event if isinstance(what, Handover) else (what.event, what.payload.get("name"))

@@ -1,0 +1,391 @@
+"""Lanes: queues with a thread each, for what should not run on the training thread.
+
+The training thread only appends to a bounded deque: waking a sleeping thread would cost a step tens of microseconds. One dispatcher looks
+at all queues twenty times a second, and wakes the threads that have something to do. This file knows
+nothing of callbacks: an item is whatever the lane's function takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger("callsheet")
+
+OVERFLOWS = ("block", "drop_oldest", "latest")
+
+_starting = threading.RLock()  # of lanes' threads
+_LOOK_SECONDS = 0.05  # a thread that wakes up costs the training thread a fifth of a millisecond, however little it does
+_WAIT_SECONDS = 0.002  # between the looks of somebody who waits
+_BUSY_SHARE = 0.02  # of the wall clock that a lane may spend holding the interpreter
+_BUSY_AFTER_SECONDS = 5.0  # until which nobody is named
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """How a lane behaves.
+
+    Args:
+        queue: how many events may wait.
+        overflow: what happens when that many do: `block` has the training thread wait, `drop_oldest` forgets the oldest, `latest` keeps
+            of each kind of event the newest alone. What is forgotten is counted.
+        deadline: seconds that the end waits for it in all. A queue that has been full for so long while its lane stands still is not
+            waited for again.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    queue: int = 1024
+    overflow: str = "block"
+    deadline: float = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.queue, bool) or not isinstance(self.queue, int) or self.queue < 1:
+            raise ConfigError(f"queue={self.queue!r}: give how many events may wait, at least one")
+        if self.overflow not in OVERFLOWS:
+            raise ConfigError(
+                f"unknown overflow {self.overflow!r}{did_you_mean(str(self.overflow), OVERFLOWS)} (one of {', '.join(OVERFLOWS)})"
+            )
+        if not self.deadline > 0:
+            raise ConfigError(f"deadline={self.deadline!r}: give seconds above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """What a lane had not done when the deadline ran out; `in_hand` says whether it was at work, or stuck."""
+
+    lane: str
+    waiting: int
+    in_hand: bool
+
+    def __str__(self) -> str:
+        stuck = ", and one has not returned" if self.in_hand else ""
+        return f"{self.lane}: {self.waiting} waiting{stuck}"
+
+
+class Lane:
+    """One queue and its thread. Items are done one at a time, in the order in which they were put.
+
+    Args:
+        name: of whose items they are, for messages.
+        run: takes an item; runs on the lane's thread. What it raises is logged, and the lane goes on.
+        kind: of an item, by which `latest` compares.
+        finish: called on the lane's thread when it ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Any], object],
+        options: LaneOptions | None = None,
+        *,
+        kind: Callable[[Any], object] = type,
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.options = options or LaneOptions()
+        self.dropped = 0
+        """How many items were forgotten since a queue was full."""
+        self.done = 0
+        """How many items were worked off."""
+        self.is_inert = False
+        """It takes nothing any more: it was closed, or belongs to the process that this one was forked from."""
+        self.waited = 0.0
+        """Seconds that the end has waited for it."""
+        self._limit = self.options.queue
+        self._looked_from = 0  # how many wait when whoever puts looks by itself; half of the queue, once the thread runs
+        self._items: deque[_Waiting] = deque()
+        self._run = run
+        self._kind = kind
+        self._finish = finish
+        self._in_hand = False
+        self._has_given_up = False  # on waiting for room
+        self._is_named = False  # as one that burns the interpreter
+        self._looked_at = time.monotonic(), 0.0  # and the processor's time of its thread
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._helping = threading.Lock()  # where there is no thread
+        _dispatcher.take(self)
+
+    def put(self, item: Any) -> None:
+        """Hand `item` over. Costs an append, unless it is the first or the queue is filling up."""
+        waiting = len(self._items)
+        if waiting >= self._looked_from:
+            if self._thread is None:  # the first item: when the interpreter goes down no thread can be started any more
+                self._begin()
+            self.look()  # the dispatcher would come too late
+            if waiting >= self._limit and not self._make_room(item):
+                return
+        if not self.is_inert:
+            self._items.append(_Waiting(item))
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait, without the one in hand."""
+        return len(self._items)
+
+    @property
+    def left(self) -> int:
+        """How many items are not done, with the one in hand."""
+        return len(self._items) + self._in_hand
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything that was put is done."""
+        return not self._items and not self._in_hand
+
+    @property
+    def is_own_thread(self) -> bool:
+        """The caller is an item of this lane."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Take nothing more; the thread ends when the item in hand is done. What waits is forgotten: drain first."""
+        self.is_inert = True
+        self._items.clear()
+        self._wake.set()
+
+    def look(self) -> None:
+        """For the dispatcher, and whoever waits: wake the thread if there is something to do and it sleeps."""
+        if not self._items or self._in_hand:
+            return
+        if self._thread is None and not self._begin():
+            self._help()
+        self._wake.set()
+
+    def _begin(self) -> bool:
+        """Have a thread; False where none can be started."""
+        with _starting:  # the dispatcher looks, and so do who puts and who drains
+            if self._thread is None and not self.is_inert:
+                thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is going down
+                    return False
+                self._thread, self._looked_from = thread, max(1, self._limit // 2)
+        return True
+
+    def _help(self) -> None:
+        """Do the work here and now."""
+        if self._helping.acquire(blocking=False):
+            self._thread = threading.current_thread()
+            try:
+                self._work_off()
+            finally:
+                self._thread = None
+                self._helping.release()
+
+    def _make_room(self, item: Any) -> bool:
+        """The queue is full: whether `item` may be put."""
+        if self.options.overflow == "latest":
+            newer = {self._kind(item)}
+            for waiting in reversed(list(self._items)):
+                if (kind := self._kind(waiting.item)) in newer:
+                    self._forget(waiting)
+                newer.add(kind)
+            return True  # as many as there are kinds may wait
+        if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
+            if self._waited_for_room():
+                return True
+            self._has_given_up = True
+            logger.error(
+                "the lane of %s has stood still for %g s with %d events waiting: from here on the oldest are dropped",
+                self.name,
+                self.options.deadline,
+                len(self._items),
+            )
+        try:
+            self._items.popleft()
+            self.dropped += 1
+        except IndexError:  # the thread was faster
+            pass
+        return True
+
+    def _waited_for_room(self) -> bool:
+        """Wait as long as the lane gets on; False when it stood still for the deadline."""
+        left, moved_at = len(self._items), time.monotonic()
+        while len(self._items) >= self._limit and not self.is_inert:
+            self.look()
+            time.sleep(_WAIT_SECONDS)
+            if len(self._items) < left:
+                left, moved_at = len(self._items), time.monotonic()
+            elif time.monotonic() - moved_at > self.options.deadline:
+                return False
+        return True
+
+    def _forget(self, waiting: _Waiting) -> None:
+        try:
+            self._items.remove(waiting)
+        except (ValueError, IndexError):  # it is being done, or another is and they moved up
+            return
+        self.dropped += 1
+
+    def _work(self) -> None:
+        self._looked_at = time.monotonic(), time.thread_time()
+        while not self.is_inert:
+            self._wake.wait()
+            self._wake.clear()
+            self._work_off()
+        self._finish()
+
+    def _work_off(self) -> None:
+        while self._items:
+            self._in_hand = True  # before it leaves the queue: at every moment it is in one of the two
+            try:
+                item = self._items.popleft().item
+            except IndexError:  # dropped meanwhile
+                self._in_hand = False
+                continue
+            try:
+                self._run(item)
+            except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
+                logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
+            finally:
+                del item  # nothing is held while it waits
+                self.done += 1
+                self._in_hand = False
+            if not self._is_named and time.monotonic() - self._looked_at[0] >= _BUSY_AFTER_SECONDS:
+                self._name_if_busy()
+
+    def _name_if_busy(self) -> None:
+        """A thread that computes takes the interpreter from the training thread: say who does, by its last seconds."""
+        (began, burnt), now = self._looked_at, (time.monotonic(), time.thread_time())
+        seconds = now[0] - began
+        self._looked_at = now
+        if now[1] - burnt >= _BUSY_SHARE * seconds:
+            self._is_named = True
+            logger.warning(
+                "%s burns %.0f %% of a core in its lane, which the training thread has to wait for: let it do less, or run it in a "
+                "process of its own, callsheet.Process(...)",
+                self.name,
+                100 * (now[1] - burnt) / seconds,
+            )
+
+
+class _Waiting:
+    """One item of a queue: equal to itself alone, whatever it holds."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+
+class _Dispatcher:
+    """One thread that looks at all lanes of this process."""
+
+    def __init__(self) -> None:
+        self._lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def take(self, lane: Lane) -> None:
+        """Look at this lane from now on."""
+        with self._lock:
+            self._lanes.add(lane)
+            if self._thread is None:
+                thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is going down: who drains looks
+                    return
+                self._thread = thread
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All that there are."""
+        with self._lock:
+            return list(self._lanes)
+
+    def leave(self, lane: Lane) -> None:
+        """Look at it no more."""
+        with self._lock:
+            self._lanes.discard(lane)
+
+    def forget_all(self) -> None:
+        """In a forked child: the lanes are the parent's, and so are the threads and whoever held the lock."""
+        global _starting
+        _starting = threading.RLock()
+        lanes = list(self._lanes)
+        self.__init__()  # type: ignore[misc]  # as new
+        for lane in lanes:
+            lane.is_inert = True
+            lane._items.clear()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            with self._lock:
+                lanes = list(self._lanes)
+                if not lanes:
+                    self._thread = None
+                    return
+            for lane in lanes:
+                lane.look()
+            del lane, lanes  # one that nobody holds any more may go
+
+
+_dispatcher = _Dispatcher()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_dispatcher.forget_all)
+
+
+def drain(
+    lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
+) -> list[Undelivered]:
+    """Wait until the lanes have done everything; what those had left whose time ran out.
+
+    Args:
+        deadline: seconds, for all of them, or what gives those of a lane. None: to each its own deadline, less what the end has waited
+            for it before. They run at the same time, so that the longest is all that this takes.
+        share: of the lanes' own deadlines, that may have passed after this.
+    """
+    began = time.monotonic()
+    seconds_of = deadline if callable(deadline) else lambda _: deadline
+    busy = [lane for lane in lanes if not lane.is_inert and not lane.is_own_thread]
+    left: list[Undelivered] = []
+    pause = 0.0002
+    while busy:
+        seconds = time.monotonic() - began
+        for lane in busy[:]:
+            own = seconds_of(lane)
+            is_late = seconds >= (share * lane.options.deadline - lane.waited if own is None else own)
+            if not lane.is_idle and not is_late:
+                lane.look()
+                continue
+            if not lane.is_idle:
+                left.append(Undelivered(lane.name, lane.waiting, lane._in_hand))
+            if deadline is None:
+                lane.waited += seconds
+            busy.remove(lane)
+        if busy:
+            time.sleep(pause)
+            pause = min(_WAIT_SECONDS, pause * 1.5)
+    return left
+
+
+def _flush() -> None:
+    """The interpreter ends: what lanes have still to do is done, also for those that nobody closes."""
+    for undelivered in drain(_dispatcher.lanes):
+        logger.error("the program ends, and a lane has not told everything: %s", undelivered)
+
+
+atexit.register(_flush)
+
+
+def close(lanes: Iterable[Lane]) -> None:
+    """The lanes take nothing more, and their threads end."""
+    for lane in lanes:
+        lane.close()
+        _dispatcher.leave(lane)

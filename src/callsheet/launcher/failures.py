@@ -1,0 +1,107 @@
+"""What went wrong on which rank, told in the launching process."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.errors import CallsheetError, DistributedError
+
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank failed.
+
+    `error` is its exception in one line, `traceback` all of it; both empty where the process was killed. `exitcode` is negative for
+    a signal.
+    """
+
+    rank: int
+    exitcode: int
+    error: str = ""
+    traceback: str = ""
+    at: float = 0.0
+    is_of_others: bool = False
+    """The rank could not reach the others, which is what a failure elsewhere looks like from here."""
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """First what failed by itself, then who missed it, then who was told to end; within these by time."""
+        was_told = self.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not self.error
+        return (2 if was_told else 1 if self.is_of_others else 0, self.at, self.rank)
+
+    def __str__(self) -> str:
+        if self.error:
+            return self.error
+        if self.exitcode < 0:
+            try:
+                return f"killed by {signal.Signals(-self.exitcode).name}"
+            except ValueError:
+                return f"killed by signal {-self.exitcode}"
+        return f"ended by itself with exit code {self.exitcode}{'' if self.exitcode else ', and without a result'}"
+
+
+class LaunchError(CallsheetError, RuntimeError):
+    """A launch that failed on some rank. The message begins with the rank that failed first; `failures` has all that failed, in that order."""
+
+    def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:
+        self.failures = tuple(sorted(failures, key=lambda failure: failure.order))
+        first, *others = self.failures
+        told = [f"rank {first.rank} of {world_size} failed first: {first}"]
+        told += [f"\nrank {first.rank}:\n{first.traceback}"] if first.traceback else []
+        for failure in others:
+            told.append(f"\nrank {failure.rank}, later: {failure}" + (f"\n{failure.traceback}" if failure.traceback else ""))
+        super().__init__("\n".join(told))
+
+
+def report_of(error: BaseException) -> dict[str, Any]:
+    """In the worker: what is sent to the launching process."""
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
+    return {
+        "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
+        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+        "at": time.time(),
+        "is_of_others": any(_is_of_others(each) for each in _chain(error)),
+    }
+
+
+def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
+    """In the launching process, which has the source of what a notebook defined."""
+    return RankFailure(
+        rank, exitcode, report["error"], _with_source(report["traceback"]), float(report["at"]), bool(report["is_of_others"])
+    )
+
+
+def _chain(error: BaseException | None) -> Iterable[BaseException]:
+    met = set()
+    while error is not None and id(error) not in met:
+        met.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_others(error: BaseException) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistributedError | DistError) or "Connection closed by peer" in str(error)
+
+
+def _with_source(text: str) -> str:
+    """Add the source lines that the worker could not know."""
+    lines = text.splitlines()
+    told = []
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        told.append(line)
+        frame = _FRAME.match(line)
+        if frame and not after.startswith("    "):
+            source = linecache.getline(frame["file"], int(frame["line"])).strip()
+            told += [f"    {source}"] if source else []
+    return "\n".join(told)

@@ -1,0 +1,286 @@
+"""`launch`: call a function on several ranks of this machine, from a script or a notebook."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, overload
+from uuid import uuid4
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from callsheet.callback import Callback
+from callsheet.errors import ConfigError
+from callsheet.launcher.failures import LaunchError, RankFailure, failure_of
+from callsheet.launcher.recipe_job import Launchable, job_of
+from callsheet.launcher.worker import PID, result_name
+from callsheet.signals import GRACE_SECONDS
+from callsheet.transport import payload
+from callsheet.transport.data import decode
+from callsheet.transport.payload import KEY, PAYLOAD, pack
+from callsheet.transport.sealed import Key, read_private, unseal
+from callsheet.transport.trial import command
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+@overload
+def launch(
+    fn: str | os.PathLike[str] | Launchable,
+    *,
+    callbacks: Iterable[Callback] = (),
+    overrides: Sequence[str] = (),
+    nproc_per_node: int = 2,
+    nnodes: int = 1,
+    allow_pickle: bool = False,
+    prefix: bool = False,
+    max_restarts: int = 0,
+    grace_seconds: float = GRACE_SECONDS,
+) -> dict[str, float]: ...
+@overload
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    callbacks: Iterable[Callback] = (),
+    nproc_per_node: int = 2,
+    nnodes: int = 1,
+    allow_pickle: bool = False,
+    prefix: bool = False,
+    max_restarts: int = 0,
+    grace_seconds: float = GRACE_SECONDS,
+) -> list[Any]: ...
+def launch(
+    fn: Callable[..., Any] | str | os.PathLike[str] | Launchable,
+    args: Sequence[Any] = (),
+    *,
+    callbacks: Iterable[Callback] = (),
+    overrides: Sequence[str] = (),
+    nproc_per_node: int = 2,
+    nnodes: int = 1,
+    allow_pickle: bool = False,
+    prefix: bool = False,
+    max_restarts: int = 0,
+    grace_seconds: float = GRACE_SECONDS,
+) -> list[Any] | dict[str, float]:
+    """Call `fn(*args, callbacks=callbacks)` on each of several ranks of this machine; returns the results by rank. Or run a recipe on
+    them, and return its results.
+
+    The processes are started by torch's elastic launcher, with the environment that torchrun would give them. What they are sent is rebuilt
+    once in a fresh interpreter before they start, and compared. A signal to this process, Ctrl-C too, goes on to them once; they have
+    `grace_seconds` to save and end, then it does here what it would have done. Nothing is left running, or lying, in any case.
+
+    Args:
+        fn: at the top level of a module or of the script; from a notebook with `allow_pickle`. It gets `callbacks` if it takes them. Or a
+            recipe: its file, the name of a shipped one, or a `Recipe` that is not set up yet. What is wrong with it is found out here,
+            and each rank makes its callbacks and loggers from the resolved configuration.
+        args: of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
+        callbacks: rebuilt on each rank; those of a recipe come before them.
+        overrides: of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.
+        nproc_per_node: how many ranks.
+        nnodes: one; more machines need a launcher on each.
+        allow_pickle: send what is no data (lambdas, closures, what a notebook defines) as signed cloudpickle; the results too.
+        prefix: begin each line that a rank prints with `[rank]`.
+        max_restarts: how often all ranks are started again after one has failed; they get the same callbacks again, so resume in `fn`.
+        grace_seconds: between the signal and SIGKILL.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+        TransportError: something that cannot be sent; the message says what, and the mend.
+        LaunchError: a rank failed; the traceback of the first comes first.
+        MissingPackage: `allow_pickle` without cloudpickle.
+
+    Example:
+        ```python
+        def train(lr, callbacks):
+            with Trainer(..., callbacks=callbacks) as trainer:
+                trainer.fit()
+            return trainer.ctx.state.timestamp.batch
+
+        if __name__ == "__main__":
+            steps = callsheet.launch(train, (0.1,), callbacks=[Plateau(patience=5)], nproc_per_node=4)
+            results = callsheet.launch("pretrain", overrides=["--max_duration", "30s"], nproc_per_node=4)
+        ```
+    """
+    _check(nproc_per_node, nnodes, max_restarts, grace_seconds)
+    callbacks = list(callbacks)
+    is_recipe = isinstance(fn, (str, os.PathLike, Launchable))
+    if isinstance(fn, (str, os.PathLike, Launchable)):
+        if args:
+            raise ConfigError("args: a recipe takes none; give overrides, such as ['--max_duration', '9ba']")
+        fn, args, callbacks = job_of(fn, overrides, callbacks)
+    elif overrides:
+        raise ConfigError("overrides: they go over a recipe's file; a function has args")
+    call = {
+        "function": fn,
+        "arguments": list(args),
+        "takes_callbacks": _takes_callbacks(fn, args, callbacks),
+        "allow_pickle": allow_pickle,
+        "grace_seconds": float(grace_seconds),
+    }
+    sent = pack(callbacks, allow_pickle=allow_pickle, extra=call)
+    stopped: signal.Signals | None = None
+    with sent.post() as variables, _signals_put_back():
+        specs = _Specs(Path(variables[PAYLOAD]).parent, variables, prefix=prefix)
+        config = _config(specs, nproc_per_node, max_restarts=max_restarts, grace=grace_seconds)
+        python, *arguments = command("callsheet.launcher.worker")
+        failed: Mapping[int, ProcessFailure] = {}
+        try:
+            elastic_launch(config, python)(*arguments)
+        except SignalException as error:
+            stopped = error.sigval
+        except ChildFailedError as error:
+            failed = error.failures
+        finally:
+            _kill_the_rest(specs.folder)
+        results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
+    if stopped is not None:
+        signal.raise_signal(stopped)  # it does what it would have done without us
+        raise SystemExit(128 + stopped)
+    if failures:
+        raise LaunchError(failures, nproc_per_node)
+    if is_recipe:
+        of_rank_zero: dict[str, float] = results[0]
+        return of_rank_zero
+    return results
+
+
+class _Specs(DefaultLogsSpecs):
+    """Where torch lets its workers' output go, and where they get what is theirs alone in the environment."""
+
+    def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
+        super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
+        self.folder = folder
+        self.attempt = 0
+        self._variables = dict(variables)
+        if prefix:
+            self._variables["PYTHONUNBUFFERED"] = "1"  # a line comes when it is printed
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by torch before each attempt."""
+        found = super().reify(envs)
+        for environment in envs.values():
+            self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
+            if len(envs) > 1:
+                environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # as torchrun does
+            environment.update(self._variables)
+        return found
+
+
+def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
+    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]  # nohup means it
+    newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        logs_specs=specs,
+        log_line_prefix_template="[${rank}] ",
+        **{name: value for name, value in newer.items() if name in {field.name for field in fields(LaunchConfig)}},  # type: ignore[arg-type]
+    )
+
+
+def _collected(
+    specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
+) -> tuple[list[Any], list[RankFailure]]:
+    """What the ranks left in their files, and how torch says that the others ended."""
+    results, failures = [], []
+    for rank in ranks:
+        path = specs.folder / result_name(rank, specs.attempt)
+        how = failed.get(rank)
+        answer: dict[str, Any] = {"rank": rank}
+        if path.exists():
+            answer = decode(unseal(key, "result", read_private(path), str(path)))
+        if answer["rank"] == rank and "result" in answer and how is None:
+            results.append(answer["result"])
+        elif "report" in answer:
+            failures.append(failure_of(rank, how.exitcode if how else 1, answer["report"]))
+        elif how is not None or not failed:
+            failures.append(RankFailure(rank, how.exitcode if how else 0, at=float(how.timestamp) if how else 0.0))
+    return results, failures
+
+
+def _kill_the_rest(folder: Path) -> None:
+    """Of the workers that torch has lost sight of, when a signal came while it started or ended them."""
+    for file in folder.glob(f"{PID}*"):
+        pid = int(file.name.removeprefix(PID))
+        with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its number may be another's
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                os.killpg(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_put_back() -> Iterator[None]:
+    """Torch's launcher leaves its handlers behind, which a notebook would be left with."""
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    is_main, word = threading.current_thread() is threading.main_thread(), os.environ.get(variable)
+    earlier = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            if handler is not None:  # None: it was set by C code, and cannot be put back from here
+                signal.signal(number, handler)
+        if word is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = word
+
+
+def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
+    for name, number, least in (("nproc_per_node", ranks, 1), ("nnodes", machines, 1), ("max_restarts", restarts, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ConfigError(f"{name}={number!r}: give a whole number, at least {least}")
+    if machines > 1:
+        raise ConfigError(
+            f"nnodes={machines}: launch() starts the ranks of this machine alone. On several machines start the script with torchrun on each, "
+            "and send callbacks with callsheet.transport, or make them in the script"
+        )
+    if not isinstance(grace, int | float) or not 0 < grace < math.inf:
+        raise ConfigError(f"grace_seconds={grace!r}: give seconds above zero")
+    if payload.is_sent:
+        raise ConfigError(
+            "launch() was called in a process that launch() started, while it imports the script: put the call under "
+            "`if __name__ == '__main__'`, and not into what the ranks run"
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "launch() was called in a process that torchrun started; start the script with python, or leave launch() out"
+        )
+
+
+def _takes_callbacks(fn: Callable[..., Any], args: Sequence[Any], callbacks: list[Callback]) -> bool:
+    """Whether `fn` is given the callbacks; refuses a call that could not work."""
+    if not callable(fn):
+        raise ConfigError(f"launch() calls a function, and {fn!r} is none")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # one of C's, which does not say
+        return bool(callbacks)
+    takes = any(name == "callbacks" or each.kind is each.VAR_KEYWORD for name, each in signature.parameters.items())
+    name = getattr(fn, "__qualname__", repr(fn))
+    if callbacks and not takes:
+        raise ConfigError(f"{name}{signature} does not take callbacks; add the parameter `callbacks`")
+    try:
+        signature.bind(*args, **({"callbacks": callbacks} if takes else {}))
+    except TypeError as error:
+        given = f"{len(args)} argument{'' if len(args) == 1 else 's'}{' and callbacks' if takes else ''}"
+        raise ConfigError(f"{name}{signature} cannot be called with {given}: {error}") from None
+    return takes

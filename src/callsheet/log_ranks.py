@@ -1,0 +1,49 @@
+"""Log records from ranks above 0: a thousand ranks that all say the same say nothing."""
+
+from __future__ import annotations
+
+import logging
+
+from callsheet.distributed import Ranks
+from callsheet.errors import ConfigError, did_you_mean
+
+CHOICES = ("zero", "all")
+
+
+class LogRanks:
+    """Keeps log records below ERROR off the handlers of ranks above 0, from `start` to `end`.
+
+    At the handlers, since a filter on a logger does not see the records of its children. Handlers that are added meanwhile are left alone.
+
+    Args:
+        choice: `"zero"`, or `"all"` to let every rank speak.
+
+    Raises:
+        ConfigError: an unknown choice.
+    """
+
+    def __init__(self, choice: str, ranks: Ranks) -> None:
+        if choice not in CHOICES:
+            raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
+        self._is_quiet = choice == "zero" and ranks.rank > 0
+        self._handlers: list[logging.Handler] = []
+
+    def start(self) -> None:
+        """Filter from now on; nothing on rank 0."""
+        if self._is_quiet and not self._handlers:
+            named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+            loggers = [logging.getLogger(), *named]
+            self._handlers = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
+            if not logging.getLogger().handlers and logging.lastResort is not None:
+                self._handlers.append(logging.lastResort)
+            for handler in self._handlers:
+                handler.addFilter(self._is_error)
+
+    def end(self) -> None:
+        """Put everything back; may be called twice."""
+        for handler in self._handlers:
+            handler.removeFilter(self._is_error)
+        self._handlers = []
+
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a method: the filter of another run is another
+        return record.levelno >= logging.ERROR

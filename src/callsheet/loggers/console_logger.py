@@ -1,0 +1,136 @@
+"""What is logged, as lines to read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from callsheet.callback import one_of
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+from callsheet.loggers.figures import outcome, place, results, speeds
+from callsheet.loggers.logger import Logger
+from callsheet.time import Interval, Time, Timestamp, TimeUnit
+
+STREAMS = ("stdout", "stderr")
+_CELL = 60  # characters of a cell of a table
+
+
+class ConsoleLogger(Logger):
+    """Print records, evaluations, tables and the outcome, in plain lines.
+
+    A record is `epoch 2  step 120  train/loss 0.1234  1,234 samples/s`: its metrics in four digits, and its speeds.
+
+    Args:
+        stream: `stdout` or `stderr`.
+        interval: print the first record after each so long, such as `"100ba"` or `"1ep"`, a whole number of batches, and the last one;
+            every record where it is None. Evaluations and tables are printed always.
+        metrics: patterns of the names to print, such as `"train/*"`.
+        leave_out: patterns of names not to print, though `metrics` has them.
+        table_rows: so many rows of a table are printed; 0 prints no tables.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: str = "stdout",
+        interval: str | int | Time | None = None,
+        metrics: Iterable[str] = ("*",),
+        leave_out: Iterable[str] = ("time/*",),
+        table_rows: int = 10,
+    ) -> None:
+        for name, patterns in (("metrics", metrics), ("leave_out", leave_out)):
+            if isinstance(patterns, str):
+                raise ConfigError(f"{name}={patterns!r}: give a list of patterns, [{patterns!r}]")
+        if table_rows < 0:
+            raise ConfigError(f"table_rows={table_rows}: give 0 or more")
+        self._stream = one_of("stream", stream, STREAMS)
+        self._interval = Interval(interval, TimeUnit.BATCH) if interval is not None else None
+        self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
+        self._table_rows = table_rows
+        self._printed_at: tuple[Timestamp, float | None] | None = None
+        self._evaluated: set[str] = set()  # names that stand in the line of the evaluation whose record follows
+        self._waits = ""  # the last record's line, which was not printed
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Say where the run goes on from."""
+        self._printed_at, self._evaluated, self._waits = None, set(), ""
+        if ctx.checkpoint is not None:
+            self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Intervals count from here on."""
+        self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
+
+    def on_log(self, ctx: Context) -> None:
+        """Print the record, if it is time."""
+        known, self._evaluated = self._evaluated, set()
+        told = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
+        figures = [*(f"{_plain(name)} {value:.4g}" for name, value in told.items()), *speeds(ctx)]
+        line = "  ".join([place(ctx), *figures]) if figures else ""
+        if known:  # an evaluation's
+            self._print(line)
+        elif self._is_time(ctx):
+            self._print(line)
+            self._waits = ""
+        else:
+            self._waits = line
+
+    def on_train_end(self, ctx: Context) -> None:
+        """Print the last record, where it was not time yet."""
+        line, self._waits = self._waits, ""
+        self._print(line)
+
+    on_exception = on_train_end
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        """Print the evaluation's results."""
+        self._evaluated = {f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result}
+        self._print(f"evaluation at step {ctx.step}: {results(ctx)}")
+
+    def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Print the table's first rows."""
+        if self._table_rows:
+            cells = [[_cell(cell) for cell in row] for row in (columns, *rows[: self._table_rows])]
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+            if len(rows) > self._table_rows:
+                lines.append(f"... and {len(rows) - self._table_rows} more rows")
+            self._print("\n  ".join([f"{_plain(name)} at step {ctx.step}:", *lines]))
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Print the outcome."""
+        self._print(outcome(ctx))
+
+    def _is_time(self, ctx: Context) -> bool:
+        if self._interval is None or self._printed_at is None:
+            return True
+        now = (ctx.state.timestamp, ctx.state.elapsed)
+        is_time = self._interval.is_due(self._printed_at[0], now[0], self._printed_at[1], now[1])
+        if is_time:
+            self._printed_at = now
+        return is_time
+
+    def _is_wanted(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._metrics) and not any(
+            fnmatchcase(name, pattern) for pattern in self._leave_out
+        )
+
+    def _print(self, text: str) -> None:
+        if text:
+            print(text, file=getattr(sys, self._stream), flush=True)
+
+
+def _cell(value: Any) -> str:
+    text = _plain(f"{value:.4g}" if isinstance(value, float) else str(value))
+    return text if len(text) <= _CELL else f"{text[: _CELL - 3]}..."
+
+
+def _plain(text: str) -> str:
+    """`text` in one line, and without the codes to which a terminal would listen."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -1,0 +1,64 @@
+"""Images for files, encoded and written in a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from callsheet.lanes import Lane, LaneOptions, close, drain
+from callsheet.loggers.file_names import replace_file
+from callsheet.snapshot import copied
+
+_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # images wait in memory
+
+
+class ImageWriter:
+    """Writes images as PNG files into a folder, one telling after the other, a moment after they were given.
+
+    A thread is enough: what encodes them leaves the interpreter alone meanwhile.
+
+    Raises:
+        OSError, ConfigError: from `write` and `flush`, what the files of an earlier telling failed with, once.
+    """
+
+    def __init__(self, label: str, folder: Path) -> None:
+        self._folder = folder
+        self._failure: Exception | None = None
+        self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
+
+    def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
+        """Have `images`, as they are now, written to `files`, paths in the folder, and `then` called, which says that they are there."""
+        here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
+        self._lane.put((list(files), copied(here, {}), then))
+        self._tell_failure()
+
+    def flush(self) -> None:
+        """Wait until all that was given is written, a minute at most."""
+        left = drain([self._lane], _OPTIONS.deadline)
+        self._tell_failure()
+        for undelivered in left:
+            raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            close([self._lane])
+
+    def _written(self, telling: tuple[list[str], list[Any], Callable[[], object]]) -> None:
+        from callsheet.loggers.pixels import png  # needs numpy
+
+        files, images, then = telling
+        try:
+            for file, image in zip(files, images, strict=True):
+                replace_file(self._folder / file, png(image))
+            then()
+        except Exception as error:  # whoever gave them is told
+            self._failure = error
+
+    def _tell_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,35 @@
+"""Anything as JSON that every reader takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON: NaN and infinite numbers are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`, which `float()` reads; what JSON
+    does not know is its `str()`."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):  # rare, and slower
+        return json.dumps(_plain(value), allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON knows it."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    if hasattr(value, "tolist"):  # tensors and arrays
+        values = value.tolist()
+        return str(value) if type(values) is type(value) else _plain(values)
+    return str(value)

@@ -1,0 +1,169 @@
+"""Records, settings, images, tables and files in MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callsheet.context import Context, Outcome
+from callsheet.errors import ConfigError
+from callsheet.lanes import LaneOptions
+from callsheet.loggers.mlflow_runs import (
+    LONGEST_NAME,
+    LONGEST_PARAM,
+    LONGEST_TAG,
+    active_run,
+    allowed,
+    client_for,
+    new_run,
+    patience,
+    run_of_before,
+)
+from callsheet.loggers.pixels import as_pixels
+from callsheet.loggers.retry_queue import RetryQueue
+from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, plain
+
+_STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
+_REQUESTS_AT_END = 4  # that may run out of time before the rest is given up: the last records and the end, each tried twice
+_AT_ONCE = 100  # params or tags that MLflow takes in one request
+
+
+class MLflowLogger(Tracker):
+    """Log to MLflow, a server or a database of its own.
+
+    A resume goes on in the same MLflow run; steps that are done a second time stand twice in a metric's history. Where
+    the program has a run active (`mlflow.start_run()`) that was not opened here, that one is used, and left running. No run is made
+    active: `mlflow.log_metric` in a program of yours goes to `logger.run_id` with `run_id=`.
+
+    A run ends as FINISHED, FAILED, or KILLED (interrupted, preempted); the tags `callsheet.outcome` and `callsheet.exception` say more. NaN
+    stays NaN; infinite values become the largest finite number. What a name may not hold, such as parentheses, becomes `_`. A setting
+    that changes, after a resume say, keeps its first value as a param, since MLflow allows no other, and stands as the tag
+    `changed.<name>` with its latest. Tables are `tables/<name>/<step>.csv`, files `files/<name>`.
+
+    Everything is sent in a lane: training does not wait for it. Where the environment does not say otherwise, a request is given up after
+    `timeout` seconds, and tried once more; records that could not be sent are sent later, after a pause, so that a server that is away
+    for a while takes at most a tenth of the lane's time and loses none. The run's end waits four `timeout` and 5 seconds at most.
+    Credentials are read from `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN` by MLflow itself.
+
+    Args:
+        tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`; None: what MLflow is set to, or else `mlflow.db` beside
+            the run's folder.
+        experiment: its name, made where there is none; None: `MLFLOW_EXPERIMENT_NAME`, or `callsheet`.
+        run_name: what it is called there; the run's name where it is None.
+        tags: of the run.
+        timeout: in whole seconds, of one request.
+
+    Raises:
+        ConfigError: a password in the URI, or a timeout below one second.
+        MissingPackage: mlflow-skinny is not installed.
+    """
+
+    package = "mlflow"
+    extra = "mlflow"
+
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        timeout: int = 10,
+    ) -> None:
+        check_no_secret("tracking_uri", tracking_uri, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment")
+        if not timeout >= 1:
+            raise ConfigError(f"timeout={timeout!r} must be at least 1 second")
+        super().__init__()
+        self.tracking_uri = tracking_uri
+        self.experiment = experiment
+        self.run_name = run_name
+        self.tags = dict(tags or {})
+        self.timeout = timeout
+        self.lane_options = LaneOptions(deadline=_REQUESTS_AT_END * timeout + 5.0)
+        self._client: Any = None
+        self._queue: RetryQueue
+        self._params: dict[str, str] = {}  # as MLflow has them
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Send what waits, and close the run."""
+        try:
+            if self.is_open:
+                self._queue.flush()
+        finally:  # a run that stays RUNNING would be worse than one without its last records
+            super().on_run_end(ctx)
+
+    def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A file of comma-separated values, which MLflow shows as a table."""
+        if self.is_open:
+            text = io.StringIO()
+            csv.writer(text).writerows([columns, *([plain(cell) for cell in row] for row in rows)])
+            with patience(self._module(), self.timeout):
+                self._client.log_text(self.run_id, text.getvalue(), f"tables/{allowed(name)}/{ctx.step:08d}.csv")
+
+    def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
+        """Images with their step; where there are several, as `<name>/<number>`."""
+        if self.is_open:
+            with patience(self._module(), self.timeout):
+                for i, image in enumerate(images):
+                    key = allowed(f"{name}/{i}" if len(images) > 1 else name).replace(":", "_")
+                    self._client.log_image(self.run_id, as_pixels(image), key=key, step=ctx.step, synchronous=True)
+
+    def log_file(self, ctx: Context, name: str, path: Path) -> None:
+        """A file, uploaded at once."""
+        if self.is_open:
+            with patience(self._module(), self.timeout):
+                self._client.log_artifact(self.run_id, str(path), f"files/{allowed(name)}".removesuffix(f"/{path.name}"))
+
+    # --- what a tracker is asked for ---
+
+    def _open(self, ctx: Context, run_id: str | None) -> Opened:
+        mlflow = self._module()
+        with patience(mlflow, self.timeout):
+            self._client = client_for(mlflow, ctx.run, self.tracking_uri)
+            active = None
+            if self.tracking_uri in (None, mlflow.get_tracking_uri()):
+                active = mlflow.active_run() if self.lane == "inline" else active_run(mlflow)
+            if active is not None:
+                self._client, run = mlflow.MlflowClient(), active
+            else:
+                run = run_of_before(mlflow, self._client, run_id) if run_id is not None else None
+                run = run or new_run(mlflow, self._client, self.experiment, self.run_name or ctx.run.name, self.tags)
+            self._params = dict(self._client.get_run(run.info.run_id).data.params)
+        self._queue = RetryQueue(
+            lambda metrics: self._send(metrics=metrics),
+            at_once=1000,
+            is_hopeless=lambda error: getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE",
+        )
+        return Opened(run.info.run_id, active is None)
+
+    def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+        metric, now = self._module().entities.Metric, int(time.time() * 1000)
+        self._queue.put([metric(allowed(name), value, now, ctx.record.step) for name, value in values.items()])
+
+    def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        entities = self._module().entities
+        told = {allowed(name): str(value)[:LONGEST_PARAM] for name, value in values.items()}
+        new = [entities.Param(name, value) for name, value in told.items() if name not in self._params]
+        for start in range(0, len(new), _AT_ONCE):
+            self._send(params=new[start : start + _AT_ONCE])
+        self._params = told | self._params
+        changed = {f"changed.{name}": value for name, value in told.items() if self._params[name] != value}
+        tags = [entities.RunTag(name[:LONGEST_NAME], value[:LONGEST_TAG]) for name, value in changed.items()]
+        for start in range(0, len(tags), _AT_ONCE):
+            self._send(tags=tags[start : start + _AT_ONCE])
+
+    def _fail(self, ctx: Context, error: str) -> None:
+        self._send(tags=[self._module().entities.RunTag("callsheet.exception", error[:LONGEST_TAG])])
+
+    def _close(self, ctx: Context, outcome: Outcome) -> None:
+        with patience(self._module(), self.timeout):
+            self._client.set_terminated(self.run_id, _STATUS.get(outcome, "FINISHED"))
+            self._client.set_tag(self.run_id, "callsheet.outcome", outcome.value)
+
+    def _send(self, **entries: list[Any]) -> None:
+        with patience(self._module(), self.timeout):
+            self._client.log_batch(self.run_id, **entries, synchronous=True)

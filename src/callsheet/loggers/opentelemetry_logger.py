@@ -1,0 +1,221 @@
+"""The run as a trace in OpenTelemetry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from callsheet.callback import one_of
+from callsheet.context import Context, Outcome
+from callsheet.costs import Window
+from callsheet.errors import ConfigError
+from callsheet.extras import load
+from callsheet.lifecycle import SPANS
+from callsheet.loggers.opentelemetry_facts import about, attribute, instrument
+from callsheet.loggers.tracker import Opened, Tracker, check_no_secret
+
+STEPS = ("none", "sampled", "all")
+
+_ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
+_STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
+_SLICES = 1000  # of a few steps: the SDK's queue drops what is more than 2048
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class OpenTelemetryLogger(Tracker):
+    """Make a run a trace: `run`, and in it `train`, `epoch`, `eval_all`, `eval`, `test`, `predict`, `checkpoint_save` and the like.
+
+    A record is a span `log` without length, whose attributes are the values, and, where the application has set a `MeterProvider`, a
+    gauge for each value. A span can be seen once it has ended: `run` last. Settings are attributes of `run`, `callsheet.config.<name>`; the
+    outcome is `callsheet.outcome` and the status, an exception an event of the span in which it was raised. Images and tables are left out.
+
+    A resume goes on in the same trace, as a child of the first process's `run`. Spans are of the first rank.
+
+    Where the application has set a `TracerProvider`, and no endpoint is given, that one is used, and left open. Else spans are sent as
+    OTLP over HTTP, by a thread: training waits for no collector, but for `timeout` seconds at most when the run ends. Headers,
+    certificates and all else are read from `OTEL_EXPORTER_OTLP_...` by the package itself.
+
+    Args:
+        endpoint: of the collector, such as `http://localhost:4318`; None: the application's provider, or `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        service_name: what the program is called; None: `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider has its own.
+        steps: `sampled`: a few steps in a row now and then, with all that is inside and the callbacks' parts, which costs nothing between;
+            `all`: every step, with all that is inside, which takes its time at each; `none`: no steps.
+        timeout: in seconds, of one request, and of the run's end.
+
+    Raises:
+        ConfigError: an unknown word for `steps`, a password in the endpoint, or a timeout that is not above zero.
+        MissingPackage: the SDK, or its OTLP exporter, is not installed.
+    """
+
+    lane = "inline"  # spans have the times at which they are told, within what is current on this thread; a thread of the SDK sends them
+    package = "opentelemetry"
+    extra = "opentelemetry"
+
+    def __init__(
+        self, *, endpoint: str | None = None, service_name: str | None = None, steps: str = "sampled", timeout: float = 5.0
+    ) -> None:
+        one_of("word for steps", steps, STEPS)
+        check_no_secret("endpoint", endpoint, "OTEL_EXPORTER_OTLP_HEADERS in the environment")
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r} must be above zero")
+        super().__init__()
+        for package in _PACKAGES:
+            if not _is_there(package):
+                load(package, extra=self.extra, wanted_by=type(self).__name__)
+        self.endpoint = endpoint
+        self.service_name = service_name
+        self.steps = steps
+        self.timeout = timeout
+        self._tracer: Any = None
+        self._own: Any = None  # the provider, where it is ours
+        self._open_spans: list[tuple[str, Any]] = []  # outermost first
+        self._gauges: dict[str, Any] = {}
+        self._run_began = self._load_began = 0
+        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # steps that nobody asked for are not listened to
+            setattr(self, SPANS[name].start_event, partial(self._begin, name))
+            setattr(self, SPANS[name].end_event, partial(self._end, name))
+
+    def on_run_start(self, ctx: Context) -> None:
+        """Which trace it is, the checkpoint says; until then the time is enough."""
+        self._run_began = time.time_ns()
+
+    def on_checkpoint_load_start(self, ctx: Context) -> None:
+        """See `on_run_start`."""
+        self._load_began = time.time_ns()
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Begin the trace, or go on in it."""
+        super().on_checkpoint_load_end(ctx)
+        self._span("checkpoint_load", about(ctx), self._load_began).end()
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        """A checkpoint is durable, perhaps long after it was saved."""
+        self._point("checkpoint_published", about(ctx))
+
+    def on_preempt(self, ctx: Context) -> None:
+        """A signal came."""
+        self._point("preempt", about(ctx))
+
+    def on_exception(self, ctx: Context) -> None:
+        """What was raised, where it was raised; all spans around it have failed."""
+        if self.is_open:
+            error = ctx.exception
+            self._open_spans[-1][1].record_exception(error, attributes={"callsheet.span": ctx.span})
+            self._status("ERROR", f"{type(error).__name__}: {error}"[:5000])
+
+    def log_file(self, ctx: Context, name: str, path: Path) -> None:
+        """Where a file stands."""
+        self._point("file", {**about(ctx), "callsheet.file": name, "callsheet.path": str(path)})
+
+    def log_timeline(self, ctx: Context, window: Window) -> None:
+        """A few steps in a row, as spans in each other."""
+        if not self.is_open or self.steps != "sampled":
+            return
+        began, ended = round(window.began * 1e9), round((window.began + window.seconds) * 1e9)
+        facts = {"callsheet.first_step": window.first_step, "callsheet.last_step": window.last_step}
+        steps = self._span("steps", facts, began)
+        steps.end(ended)
+        around = [(ended, steps)]
+        for each in [part for part in window.slices if part.callback or part.name in _STEP][:_SLICES]:
+            start = began + round(each.begin * 1e9)
+            end = start + round(each.seconds * 1e9)
+            while len(around) > 1 and start >= around[-1][0]:
+                around.pop()
+            name = f"{each.callback}.{each.name}" if each.callback else each.name
+            span = self._span(name, {"callsheet.step": each.step}, start, within=around[-1][1])
+            span.end(end)
+            around.append((end, span))
+
+    # --- what a tracker is asked for ---
+
+    def _open(self, ctx: Context, run_id: str | None) -> Opened:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        from callsheet.loggers.opentelemetry_provider import provider_for, tracer_of
+
+        provider, self._own = provider_for(self.endpoint, self.service_name, self.timeout)
+        self._tracer, self._open_spans, self._gauges = tracer_of(provider), [], {}
+        before = TraceContextTextMapPropagator().extract({"traceparent": run_id}) if run_id is not None else None
+        outside = trace.get_current_span().get_span_context()
+        run = self._tracer.start_span(
+            "run",
+            context=before,
+            start_time=self._run_began,
+            links=[trace.Link(outside)] if before is not None and outside.is_valid else None,
+            attributes={
+                "callsheet.run": ctx.run.name,
+                "callsheet.world_size": ctx.run.world_size,
+                "callsheet.restart_count": ctx.run.restart_count,
+                "callsheet.device": ctx.run.device,
+            },
+        )
+        self._open_spans.append(("run", run))
+        own = run.get_span_context()
+        return Opened(run_id or f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}")
+
+    def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+        from opentelemetry.metrics import get_meter
+
+        told = {name: getattr(ctx.record, name) for name in ("samples_per_second", "tokens_per_second")}
+        facts = {f"callsheet.{name}": value for name, value in told.items() if value}
+        self._point("log", {**about(ctx), **facts, **values, "callsheet.step": ctx.record.step})
+        for name, value in values.items():  # to nowhere, unless the application has set a provider of metrics
+            if name not in self._gauges:
+                self._gauges[name] = get_meter("callsheet").create_gauge(instrument(name))
+            self._gauges[name].set(value, {"callsheet.run": ctx.run.name})
+
+    def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        self._open_spans[0][1].set_attributes({f"callsheet.config.{name}": attribute(value) for name, value in values.items()})
+
+    def _close(self, ctx: Context, outcome: Outcome) -> None:
+        self._open_spans[0][1].set_attributes({"callsheet.outcome": outcome.value, **about(ctx)})
+        if outcome in (Outcome.FINISHED, Outcome.STOPPED):
+            self._status("OK")
+        while self._open_spans:
+            self._open_spans.pop()[1].end()
+        own, self._own, self._tracer, self._gauges = self._own, None, None, {}
+        if own is not None:
+            own.close()
+
+    # --- spans ---
+
+    def _begin(self, name: str, ctx: Context) -> None:
+        if self.is_open:
+            self._open_spans.append((name, self._span(name, about(ctx))))
+
+    def _end(self, name: str, ctx: Context) -> None:
+        names = [each for each, _ in self._open_spans]
+        if name in names:
+            place = len(names) - 1 - names[::-1].index(name)
+            self._open_spans[place][1].set_attributes(about(ctx))
+            while len(self._open_spans) > place:  # with what an exception left open in it
+                self._open_spans.pop()[1].end()
+
+    def _span(self, name: str, facts: Mapping[str, Any], start: int | None = None, within: Any = None) -> Any:
+        from opentelemetry.trace import set_span_in_context
+
+        around = set_span_in_context(within or self._open_spans[-1][1])
+        return self._tracer.start_span(name, context=around, attributes=facts, start_time=start)
+
+    def _point(self, name: str, facts: Mapping[str, Any]) -> None:
+        if self.is_open:
+            now = time.time_ns()
+            self._span(name, facts, now).end(now)
+
+    def _status(self, code: str, why: str | None = None) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        for _, span in self._open_spans:
+            span.set_status(Status(StatusCode[code], why))
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # what it stands in is not there
+        return False

@@ -1,0 +1,89 @@
+"""How OpenTelemetry is reached: through the application's own provider, or one of ours, which is done in time.
+
+Imported where a run is opened, since it needs the package. Nothing here draws from Python's `random`, which training may use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+logger = logging.getLogger("callsheet")
+
+_SCOPE = "callsheet"
+_PATH = "/v1/traces"
+_DRAWING = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+"""Modules that draw how long to wait, in a thread, at every export."""
+
+
+class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types here
+    """Identifiers that do not depend on the program's seed: two runs with the same seed are two traces."""
+
+    def generate_span_id(self) -> int:
+        return int.from_bytes(os.urandom(8), "big") or 1
+
+    def generate_trace_id(self) -> int:
+        return int.from_bytes(os.urandom(16), "big") or 1
+
+
+class OwnProvider:
+    """A provider that sends to one collector, in a thread; `close` takes `timeout` seconds at most."""
+
+    def __init__(self, endpoint: str | None, service_name: str | None, timeout: float) -> None:
+        for name in _DRAWING:
+            if getattr(sys.modules.get(name), "random", None) is random:
+                sys.modules[name].random = random.Random()  # type: ignore[attr-defined]  # a generator has the functions
+        if endpoint is not None and not endpoint.endswith(_PATH):
+            endpoint = endpoint.rstrip("/") + _PATH
+        named = service_name or (None if _is_named() else _SCOPE)
+        self._timeout = timeout
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout)
+        self.provider = TracerProvider(
+            resource=Resource.create({"service.name": named} if named else {}),
+            span_limits=SpanLimits(max_span_attributes=SpanLimits.UNSET),  # a record may hold hundreds
+            shutdown_on_exit=False,
+        )
+        self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
+
+    def close(self) -> None:
+        """Send what waits; what cannot be sent in time is given up."""
+        closing = threading.Thread(target=self.provider.shutdown, name="callsheet-opentelemetry-close", daemon=True)
+        closing.start()
+        closing.join(self._timeout)
+        if closing.is_alive():
+            logger.warning(
+                "OpenTelemetry: the collector did not take all spans within %g seconds; the rest is lost", self._timeout
+            )
+            self._exporter.shutdown()  # ends the pauses between its attempts
+
+
+def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:
+    """The application's provider, where it has set one and no endpoint is asked for; else one of our own, which is to be closed."""
+    theirs = trace.get_tracer_provider()
+    if endpoint is None and not isinstance(theirs, trace.ProxyTracerProvider):
+        return theirs, None
+    own = OwnProvider(endpoint, service_name, timeout)
+    return own.provider, own
+
+
+def tracer_of(provider: Any) -> Any:
+    """A tracer of `provider`, with identifiers of our own where it would draw them from `random`."""
+    tracer = provider.get_tracer(_SCOPE)
+    if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
+        tracer.id_generator = _Ids()
+    return tracer
+
+
+def _is_named() -> bool:
+    return bool(os.environ.get("OTEL_SERVICE_NAME")) or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

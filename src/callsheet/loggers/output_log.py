@@ -1,0 +1,206 @@
+"""A file of what a process prints, as a terminal would show it in the end.
+
+Needs the standard library alone, and nothing of callsheet's: run as a script it is the process that copies file descriptors into such a
+file; see `descriptor_capture`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import select
+import signal
+import sys
+import threading
+
+_LONGEST = 2**16  # characters of a line that does not end
+_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # what stands before it in a line cannot be seen any more
+_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+
+
+class OutputLog:
+    """Writes text to a file, line by line; may be called from any thread of the process that made it, and does nothing in a forked one.
+
+    Of a line that is rewritten, as by a progress bar, the last state is kept; colours and other codes are taken out. Where the file
+    would grow beyond `max_bytes` it becomes `<path>.1`, in the place of an earlier one, and a new one is begun. A disk that fails is told
+    by `failure`: whoever prints must not hear of it.
+
+    Raises:
+        OSError: on being made, where the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        self._path = os.fspath(path)
+        self._max_bytes = max_bytes
+        self._lines: dict[str, str] = {}  # of each stream, what has no end yet
+        self._lock = threading.RLock()  # a signal's handler may print while the main thread does
+        self._failure: OSError | None = None
+        self._is_failing = self._is_closed = False
+        self._process = os.getpid()
+        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+        self._descriptor = self._opened()
+
+    def write(self, text: str, stream: str = "") -> None:
+        """Take what was printed to a stream; its lines are written as they end."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            *ended, rest = (self._lines.get(stream, "") + text).split("\n")
+            if len(rest) > _LONGEST:  # perhaps a bar that was rewritten for hours
+                rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+            if len(rest) > _LONGEST:
+                ended, rest = [*ended, rest], ""
+            self._lines[stream] = rest
+            if shown := [line for line in map(_shown, ended) if line is not None]:
+                self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
+
+    def failure(self) -> OSError | None:
+        """Why text is being lost, once for each time that writing begins to fail."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Write the lines that have not ended, and let the file go; may be called twice."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            for stream in [stream for stream, line in self._lines.items() if line]:
+                self.write("\n", stream)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor, self._is_closed = -1, True
+
+    def _append(self, content: bytes) -> None:
+        if self._is_closed:
+            return
+        try:
+            if self._max_bytes is not None and 0 < self._size > self._max_bytes - len(content):
+                os.close(self._descriptor)
+                self._descriptor = -1
+                os.replace(self._path, f"{self._path}.1")
+            if self._descriptor < 0:
+                self._descriptor = self._opened()
+            while content:
+                written = os.write(self._descriptor, content)
+                self._size += written
+                content = content[written:]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                self._failure = error
+            self._is_failing = True
+
+    def _opened(self) -> int:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        self._size = os.fstat(descriptor).st_size
+        return descriptor
+
+
+def _shown(line: str) -> str | None:
+    """What can be seen of a line when it has ended; None where it only held codes."""
+    written = line.rstrip("\r")
+    seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
+    return seen if seen or not written else None
+
+
+# --- the process that copies ---
+
+END = b"\0\0\0\0"
+"""The message that the log is to be closed. Others are text for the log alone: its length in four bytes, and the text."""
+CLOSED = b"\0"
+"""The answer to it. Others are what failed, a line each."""
+
+
+class _Source:
+    """A descriptor of the watched process: what is written there goes on to where it went before, and to the log."""
+
+    def __init__(self, name: str, descriptor: int, target: int) -> None:
+        self.name = name
+        self.descriptor = descriptor
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._target = target
+
+    def read(self) -> bytes:
+        """What is there, passed on; nothing at the end."""
+        content = rest = os.read(self.descriptor, 65536)
+        while rest and self._target >= 0:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # somebody has made the terminal so
+                select.select([], [self._target], [])
+            except OSError:  # the terminal is gone; the log goes on
+                self._target = -1
+        return content
+
+
+class Copier:
+    """Copies until nobody can write to the sources any more; the log is closed before, where a message says so."""
+
+    def __init__(self, path: str, max_bytes: int | None, messages: int, answers: int, sources: list[_Source]) -> None:
+        self._answers = answers
+        self._messages = messages
+        self._message = b""
+        self._sources = {source.descriptor: source for source in sources}
+        self._log: OutputLog | None = None
+        try:
+            self._log = OutputLog(path, max_bytes)
+        except OSError as error:
+            self._answer(f"{error}\n".encode())
+
+    def run(self) -> None:
+        """Copy."""
+        while self._sources:
+            ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
+            if self._messages in ready:  # first: what is said there came before
+                self._listen()
+            else:
+                self._copy(ready)
+            if self._log is not None and (failure := self._log.failure()) is not None:
+                self._answer(f"{failure}\n".encode())
+        self._close()
+
+    def _copy(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            source = self._sources[descriptor]
+            content = source.read()
+            if self._log is not None:
+                self._log.write(source.decoder.decode(content), source.name)
+            if not content:
+                del self._sources[descriptor]
+
+    def _listen(self) -> None:
+        got = os.read(self._messages, 65536)
+        if not got:  # the process was killed; its children may print on
+            self._messages = -1
+        self._message += got
+        while len(self._message) >= (size := 4 + int.from_bytes(self._message[:4], "big")) and self._message:
+            text, self._message = self._message[4:size], self._message[size:]
+            if text and self._log is not None:
+                self._log.write(text.decode("utf-8", "replace"))
+            if not text:
+                while waiting := select.select(list(self._sources), [], [], 0)[0]:
+                    self._copy(waiting)
+                self._close()
+                self._answer(CLOSED)
+
+    def _close(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+            if (failure := log.failure()) is not None:
+                self._answer(f"{failure}\n".encode())
+
+    def _answer(self, answer: bytes) -> None:
+        try:
+            os.write(self._answers, answer)
+        except OSError:  # nobody is there to hear
+            return
+
+
+if __name__ == "__main__":
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends after those whose output it carries
+        signal.signal(each, signal.SIG_IGN)
+    given, most, heard, told, *triples = sys.argv[1:]
+    watched = [_Source(name, int(source), int(target)) for name, source, target in (each.split(":") for each in triples)]
+    Copier(given, int(most) or None, int(heard), int(told), watched).run()

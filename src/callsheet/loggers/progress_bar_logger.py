@@ -1,0 +1,151 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+from callsheet.extras import load
+from callsheet.loggers.figures import clock, outcome, place, results, speeds
+from callsheet.loggers.logger import Logger
+
+_REFRESH_SECONDS = 0.25
+_LINE_SECONDS = 5.0
+
+
+class ProgressBarLogger(Logger):
+    """Show how far training is, on standard error: a bar on a terminal, lines elsewhere.
+
+    The bar moves at most four times a second; a line is written for a record, at most every five seconds. Both show the epoch, the
+    step, the loss, the speed and the time left as `ctx.state.elapsed` foretells it, and every evaluation, checkpoint and the outcome
+    have lines of their own. The bar is taken down before an exception comes out, and when drawing it fails lines take its place.
+
+    Args:
+        bar: whether to show a bar, which needs rich; `"auto"` where standard error is a terminal and rich is installed.
+
+    Raises:
+        ConfigError: `bar` is something else.
+    """
+
+    def __init__(self, *, bar: bool | str = "auto") -> None:
+        if bar not in (True, False, "auto"):
+            raise ConfigError(f'bar={bar!r}: give True, False or "auto"')
+        self._wanted = bar
+        self._bar: Any = None  # rich's, while it is on the screen
+        self._shown = -math.inf
+        self._began = (0.0, 0.0)  # when, and the fraction that was completed by then
+        self._figures = ""
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Say where the run goes on from."""
+        if ctx.checkpoint is not None:
+            self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Put up the bar."""
+        self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)
+        self._shown, self._figures = -math.inf, ""
+        if self._wanted is True or (self._wanted == "auto" and sys.stderr.isatty() and _has_rich()):
+            self._bar = _start_bar(ctx.run.name)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """Move the bar, now and then."""
+        if self._bar is not None and time.perf_counter() - self._shown >= _REFRESH_SECONDS:
+            self._show(ctx)
+
+    def on_log(self, ctx: Context) -> None:
+        """Take what the record says; without a bar, write it."""
+        record = ctx.record
+        if "train/loss" not in record.values and not record.samples_per_second:
+            return  # an evaluation's, which has its own line
+        loss = record.values.get("train/loss")
+        self._figures = "  ".join([*([f"loss {loss:.4g}"] if loss is not None else []), *speeds(ctx)])
+        if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
+            self._show(ctx)
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        """Write the evaluation's results."""
+        self._write(f"evaluation at step {ctx.step}: {results(ctx)}")
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        """Write where the checkpoint stands."""
+        if ctx.checkpoint is not None:
+            self._write(f"checkpoint ({ctx.checkpoint.kind}): {ctx.checkpoint.path}")
+
+    def on_train_end(self, ctx: Context) -> None:
+        """Take the bar down, at the last step."""
+        if self._bar is not None:
+            self._show(ctx)
+        self._stop()
+
+    def on_exception(self, ctx: Context) -> None:
+        """Take the bar down, so that it does not run into the traceback."""
+        self._stop()
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Write the outcome."""
+        self._stop()
+        self._write(outcome(ctx))
+
+    def _show(self, ctx: Context) -> None:
+        self._shown = time.perf_counter()
+        elapsed = ctx.state.elapsed
+        since, before = self._began
+        left = ""
+        if elapsed is not None and before < elapsed <= 1.0:
+            left = f"{clock((self._shown - since) * (1.0 - elapsed) / (elapsed - before))} left"
+        texts = [text for text in (place(ctx), self._figures, left) if text]
+        if self._bar is None:
+            self._write("  ".join(texts if elapsed is None else [f"{min(elapsed, 1.0):4.0%}", *texts]))
+        else:
+            self._draw(lambda: self._bar.update(0, completed=elapsed or 0.0, status="  ".join(texts), refresh=True))
+
+    def _write(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._draw(lambda: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
+
+    def _draw(self, draw: Callable[[], None]) -> None:
+        try:
+            draw()
+        except BaseException:  # an isolated callback may be switched off, and must not leave a bar behind
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+
+def _start_bar(name: str) -> Any:
+    load("rich.progress", extra="train", wanted_by="ProgressBarLogger")  # which keeps random states: rich draws as it is imported
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[status]}", markup=False),
+        console=Console(stderr=True),
+        auto_refresh=False,  # no thread beside the training's: the loop's own events draw
+        redirect_stdout=sys.stdout.isatty(),  # what is printed appears above the bar; a file gets it as ever
+    )
+    bar.add_task(name, total=1.0, status="")
+    bar.start()
+    return bar
+
+
+def _has_rich() -> bool:
+    try:
+        load("rich.progress", extra="train", wanted_by="ProgressBarLogger")
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""Records, settings, images, tables and files in Weights & Biases."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from callsheet.callback import one_of
+from callsheet.context import Context, Outcome
+from callsheet.errors import ConfigError
+from callsheet.lanes import LaneOptions
+from callsheet.loggers.pixels import as_pixels
+from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, nested, plain
+
+_MODES = ("online", "offline", "shared", "disabled")
+_SECRET_SETTINGS = {"api_key", "x_extra_http_headers", "x_stats_open_metrics_http_headers"}
+_EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}  # 255 is what W&B shows as killed
+
+
+class WandBLogger(Tracker):
+    """Log to Weights & Biases; every metric is drawn over `step`, which is logged with each record.
+
+    W&B is opened, told and closed in a lane: training does not wait for it, and `wandb.run` is there a moment after training may begin.
+    The run's end takes 5 seconds more than `timeout` at most.
+
+    A resume goes on in the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are done a second time are kept: W&B
+    counts its rows by itself. NaN and infinite values are sent as such. Where `wandb.run` is a run that was not opened here, that one is
+    used, and left open. The run's summary holds `outcome`, and `exception` where there was one; W&B shows it as finished, failed,
+    killed (interrupted) or preempted. The key is read from where W&B looks for it: `WANDB_API_KEY`, or what `wandb login` wrote.
+
+    Args:
+        project, entity, group, job_type, tags: where the run stands in W&B; what is None is up to W&B's own settings.
+        run_name: what it is called there; the run's name where it is None.
+        mode: `online`, `offline`, `shared` or `disabled`; None: `WANDB_MODE`, or online.
+        folder: where W&B writes its folder `wandb`; the run's folder where it is None, and `WANDB_DIR` is not set.
+        timeout: seconds to wait for the server when the run is opened, and to upload what is left when it ends; what does not arrive in
+            time stays in the folder, for `wandb sync`. `WANDB_INIT_TIMEOUT`, `WANDB_LOGIN_TIMEOUT` and `WANDB_FINISH_TIMEOUT` count more.
+        settings: further ones of `wandb.Settings`, by name, such as `{"console": "off"}`.
+
+    Raises:
+        ConfigError: an unknown mode, a timeout that is not above zero, or a secret among the settings.
+        MissingPackage: wandb is not installed.
+    """
+
+    package = "wandb"
+    extra = "wandb"
+
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        run_name: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str | None = None,
+        folder: str | Path | None = None,
+        timeout: float = 60.0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if mode is not None:
+            one_of("mode", mode, _MODES)
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r} must be above zero: W&B takes 0 for no limit at all")
+        if secret := _SECRET_SETTINGS & (settings or {}).keys():
+            raise ConfigError(
+                f"{secret.pop()} is a secret, and options are written to the run's folder; set it in the environment"
+            )
+        for name, value in (settings or {}).items():
+            if isinstance(value, str):
+                check_no_secret(f"settings[{name!r}]", value, f"WANDB_{name.upper()} in the environment")
+        super().__init__()
+        self.run: Any = None  # W&B's, while it is open
+        self.timeout = timeout
+        self.lane_options = LaneOptions(deadline=timeout + 5.0)
+        self.folder = Path(folder) if folder is not None else None
+        self.settings = dict(settings or {})
+        self.run_name = run_name
+        self._where = {"project": project, "entity": entity, "group": group, "job_type": job_type, "mode": mode}
+        self._tags = list(tags)
+        self._defined: set[str] = set()  # metrics that are drawn over our steps
+        self._told: dict[str, Any] = {}  # settings, by dotted name
+
+    def on_preempt(self, ctx: Context) -> None:
+        """Tell W&B at once: there may be no later."""
+        if self.is_open and self._is_ours:
+            self.run.mark_preempting()
+
+    def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of W&B, which shows the latest of each name."""
+        if self.is_open:
+            cells = [[plain(cell) for cell in row] for row in rows]
+            table = self._module().Table(columns=list(columns), data=cells, allow_mixed_types=True)
+            self.run.log({name: table, "step": ctx.step})
+
+    def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
+        """Images side by side."""
+        if self.is_open:
+            image = self._module().Image
+            self.run.log({name: [image(as_pixels(each)) for each in images], "step": ctx.step})
+
+    def log_file(self, ctx: Context, name: str, path: Path) -> None:
+        """A file, uploaded in the background as it is now."""
+        if self.is_open:
+            path, parts = path.absolute(), Path(name).parts
+            base = path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
+            self.run.save(glob.escape(str(path)), base_path=base, policy="now")
+
+    # --- what a tracker is asked for ---
+
+    def _open(self, ctx: Context, run_id: str | None) -> Opened:
+        wandb = self._module()
+        is_ours = wandb.run is None or wandb.run.id in self._opened
+        self.run = self._begin(ctx, run_id) if is_ours else wandb.run
+        if is_ours:
+            self.run.define_metric("*", step_metric="step")
+        self._told = {}
+        self._defined = {"*"} if is_ours else set()
+        return Opened(self.run.id, is_ours)
+
+    def _begin(self, ctx: Context, run_id: str | None) -> Any:
+        wandb = self._module()
+        folder = self.folder or (ctx.run.folder if "WANDB_DIR" not in os.environ else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)  # W&B would write elsewhere
+        waits = {f"{what}_timeout": self.timeout for what in ("init", "login", "finish")}
+        settings = {name: value for name, value in waits.items() if f"WANDB_{name.upper()}" not in os.environ} | self.settings
+        hook = sys.excepthook
+        try:
+            return self._init(wandb, ctx, folder, run_id, settings)
+        finally:
+            sys.excepthook = hook  # W&B puts its own there, to learn how a program ends: here it is told
+
+    def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
+        return wandb.init(
+            **self._where,
+            dir=folder,
+            name=self.run_name or ctx.run.name,
+            tags=self._tags or None,
+            id=run_id,
+            resume="allow" if run_id is not None else None,
+            reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,  # another logger's, say
+            settings=wandb.Settings(**settings),
+        )
+
+    def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+        if not self._is_ours:  # metrics of who opened it keep their own axis
+            for name in values.keys() - self._defined:
+                self.run.define_metric(name, step_metric="step")
+                self._defined.add(name)
+        self.run.log({**values, "step": ctx.record.step})
+
+    def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        self._told |= values
+        self.run.config.update(nested(self._told), allow_val_change=True)
+
+    def _fail(self, ctx: Context, error: str) -> None:
+        self.run.summary["exception"] = error
+
+    def _close(self, ctx: Context, outcome: Outcome) -> None:
+        run, self.run = self.run, None
+        run.summary["outcome"] = outcome.value
+        run.finish(exit_code=_EXIT_CODES.get(outcome, 0))

@@ -1,0 +1,46 @@
+"""A tokenizer that needs no download: bytes, and the few tokens that a chat or a picture needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BYTES = 256
+
+END, PAD, USER, ASSISTANT, SYSTEM, IMAGE = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|image|>"
+SPECIAL = (END, PAD, USER, ASSISTANT, SYSTEM, IMAGE)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""A role's token before what it says, and the end token after what the assistant says: the part that is learnt."""
+
+
+def byte_tokenizer() -> Any:
+    """A transformers tokenizer whose ids 0 to 255 are the bytes of a text in UTF-8, and whose further ids are `SPECIAL`, in order."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: byte for byte, symbol in enumerate(_symbols())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _symbols() -> list[str]:
+    """For each byte the printable character that byte-level tokenizers write for it (Radford et al. 2019)."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(rest)) for byte in range(BYTES)]

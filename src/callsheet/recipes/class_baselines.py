@@ -1,0 +1,45 @@
+"""What a classifier must beat: the class that is most frequent, and naive Bayes over the bytes of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class ByteCounts:
+    """How often each class and, in its texts, each byte occurs. The same counts give both baselines.
+
+    Args:
+        classes: how many there are.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.rows = np.zeros(classes, dtype=np.int64)
+        self.bytes = np.zeros((classes, 256), dtype=np.int64)
+
+    def add(self, text: str, label: int) -> None:
+        """Count one row."""
+        self.rows[label] += 1
+        self.bytes[label] += _histogram(text)
+
+    def majority(self) -> int:
+        """The most frequent class."""
+        return int(self.rows.argmax())
+
+    def naive_bayes(self, texts: Iterable[str]) -> Tensor:
+        """The likeliest class of each text, int64, (texts,), where its bytes are drawn one by one with the frequencies of the class.
+
+        Counts start from one, so that nothing is impossible (Laplace's rule).
+        """
+        smoothed = self.bytes + 1.0
+        each = np.log(smoothed / smoothed.sum(axis=1, keepdims=True))
+        prior = np.log((self.rows + 1.0) / (self.rows.sum() + len(self.rows)))
+        return torch.tensor([int((prior + each @ _histogram(text)).argmax()) for text in texts])
+
+
+def _histogram(text: str) -> NDArray[np.int64]:
+    return np.bincount(np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8), minlength=256).astype(np.int64)

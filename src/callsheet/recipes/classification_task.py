@@ -1,0 +1,62 @@
+"""Sequence classification as a task: weighted cross entropy, accuracy and F1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from callsheet.extras import load
+from callsheet.trainer.tasks import Losses, Task
+
+
+class ClassificationTask(Task):
+    """Batches are dictionaries of the model's arguments, and `labels`, one number a sample; the model gives `logits`, (samples, classes).
+
+    The loss is the mean over samples, each weighing what its class does. Metrics are `accuracy`, of all samples, and `f1`, the mean
+    of the classes' own.
+
+    Args:
+        classes: how many there are.
+        weights: what a sample of each class weighs; None is the same for all.
+    """
+
+    def __init__(self, classes: int, weights: Sequence[float] | None = None) -> None:
+        metrics = load("torchmetrics.classification", extra="train", wanted_by="the recipe classify")
+        self.metrics = {
+            "accuracy": metrics.MulticlassAccuracy(classes, average="micro"),
+            "f1": metrics.MulticlassF1Score(classes, average="macro"),
+        }
+        self._weights = torch.tensor(weights) if weights is not None else None
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """`model(**batch)`, but for the labels: the loss is not the model's own."""
+        return model(**{name: value for name, value in batch.items() if name != "labels"})
+
+    def loss(self, outputs: Any, batch: Any) -> Losses:
+        """Cross entropy, in float32."""
+        labels = batch["labels"]
+        return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
+
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """Logits and labels."""
+        return outputs.logits, batch["labels"]
+
+    def weight(self, batch: Any) -> Any:
+        """What the samples weigh together, as the loss is a mean over that; without weights, how many there are."""
+        labels = batch["labels"]
+        weights = self._on(labels)
+        return len(labels) if weights is None else weights[labels].sum()
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether all classes weigh the same."""
+        return self._weights is None
+
+    def _on(self, labels: Tensor) -> Tensor | None:
+        if self._weights is not None and self._weights.device != labels.device:
+            self._weights = self._weights.to(labels.device)
+        return self._weights

@@ -1,0 +1,214 @@
+"""Sequence classification: which class a text belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.callback import Callback, one_of
+from callsheet.errors import ConfigError
+from callsheet.manager import CallbackManager
+from callsheet.recipes.class_baselines import ByteCounts
+from callsheet.recipes.class_labels import WEIGHTS, ClassLabels, agreed_with_head, class_weights
+from callsheet.recipes.classification_task import ClassificationTask
+from callsheet.recipes.job import JobConfig
+from callsheet.recipes.labelled_texts import TOO_LONG, LabelledTexts
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.package_pieces import PackagePieces
+from callsheet.recipes.padding import Padding
+from callsheet.recipes.recipe import Recipe
+from callsheet.recipes.rows import Rows, Stream, Table, prepared
+from callsheet.trainer.arguments import positive
+from callsheet.trainer.tasks import Task
+
+
+@dataclass(kw_only=True)
+class ClassifyConfig(JobConfig):
+    """What the recipe is made of.
+
+    Args:
+        model: what is trained; a model without a classifying head gets a new one.
+        train: rows to train on; None trains on `pieces`.
+        validation: rows to evaluate on, by the dataset's name.
+        test: rows to evaluate on once, when all is done.
+        pieces: where `train` is None, which source files are told apart.
+        text_column: the column of texts.
+        label_column: the column of labels: names, or numbers from 0.
+        labels: the classes' names in the order of their numbers; None takes those of the rows to train on.
+        class_weights: what a sample weighs in the loss: `none` is all the same; `balanced` lets all classes weigh the same together;
+            or a number for each class.
+        sequence_length: tokens a text may have.
+        too_long: what becomes of longer texts: `truncate` takes their beginning, `refuse` ends with an error before training.
+    """
+
+    run_name: str = "classify"
+    max_duration: str = "3ep"
+    model: LanguageModel = field(default_factory=LanguageModel)
+    train: Rows | None = None
+    validation: dict[str, Rows] = field(default_factory=dict)
+    test: Rows | None = None
+    pieces: PackagePieces = field(default_factory=PackagePieces)
+    text_column: str = "text"
+    label_column: str = "label"
+    labels: list[str] | None = None
+    class_weights: str | list[float] = "none"
+    sequence_length: int = 256
+    too_long: str = "truncate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("sequence_length", self.sequence_length, int)
+        one_of("too_long", self.too_long, TOO_LONG)
+        if isinstance(self.class_weights, str):
+            one_of("class_weights", self.class_weights, WEIGHTS)
+        elif any(weight < 0 for weight in self.class_weights) or not any(self.class_weights):
+            raise ConfigError(f"class_weights={self.class_weights}: give 0 or more for each class, and not 0 for all")
+        if self.train is None and (self.validation or self.test is not None):
+            raise ConfigError(
+                "validation and test are there, and no train; give the rows to train on as well, such as train.path"
+            )
+        if taken := {"train", "test"} & set(self.validation):
+            raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
+
+
+class Classify(Recipe[ClassifyConfig]):
+    """Sequence classification: which class a text belongs to.
+
+    It is evaluated at its interval, and evaluated and tested when training is over: loss, accuracy and F1.
+    """
+
+    Config = ClassifyConfig
+    results_are_in = (
+        "accuracy, and F1 as the mean over the classes, on texts that the model has not seen; baselines on the last set"
+    )
+
+    # --- the job ---
+
+    def read_data(self) -> None:
+        """Read the rows, and look at every label and text that can be looked at before it is needed."""
+        config, columns = self.config, (self.config.text_column, self.config.label_column)
+        self.tokenizer = config.model.make_tokenizer()
+        self.sets: dict[str, Table | Stream] = {}
+        if config.train is None:
+            pieces = config.pieces
+            self.sets = {"train": pieces.train(), "validation": pieces.validation(), "test": pieces.test()}
+            columns = ("text", "label")
+        else:
+            given = {"train": config.train, **config.validation, "test": config.test}
+            self.sets = {name: rows.read(columns) for name, rows in given.items() if rows is not None}
+        train = self.sets["train"]
+        if config.labels is not None:
+            labels = ClassLabels(config.labels)
+        elif isinstance(train, Table):
+            labels = ClassLabels.of((place, row[columns[1]]) for place, row in train.places())
+        else:
+            raise ConfigError("labels: rows that are streamed do not show all their classes beforehand; name them in `labels`")
+        self.labels = labels = agreed_with_head(labels, config.model, may_reorder=config.labels is None)
+        cuts, most = config.too_long == "truncate", config.sequence_length
+        self.texts = LabelledTexts(self.tokenizer, labels, *columns, most, cuts)
+        self.counts = ByteCounts(len(labels))
+        for name, rows in self.sets.items():
+            for place, row in rows.places() if isinstance(rows, Table) else ():
+                text, label = self.texts.checked(row, place)
+                if name == "train":
+                    self.counts.add(text, label)
+        self.weights = class_weights(config.class_weights, self.counts.rows.tolist(), labels.names)
+
+    def make_model(self) -> nn.Module:
+        """A model that gives a number for each class."""
+        from transformers import AutoModelForSequenceClassification
+
+        names = dict(enumerate(self.labels.names))
+        return self.config.model.build(
+            AutoModelForSequenceClassification,
+            vocabulary=len(self.tokenizer),
+            longest=self.config.sequence_length,
+            num_labels=len(names),
+            id2label=names,
+            label2id={name: number for number, name in names.items()},
+            pad_token_id=self.tokenizer.pad_token_id,  # decoders judge the last token that is not this one
+        )
+
+    def make_task(self) -> Task:
+        """Weighted cross entropy, with accuracy and F1."""
+        return ClassificationTask(len(self.labels), self.weights)
+
+    def train_data(self) -> Iterable[Any]:
+        """The rows to train on, padded to the longest of each batch."""
+        return self._batches("train")
+
+    def validation_data(self) -> Mapping[str, Iterable[Any]]:
+        """Each set by its name."""
+        return {name: self._batches(name) for name in self.sets if name not in ("train", "test")}
+
+    def test_data(self) -> Iterable[Any] | None:
+        """The rows for the test, where there are some."""
+        return self._batches("test") if "test" in self.sets else None
+
+    def processor(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    def about_data(self) -> str:
+        """How many rows of how many classes."""
+        rows = [f"{len(rows)} rows for {name}" for name, rows in self.sets.items() if isinstance(rows, Table)]
+        return ", ".join([f"{len(self.labels)} classes", *rows])
+
+    def finish(self) -> None:
+        """Accuracy and F1 of every set, and on the last of them what the baselines reach."""
+        for name, found in self.evaluated.items():
+            self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
+        last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None
+        if isinstance(last, Table) and self.counts.rows.any():
+            texts, labels = zip(*(self.texts.checked(row, place) for place, row in last.places()), strict=True)
+            targets = torch.tensor(labels)
+            for name, guess in {
+                "majority class": torch.full_like(targets, self.counts.majority()),
+                "naive Bayes of bytes": self.counts.naive_bayes(texts),
+            }.items():
+                metrics = ClassificationTask(len(self.labels)).metrics
+                self.results |= {f"{name}/{metric}": float(judge(guess, targets)) for metric, judge in metrics.items()}
+
+    def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The likeliest class of each row's text: `label`, its `probability`, and the `probabilities` of all classes by name.
+
+        Of several ranks all take part, and rank 0 has the answers.
+        """
+        collate, size = Padding(self.tokenizer.pad_token_id), self.config.eval_batch_size or self.config.batch_size
+        numbered = enumerate(rows, 1)
+        while some := list(islice(numbered, size)):
+            batch = collate([{"input_ids": self.texts.ids(row, f"row {number}")} for number, row in some])
+            for outputs in self.trainer.predict([batch]):
+                for of_row in outputs.logits.float().softmax(-1).tolist():
+                    named = dict(zip(self.labels.names, of_row, strict=True))
+                    label = max(named, key=named.__getitem__)
+                    yield {"label": label, "probability": named[label], "probabilities": named}
+
+    # --- rows ---
+
+    def _batches(self, name: str) -> Iterable[Any]:
+        dataset = prepared(self.sets[name], self.texts.sample)
+        return self.loader(dataset, collate=Padding(self.tokenizer.pad_token_id), train=name == "train")
+
+
+def classify(
+    config: ClassifyConfig | None = None,
+    *,
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] = (),
+) -> Classify:
+    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+
+    Example:
+        >>> from callsheet.recipes import Rows, classify, ClassifyConfig  # doctest: +SKIP
+        >>> classify(ClassifyConfig(train=Rows("train.jsonl"), test=Rows("test.jsonl"))).results  # doctest: +SKIP
+    """
+    recipe = Classify(config, callbacks, loggers)
+    recipe.setup()
+    recipe.run()
+    return recipe

@@ -1,0 +1,65 @@
+"""The keys of a configuration of transformers: one that none of its classes knows would be kept, and change nothing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from callsheet.errors import ConfigError, did_you_mean
+
+
+def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
+    """Look at the values that a configuration was made of.
+
+    Raises:
+        ConfigError: there is a key, also in one of its parts such as `text_config`, that it merely keeps.
+    """
+    known, read = _declared(type(config)), _read(type(config))
+    kept = [key for key in given if key not in known and key not in read and key in vars(config)]
+    if kept:
+        others = {key: value for key, value in given.items() if key not in kept and key != "model_type"}
+        without = type(config)(**copy.deepcopy(others))
+        _refuse((key for key in kept if not hasattr(without, key)), known, config, place)
+    for key, value, part in _parts(given, config):
+        check_made(value, part, f"{place}.{key}")
+
+
+def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
+    """Look at the values that are to stand over those of a configuration.
+
+    Raises:
+        ConfigError: it has no such key, nor has one of its parts.
+    """
+    _refuse((key for key in given if not hasattr(config, key)), _declared(type(config)), config, place)
+    for key, value, part in _parts(given, config):
+        check_changed(value, part, f"{place}.{key}")
+
+
+def _parts(given: Mapping[str, Any], config: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    from transformers import PreTrainedConfig
+
+    for key, value in given.items():
+        part = getattr(config, key, None)
+        if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
+            yield key, value, part
+
+
+def _declared(kind: Any) -> set[str]:
+    named = {name for one in kind.__mro__ if one is not object for name in inspect.signature(one.__init__).parameters}
+    return (named | set(kind.attribute_map)) - {"self", "args", "kwargs"}
+
+
+def _read(kind: Any) -> set[Any]:
+    """What its making asks for by name among further keys, such as those that it had under older versions."""
+    from transformers import PreTrainedConfig
+
+    own = (one for one in kind.__mro__ if one is not PreTrainedConfig)  # which names what it leaves to others
+    functions = [vars(one).get(name) for one in own for name in ("__init__", "__post_init__")]
+    return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}
+
+
+def _refuse(keys: Iterable[str], known: set[str], config: Any, place: str) -> None:
+    for key in keys:
+        raise ConfigError(f"{place}: a configuration of {config.model_type} has no key {key!r}{did_you_mean(key, sorted(known))}")

@@ -1,0 +1,238 @@
+"""Knowledge distillation: a small language model learns from a large one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from torch import nn
+
+from callsheet.callback import Callback
+from callsheet.callbacks import CheckpointSaver
+from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
+from callsheet.loggers import JSONLLogger, ProgressBarLogger
+from callsheet.manager import CallbackManager
+from callsheet.recipes.distillation_task import DistillationTask
+from callsheet.recipes.finetune import Finetune, FinetuneConfig
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.lora import Lora
+from callsheet.recipes.packing import check_kept_apart
+from callsheet.recipes.settings import as_file
+from callsheet.recipes.standing import of_rank_zero
+from callsheet.trainer import Trainer
+from callsheet.trainer.arguments import duration, positive
+from callsheet.trainer.checkpoints import AUTO
+from callsheet.trainer.tasks import Task
+
+logger = logging.getLogger("callsheet")
+
+BEFORE = "distill/before"
+"""In the run's user state: what the student's cross entropies were before it was trained."""
+TEACHER, HARD_LABELS = "teacher", "hard_labels"
+"""The folders, in the run's, of the runs beside it."""
+
+
+@dataclass(kw_only=True)
+class DistillConfig(FinetuneConfig):
+    """What the recipe is made of: all that fine-tuning has, whose `model` is the student, and a teacher.
+
+    Args:
+        teacher: whose tokens have to be the student's. One without a path is trained first, on the same data.
+        teacher_duration: for how long, where it is.
+        kd_temperature: what the logits of both are divided by before they are compared.
+        mix: the share of the labels in the loss, from 0 to 1; the rest is the teacher's.
+        compare_with_hard_labels: whether another student is trained as long on the labels alone, for the table.
+    """
+
+    run_name: str = "distill"
+    teacher: LanguageModel = field(default_factory=LanguageModel)
+    teacher_duration: str = "60s"
+    kd_temperature: float = 2.0
+    mix: float = 0.5
+    compare_with_hard_labels: bool = False
+
+    may_change: ClassVar[frozenset[str]] = FinetuneConfig.may_change | {"compare_with_hard_labels"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("kd_temperature", self.kd_temperature, float)
+        if not 0 <= self.mix <= 1:
+            raise ConfigError(f"mix={self.mix}: give a share from 0 (the teacher alone) to 1 (the labels alone)")
+        duration(self.teacher_duration, None)
+        if self.teacher.path is None and self.teacher.tokenizer is None:
+            self.teacher = replace(self.teacher, tokenizer=self.model.tokenizer or self.model.path)
+        if self.model.path is None and self.model.tokenizer is None:
+            self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
+
+
+class Distill(Finetune):
+    """Knowledge distillation: a small language model learns from a large one.
+
+    It is evaluated before training, at its interval, and evaluated and tested when training is over: `loss`, `ce_loss`, `kd_loss` and
+    `teacher_loss`.
+    """
+
+    Config = DistillConfig
+    config: DistillConfig
+    results_are_in = "nats a token of the answers, as cross entropies; the baselines count the training answers' tokens"
+
+    def read_data(self) -> None:
+        """As fine-tuning does; and refuse a teacher of other tokens."""
+        super().read_data()
+        own, others = self.tokenizer.get_vocab(), self.config.teacher.make_tokenizer().get_vocab()
+        if own != others:
+            token = min(own.items() ^ others.items(), key=lambda one: (one[1], one[0]))[0]
+            theirs, ours = (
+                f"{names[token]} of {len(names)}" if token in names else f"none of {len(names)}" for names in (others, own)
+            )
+            raise ConfigError(
+                f"teacher: its vocabulary is another than the student's: {token!r} is token {theirs} to the teacher, and {ours} to the student; "
+                "give a teacher and a student with one tokenizer"
+            )
+
+    def make_model(self) -> nn.Module:
+        """The student; and the teacher, if it is there already."""
+        model = super().make_model()
+        self.teacher = self._teacher(self.config.teacher) if self.config.teacher.path is not None else None
+        return model
+
+    def make_task(self) -> Task:
+        """The student's own loss, mixed with its distance from the teacher; a teacher without weights is trained here."""
+        if self.teacher is None:
+            self.teacher = self._teacher(replace(self.config.teacher, path=str(self._taught()), config=None, freeze=[]))
+        config = self.config
+        return DistillationTask(self.teacher, temperature=config.kd_temperature, mix=config.mix, vocabulary=len(self.tokenizer))
+
+    def begin(self) -> None:
+        """What the student says before it has learnt anything, if this is before."""
+        trainer = self.trainer
+        if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
+            found = trainer.evaluate()
+            trainer.ctx.user_state[BEFORE] = {name: losses["ce_loss"] for name, losses in found.items()}
+
+    def finish(self) -> None:
+        """Put student, teacher and baselines beside one another, and ask the student."""
+        super().finish()
+        before = self.trainer.ctx.user_state.get(BEFORE, {})
+        results: dict[str, float] = {}
+        for name, found in self.evaluated.items():
+            results |= {f"{name}/ce_loss": found["ce_loss"], f"{name}, teacher": found["teacher_loss"]}
+            if name in before:
+                results[f"{name}, untrained student"] = before[name]
+        self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
+
+    def run(self) -> dict[str, float]:
+        """As every recipe does; and train another student on the labels alone, where that is wanted."""
+        super().run()
+        if self.config.compare_with_hard_labels and not self.trainer.preempted:
+            steps = self.trainer.state.timestamp.batch
+            other = self._beside(HARD_LABELS, self.config.model, f"{steps}ba", self.config.lora)
+            _run(other)
+            self.results |= {f"{name}, labels alone": found["loss"] for name, found in other.evaluated.items()}
+        return self.results
+
+    def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
+        return super()._trainer(model, resume or AUTO)  # with None the folder would have to be empty, and the teacher is there
+
+    # --- the runs beside it ---
+
+    def _teacher(self, which: LanguageModel) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        teacher = which.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=self.config.sequence_length)
+        if self.config.packing and not self._is_flash:
+            check_kept_apart(teacher)
+        return teacher
+
+    def _taught(self) -> Path:
+        """The folder of the teacher that is trained for this run, if it has not been.
+
+        Raises:
+            ConfigError: the run goes on, and its teacher is gone.
+        """
+        exported = self.folder / TEACHER / "export"
+        recipe = self._beside(TEACHER, self.config.teacher, self.config.teacher_duration, None)
+
+        def look() -> bool:
+            kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
+            if kept is not None and not self.folder.exists() and _is_of(kept, recipe):  # all that the run had got to
+                self.folder.mkdir(parents=True)
+                kept.rename(self.folder / TEACHER)
+            is_there = exported.exists()  # and whole
+            if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
+                raise ConfigError(
+                    f"{self.folder} is to go on, and its teacher is not in {exported}; --resume new starts anew, with a new one"
+                )
+            return is_there
+
+        if not of_rank_zero(self.ranks, look, timeout=self.config.timeout_seconds):
+            logger.info("the teacher is trained first, for %s", self.config.teacher_duration)
+            _run(recipe)
+        return exported
+
+    def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
+        """A run of fine-tuning on the same data, in this one's folder; one that is there goes on."""
+        kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
+        own = {"run_name": name, "runs_folder": str(self.folder), "resume": AUTO, "max_duration": length, "export": True}
+        silent: dict[str, Any] = {"evaluate_first": False, "prompts": [], "samples": 0}
+        config = FinetuneConfig(**kept | own | silent | {"model": model, "lora": lora})
+        resolved = yaml.safe_dump({**yaml.safe_load(as_file(Finetune, config)), "recipe": "finetune"}, sort_keys=False)
+        return _Beside(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
+
+
+class _Beside(Finetune):
+    """Whose export is there whole, or not at all."""
+
+    def export(self, path: str | Path) -> None:
+        """Write it under another name, and rename it when all of it is written."""
+        draft = Path(f"{path}.new")
+
+        def clear() -> None:
+            if draft.exists():  # half of it, of a run that ended there
+                shutil.rmtree(draft)
+
+        def put() -> None:
+            if Path(path).exists():
+                shutil.rmtree(path)
+            draft.rename(path)
+
+        of_rank_zero(self.ranks, clear, timeout=self.config.timeout_seconds)
+        super().export(draft)
+        of_rank_zero(self.ranks, put, timeout=self.config.timeout_seconds)
+
+
+def _is_of(folder: Path, recipe: Finetune) -> bool:
+    file = folder / "config.yaml"
+    return file.exists() and file.read_text() == recipe.resolved
+
+
+def _run(recipe: Finetune) -> None:
+    recipe.setup()
+    recipe.run()
+    if recipe.trainer.preempted and recipe.trainer.signal is not None:
+        raise SystemExit(128 + recipe.trainer.signal)  # the run that it is beside makes way as well
+
+
+def distill(
+    config: DistillConfig | None = None,
+    *,
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] = (),
+) -> Distill:
+    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+
+    Example:
+        >>> from callsheet.recipes import DistillConfig, LanguageModel, Rows, distill  # doctest: +SKIP
+        >>> student, teacher = LanguageModel("small"), LanguageModel("large")  # doctest: +SKIP
+        >>> distill(DistillConfig(model=student, teacher=teacher, train=Rows("chats.jsonl"))).results  # doctest: +SKIP
+    """
+    recipe = Distill(config, callbacks, loggers)
+    recipe.setup()
+    recipe.run()
+    return recipe

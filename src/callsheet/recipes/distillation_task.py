@@ -1,0 +1,55 @@
+"""Distillation as a task: a model learns from the labels, and from what a teacher thinks of every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
+from callsheet.recipes.finetune import CausalTask
+from callsheet.trainer.tasks import IGNORED_LABEL, Losses
+
+
+class DistillationTask(CausalTask):
+    """The loss is `mix * ce_loss + (1 - mix) * kd_loss`, all three means over the labelled tokens (Hinton, Vinyals and Dean 2015).
+
+    `ce_loss` is the model's own, in nats; `kd_loss` is the square of the temperature times KL(teacher || model), both softened by it, so that its
+    gradients keep their size. Where nothing is trained, `teacher_loss` is the teacher's cross entropy.
+
+    Args:
+        teacher: a causal language model over the same tokens.
+        temperature: what both logits are divided by before the softmax.
+        mix: the share of the labels, from 0 to 1.
+        vocabulary: how many tokens there are; logits beyond, which some models have for a rounder number, are left out.
+    """
+
+    def __init__(self, teacher: nn.Module, *, temperature: float, mix: float, vocabulary: int) -> None:
+        super().__init__()
+        self.frozen_models = (teacher,)
+        self._temperature, self._mix, self._vocabulary = temperature, mix, vocabulary
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's outputs, with the teacher's logits as `teacher_logits`."""
+        outputs = super().forward(model, batch)
+        with torch.no_grad():
+            asked = {name: value for name, value in batch.items() if name != "labels"}
+            outputs["teacher_logits"] = super().forward(self.frozen_models[0], asked).logits
+        return outputs
+
+    def loss(self, outputs: Any, batch: Any) -> Losses:
+        """The losses by name."""
+        own = super().loss(outputs, batch)
+        assert isinstance(own, Tensor)  # a model's is
+        labels = batch["labels"][:, 1:]  # the first is predicted by nothing
+        says, teaches = (logits[:, :-1, : self._vocabulary].float() for logits in (outputs.logits, outputs.teacher_logits))
+        says_softly, teaches_softly = (log_softmax(logits / self._temperature, dim=-1) for logits in (says, teaches))
+        apart = kl_div(says_softly, teaches_softly, reduction="none", log_target=True).sum(-1)
+        counts = labels != IGNORED_LABEL
+        of_teacher = self._temperature**2 * apart.where(counts, 0.0).sum() / counts.sum().clamp(min=1)
+        losses = {"loss": self._mix * own + (1 - self._mix) * of_teacher, "ce_loss": own, "kd_loss": of_teacher}
+        if not torch.is_grad_enabled():
+            sums = cross_entropy(teaches.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+            losses["teacher_loss"] = sums / counts.sum().clamp(min=1)
+        return losses

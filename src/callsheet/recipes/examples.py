@@ -1,0 +1,130 @@
+"""Examples of tokens to train on: all of a table's in memory, or a stream's as they come; none longer than the model is to see."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from callsheet.callback import one_of
+from callsheet.errors import ConfigError
+from callsheet.recipes.conversations import Encode, Example
+from callsheet.recipes.rows import Stream, Table, refuse
+from callsheet.trainer.tasks import IGNORED_LABEL
+
+logger = logging.getLogger("callsheet")
+
+TOO_LONG = ("refuse", "truncate", "drop")
+
+Sample = dict[str, Tensor]
+
+
+class Fit:
+    """No example longer than `longest` tokens, and none without one that is learnt.
+
+    Attributes:
+        truncated: how many were cut.
+        dropped: how many were left out.
+    """
+
+    def __init__(self, longest: int, too_long: str) -> None:
+        one_of("too_long", too_long, TOO_LONG)
+        self.longest = longest
+        self.truncated = self.dropped = 0
+        self._too_long = too_long
+
+    def __call__(self, example: Example, place: str) -> Example | None:
+        """The example, or its first `longest` tokens, or None.
+
+        Raises:
+            ConfigError: it is too long and to be refused, or has nothing to learn; it names the place.
+        """
+        if len(example.ids) > self.longest:
+            if self._too_long == "refuse":
+                refuse(
+                    place,
+                    f"it has {len(example.ids)} tokens, more than the sequence_length of {self.longest}; give more (as many as the "
+                    "model takes), or too_long: truncate or drop",
+                )
+            example = Example(example.ids[: self.longest], example.is_learnt[: self.longest])
+            if self._too_long == "drop" or not any(example.is_learnt[1:]):
+                self.dropped += 1
+                return None
+            self.truncated += 1
+        if not any(example.is_learnt[1:]):  # nothing predicts the first
+            refuse(place, "there is nothing to learn in it: no token of an answer; leave it out")
+        return example
+
+    def __str__(self) -> str:
+        said = {"cut to it": self.truncated, "left out": self.dropped}
+        return "".join(f", {count} longer than {self.longest} tokens {what}" for what, count in said.items() if count)
+
+
+class Examples(Dataset[Sample]):
+    """The examples of a table's rows, in memory: five bytes a token. Every row is looked at here, before anything is trained."""
+
+    def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
+        ids, is_learnt, ends = array("i"), array("b"), array("q", [0])
+        began, is_told = time.monotonic(), False
+        for index in range(len(rows)):
+            place = rows.place(index)
+            if (example := fit(encode(rows[index], place), place)) is not None:
+                ids.extend(example.ids)
+                is_learnt.extend(example.is_learnt)
+                ends.append(len(ids))
+            if not is_told and time.monotonic() - began > 10:
+                is_told = True
+                logger.info("row %d of %d has become tokens; streaming: true would do it while training", index + 1, len(rows))
+        if len(ends) == 1:
+            raise ConfigError(f"{rows.place(0)} and what follows it: every row is too long{fit}; give a longer sequence_length")
+        self.ids = np.frombuffer(ids, dtype=np.int32)
+        self.is_learnt = np.frombuffer(is_learnt, dtype=np.bool_)
+        self._ends = np.frombuffer(ends, dtype=np.int64)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each."""
+        lengths: list[int] = np.diff(self._ends).tolist()
+        return lengths
+
+    @property
+    def starts(self) -> Any:
+        """Where in `ids` each begins."""
+        return self._ends[:-1]
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
+        here = slice(self._ends[index], self._ends[index + 1])
+        return sample(self.ids[here], self.is_learnt[here])
+
+
+class ExampleStream(IterableDataset[Sample]):
+    """The examples of a stream's rows, as they come; a row that cannot be used stops the run there."""
+
+    def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
+        self._rows, self._encode, self._fit = rows, encode, fit
+
+    def __iter__(self) -> Iterator[Sample]:
+        for place, row in self._rows.places():
+            if (example := self._fit(self._encode(row, place), place)) is not None:
+                yield sample(np.array(example.ids), np.array(example.is_learnt))
+
+
+def sample(ids: Any, is_learnt: Any) -> Sample:
+    """`input_ids` and `labels`, int64, (length,); the labels of what is not learnt, and of the first token, are left out of the loss."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    learnt = torch.from_numpy(is_learnt.copy())
+    learnt[0] = False
+    return {"input_ids": tokens, "labels": torch.where(learnt, tokens, IGNORED_LABEL)}

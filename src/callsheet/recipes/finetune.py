@@ -1,0 +1,298 @@
+"""Fine-tuning: a causal language model learns to answer, or to go on, as rows of text do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from callsheet.callback import Callback, one_of
+from callsheet.errors import ConfigError
+from callsheet.manager import CallbackManager
+from callsheet.recipes.conversations import Conversations
+from callsheet.recipes.docstrings import Docstrings
+from callsheet.recipes.example_sets import ExampleSets
+from callsheet.recipes.examples import TOO_LONG, Examples
+from callsheet.recipes.job import JobConfig
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.lora import Lora
+from callsheet.recipes.packing import check_kept_apart
+from callsheet.recipes.recipe import Recipe
+from callsheet.recipes.rows import Rows, Stream, Table, refuse
+from callsheet.recipes.token_counts import TokenCounts
+from callsheet.recipes.writing import continued, said
+from callsheet.trainer.arguments import positive
+from callsheet.trainer.tasks import HuggingFaceTask, Task
+
+BEFORE = "finetune/before"
+"""In the run's user state: what the model's losses were before it was trained."""
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(JobConfig):
+    """What the recipe is made of.
+
+    Args:
+        model: what is trained.
+        lora: train low-rank adapters alone; None trains all of the model that `model.freeze` does not name.
+        train: rows to learn from: `messages`, or `prompt` and `completion`, or `text`; None takes `docstrings`.
+        validation: rows to evaluate on, by the dataset's name.
+        test: rows to evaluate on once, when all is done.
+        docstrings: where `train` is None, whose functions are to be explained.
+        chat_template: None is the tokenizer's own; `plain` puts none around prompt and completion; else the path of a Jinja file.
+        completion_only: whether the answers alone are learnt, and not what is asked.
+        sequence_length: tokens an example may have, and a packed row.
+        too_long: what becomes of longer examples: `refuse` ends with an error before training, `truncate` takes their beginning,
+            `drop` leaves them out.
+        packing: several examples in each row of `sequence_length` tokens; `batch_size` counts rows then.
+        evaluate_first: whether the validation data is evaluated before the first step as well.
+        prompts: what the trained model is asked in the end.
+        samples: how many of each validation dataset's prompts it is asked as well.
+        generated_tokens: how far it may answer.
+        temperature: of the drawing of each token; 0 takes the likeliest.
+    """
+
+    run_name: str = "finetune"
+    max_duration: str = "3ep"
+    model: LanguageModel = field(default_factory=LanguageModel)
+    lora: Lora | None = None
+    train: Rows | None = None
+    validation: dict[str, Rows] = field(default_factory=dict)
+    test: Rows | None = None
+    docstrings: Docstrings = field(default_factory=Docstrings)
+    chat_template: str | None = None
+    completion_only: bool = True
+    sequence_length: int = 512
+    too_long: str = "refuse"
+    packing: bool = False
+    evaluate_first: bool = True
+    prompts: list[str] = field(default_factory=list)
+    samples: int = 2
+    generated_tokens: int = 96
+    temperature: float = 0.0
+
+    may_change: ClassVar[frozenset[str]] = JobConfig.may_change | {"prompts", "samples", "generated_tokens", "temperature"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sequence_length", "generated_tokens"):
+            positive(name, getattr(self, name), int)
+        one_of("too_long", self.too_long, TOO_LONG)
+        if self.samples < 0 or self.temperature < 0:
+            raise ConfigError(f"samples={self.samples}, temperature={self.temperature}: give 0 or more of each")
+        if self.train is None and (self.validation or self.test is not None):
+            raise ConfigError("validation or test is there, and no train; give the rows to learn from as well, as train.path")
+        if taken := {"train", "test"} & set(self.validation):
+            raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
+        if self.lora is not None and not self.lora.merge and self.model.path is None:
+            raise ConfigError("lora.merge: false exports adapters without their model, which has no model.path; give merge: true")
+
+
+class CausalTask(HuggingFaceTask):
+    """The model's own loss, without a cache of keys and values: nothing reads it, and with it packed examples would not be kept apart."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """`model(**batch)`."""
+        return model(**batch, use_cache=False)
+
+
+class Finetune(Recipe[FinetuneConfig]):
+    """Fine-tuning: a causal language model learns to answer, or to go on, as rows of text do.
+
+    It is evaluated before training, at its interval, and evaluated and tested when training is over.
+    """
+
+    Config = FinetuneConfig
+    results_are_in = "nats a token of the answers; the baselines count the training answers' tokens"
+
+    # --- the job ---
+
+    def read_data(self) -> None:
+        """Make tokens of all rows that are not streamed: what cannot be used, or is too long, is known then."""
+        config = self.config
+        self.tokenizer = config.model.make_tokenizer()
+        self.conversations = Conversations(self.tokenizer, template=config.chat_template, completion_only=config.completion_only)
+        self.rows: dict[str, Table | Stream] = {}
+        if config.train is None:
+            self.rows = {"train": config.docstrings.train, **config.docstrings.validation}
+        else:
+            given = {"train": config.train, **config.validation, "test": config.test}
+            self.rows = {name: rows.read(()) for name, rows in given.items() if rows is not None}
+        self.sets = ExampleSets(
+            self.rows,
+            self.conversations,
+            longest=config.sequence_length,
+            too_long=config.too_long,
+            packing=config.packing,
+            flat=self._is_flash,
+            pad_id=self.tokenizer.pad_token_id,
+        )
+
+    def make_model(self) -> nn.Module:
+        """A causal language model that ends where the tokenizer says, with adapters where they are wanted."""
+        from transformers import AutoModelForCausalLM
+
+        config = self.config
+        longest = config.sequence_length
+        if config.model.path is None and config.model.config is None:
+            longest += config.generated_tokens
+        model: Any = config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
+        if config.packing and not self._is_flash:
+            check_kept_apart(model)
+        self._most = getattr(model.config, "max_position_embeddings", None)
+        self.asked = self._asked()
+        generation = model.generation_config
+        known = generation.eos_token_id
+        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
+        if self.tokenizer.eos_token_id not in (None, *ends):
+            generation.eos_token_id = [*ends, self.tokenizer.eos_token_id] if ends else self.tokenizer.eos_token_id
+        if generation.pad_token_id is None:
+            generation.pad_token_id = self.tokenizer.pad_token_id
+        if config.lora is not None:
+            config.lora.add_to(model)
+        return model  # type: ignore[no-any-return]
+
+    def make_task(self) -> Task:
+        """The model's own loss, over what is learnt."""
+        return CausalTask()
+
+    def train_data(self) -> Iterable[Any]:
+        """Examples, or rows of several, in random order."""
+        return self._loader("train", train=True)
+
+    def validation_data(self) -> Mapping[str, Iterable[Any]]:
+        """Those of each dataset, in order."""
+        return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
+
+    def test_data(self) -> Iterable[Any] | None:
+        """Likewise, where there is a test."""
+        return self._loader("test", train=False) if "test" in self.rows else None
+
+    def processor(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    def about_data(self) -> str:
+        """How much there is to learn, and what did not fit."""
+        return str(self.sets)
+
+    def begin(self) -> None:
+        """What the model says before it has learnt anything, if this is before."""
+        trainer = self.trainer
+        if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
+            found = trainer.evaluate()
+            trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
+
+    def finish(self) -> None:
+        """Put the losses beside the baselines, and ask the model."""
+        before = self.trainer.ctx.user_state.get(BEFORE, {})
+        train = self.sets.examples["train"]
+        counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
+        for name, found in self.evaluated.items():
+            self.results[f"{name}/loss"] = found["loss"]
+            if name in before:
+                self.results[f"{name}, before training"] = before[name]
+            examples = self.sets.examples[name]
+            if counts is not None and isinstance(examples, Examples):
+                unigram, bigram = counts.cross_entropies(examples)
+                self.results |= {f"{name}, unigram": unigram, f"{name}, bigram": bigram}
+        config = self.config
+        self.said = continued(
+            self.trainer,
+            [ids for ids, _ in self.asked],
+            self.tokenizer,
+            config.generated_tokens,
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+
+    def written(self) -> Iterable[str]:
+        """What the model was asked, what it said, and what the data says."""
+        for (prompt, answer), (_, data) in zip(getattr(self, "said", ()), self.asked, strict=False):
+            yield f"--- {prompt!r} ---\n{answer}" + (f"\n(the data: {data})" if data else "") + "\n"
+
+    def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+        """The model's `completion` of each row's `messages` or `prompt`."""
+        config, trainer = self.config, self.trainer
+        batch_size = config.eval_batch_size or config.batch_size
+        numbered = enumerate(rows, 1)
+        while some := list(islice(numbered, 8 * batch_size)):  # prompts of one length go together
+            prompts = [self._prompt(row, f"row {number}") for number, row in some]
+            answers = said(
+                trainer,
+                prompts,
+                self.tokenizer,
+                config.generated_tokens,
+                temperature=config.temperature,
+                seed=config.seed,
+                batch_size=batch_size,
+            )
+            yield from ({"completion": answer} for _, answer in answers)
+
+    def export(self, path: str | Path) -> None:
+        """The model with its tokenizer, adapters merged into it; or the adapters alone."""
+        lora = self.config.lora
+        if lora is None or not lora.merge:
+            super().export(path)
+        else:
+            lora.export_merged(self.trainer.model, path, writes=self.ranks.rank == 0, processor=self.tokenizer)
+
+    # --- of its own ---
+
+    @property
+    def _is_flash(self) -> bool:
+        return "flash" in (self.config.model.attention or "")
+
+    def _loader(self, name: str, *, train: bool) -> Iterable[Any]:
+        return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
+
+    def _asked(self) -> list[tuple[list[int], str]]:
+        """The tokens of what the trained model is asked, and what the data says to it, where it is from there."""
+        config, say = self.config, self.conversations
+        asked = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
+        for name, rows in self.rows.items():
+            if name in ("train", "test") or not isinstance(rows, Table):
+                continue
+            for index in range(min(config.samples, len(rows))):
+                row, place = rows[index], rows.place(index)
+                if "messages" not in row and "prompt" not in row:
+                    break
+                prompt, example = say.prompt(row, place), say.example(row, place)
+                if self._has_room(prompt):
+                    asked.append((prompt, self.tokenizer.decode(example.ids[len(prompt) :], skip_special_tokens=True)))
+        return asked
+
+    def _prompt(self, row: Mapping[str, Any], place: str) -> list[int]:
+        prompt = self.conversations.prompt(row, place)
+        if not self._has_room(prompt):
+            refuse(
+                place,
+                f"a prompt of {len(prompt)} tokens with {self.config.generated_tokens} to follow is longer than the {self._most} that "
+                "the model takes; give a shorter one, or fewer generated_tokens",
+            )
+        return prompt
+
+    def _has_room(self, prompt: list[int]) -> bool:
+        return self._most is None or len(prompt) + self.config.generated_tokens <= self._most
+
+
+def finetune(
+    config: FinetuneConfig | None = None,
+    *,
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] = (),
+) -> Finetune:
+    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+
+    Example:
+        >>> from callsheet.recipes import finetune  # doctest: +SKIP
+        >>> finetune(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
+    """
+    recipe = Finetune(config, callbacks, loggers)
+    recipe.setup()
+    recipe.run()
+    return recipe

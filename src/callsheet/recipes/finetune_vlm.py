@@ -1,0 +1,221 @@
+"""Fine-tuning a vision-language model: images and text in, text out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar
+
+from torch import nn
+
+from callsheet.callback import Callback, one_of
+from callsheet.errors import ConfigError
+from callsheet.manager import CallbackManager
+from callsheet.recipes.digits import PARTS, Digits
+from callsheet.recipes.image_answers import answered
+from callsheet.recipes.image_batches import TOO_LONG, ImageBatches
+from callsheet.recipes.image_text import Example, ImageText, looked_at
+from callsheet.recipes.job import JobConfig
+from callsheet.recipes.recipe import Recipe
+from callsheet.recipes.rows import Rows, Stream, Table, prepared
+from callsheet.recipes.vision_language_model import VisionLanguageModel, check_images
+from callsheet.recipes.writing import FINAL_TABLE
+from callsheet.trainer.arguments import positive
+
+MAJORITY = "always the commonest completion"
+_COUNTED = 10_000
+"""How many rows to train on the baseline is counted over."""
+
+
+@dataclass(kw_only=True)
+class FinetuneVLMConfig(JobConfig):
+    """What the recipe is made of.
+
+    Args:
+        model: what is trained, and its processor.
+        train: rows to train on; None trains on scikit-learn's handwritten digits, which are to be named in words.
+        validation: rows to evaluate on, by the dataset's name.
+        test: rows to evaluate on once, when all is done.
+        image_folder: what paths of images are relative to; None is the folder of the file that the row is in.
+        sequence_length: tokens a row may have, those of its images included.
+        too_long: what becomes of longer rows: `refuse` ends with an error, `truncate` takes their beginning.
+        checked_rows: so many rows of each dataset are looked at before anything runs; None looks at all of them.
+        answered_rows: so many rows of each validation dataset, and of the test, are answered when all is done, and compared.
+        answer_tokens: how long an answer may be.
+    """
+
+    run_name: str = "finetune_vlm"
+    max_duration: str = "3ep"
+    model: VisionLanguageModel = field(default_factory=VisionLanguageModel)
+    train: Rows | None = None
+    validation: dict[str, Rows] = field(default_factory=dict)
+    test: Rows | None = None
+    image_folder: str | None = None
+    sequence_length: int = 512
+    too_long: str = "refuse"
+    checked_rows: int | None = 1000
+    answered_rows: int = 200
+    answer_tokens: int = 32
+
+    may_change: ClassVar[frozenset[str]] = JobConfig.may_change | {"checked_rows", "answered_rows", "answer_tokens"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sequence_length", "checked_rows", "answer_tokens"):
+            positive(name, getattr(self, name), int)
+        one_of("too_long", self.too_long, TOO_LONG)
+        if self.answered_rows < 0:
+            raise ConfigError(f"answered_rows={self.answered_rows}: give 0 or more")
+        if self.microbatch_size is not None:
+            raise ConfigError(
+                "microbatch_size: the images of a batch are not as many as its rows, and cannot be split like them; a smaller batch_size "
+                "with accumulate takes the same step"
+            )
+        if self.train is None and (self.validation or self.test is not None):
+            raise ConfigError(
+                "validation and test are there, and no train; give the rows to train on as well, such as train.path"
+            )
+        if taken := {"train", "test"} & set(self.validation):
+            raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
+
+
+class FinetuneVLM(Recipe[FinetuneVLMConfig]):
+    """Fine-tuning a vision-language model: images and text in, text out.
+
+    It learns what the assistant says. It is evaluated at its interval, and evaluated and tested when training is over; then it answers
+    held-out rows, and what it says is compared with what they say.
+    """
+
+    Config = FinetuneVLMConfig
+    results_are_in = "losses in nats a learnt token, the rest as the fraction of held-out rows that are answered exactly"
+    generations: Sequence[Sequence[str]] = ()
+    """Some held-out rows: the place, what they say, and what the model answers."""
+
+    # --- the job ---
+
+    def read_data(self) -> None:
+        """Read the rows, and look at the first of them: messages, and the heads of the images' files."""
+        config = self.config
+        self.vlm_processor = config.model.make_processor()
+        self.batches = ImageBatches(self.vlm_processor, config.sequence_length, config.too_long)
+        self.rows: dict[str, Table | Stream] = {}
+        self.forms: dict[str, ImageText] = {}
+        for name, where in self._given().items():
+            self.rows[name] = where.read(()) if where is not None else Digits(name)
+            self.forms[name] = ImageText(self.vlm_processor, where, config.image_folder)
+            for example in looked_at(self.rows[name], self.forms[name], config.checked_rows):
+                self.batches.check_length(example)
+
+    def make_model(self) -> nn.Module:
+        """A model from images and text to text; the first row shows whether the processor fits it."""
+        model = self.config.model.make_model(self.vlm_processor, self.config.sequence_length + self.config.answer_tokens)
+        check_images(model, self.batches(self._examples("train", 1)))
+        return model
+
+    def train_data(self) -> Iterable[Any]:
+        """The rows to train on."""
+        return self._loader("train")
+
+    def validation_data(self) -> Mapping[str, Iterable[Any]]:
+        """Each dataset by its name."""
+        return {name: self._loader(name) for name in self.rows if name not in ("train", "test")}
+
+    def test_data(self) -> Iterable[Any] | None:
+        """The rows of the test, where there are some."""
+        return self._loader("test") if "test" in self.rows else None
+
+    def processor(self) -> Any:
+        """The model's, of images and text."""
+        return self.vlm_processor
+
+    def about_data(self) -> str:
+        """How many rows of what."""
+        sizes = [f"{len(rows)} {name}" if isinstance(rows, Table) else f"{name} as it comes" for name, rows in self.rows.items()]
+        return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
+
+    def finish(self) -> None:
+        """Answer held-out rows, and count how often the commonest completion of those to train on would be right."""
+        lines: list[list[str]] = []
+        self.results = {}
+        usual = self._commonest() if self.config.answered_rows else None
+        for name in self.evaluated:
+            self.results[f"{name}/loss"] = self.evaluated[name]["loss"]
+            if not (examples := self._examples(name, self.config.answered_rows)):
+                continue
+            answers = self._answered([example.question() for example in examples])
+            wanted = [example.completion.strip() for example in examples]
+            right = [answer == want for answer, want in zip(answers, wanted, strict=True)]
+            self.results[f"{name}/exact_match"] = exact = sum(right) / len(right)
+            self.evaluated[name] = {**self.evaluated[name], "exact_match": exact}
+            if usual is not None:
+                self.results[f"{name}, {MAJORITY}"] = wanted.count(usual) / len(wanted)
+            lines += [list(line) for line in zip([e.place for e in examples], wanted, answers, strict=True)][:8]
+        self.generations = lines
+        self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
+
+    def written(self) -> Iterable[str]:
+        """Some held-out rows, and what the model answers."""
+        return [
+            f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations
+        ]
+
+    def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+        """The completion of each row, which has `messages` or `prompt`, and its images; their paths are relative to `image_folder` or here."""
+        form = ImageText(self.vlm_processor, None, self.config.image_folder)
+        questions = (form.asked(row, f"row {number}") for number, row in enumerate(rows, 1))
+        while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
+            yield from ({"completion": answer} for answer in self._answered(some))
+
+    # --- its parts ---
+
+    def _given(self) -> Mapping[str, Rows | None]:
+        """Where the rows of each dataset are; None is a part of the digits."""
+        config = self.config
+        if config.train is None:
+            return dict.fromkeys(PARTS)
+        test = {"test": config.test} if config.test is not None else {}
+        return {"train": config.train, **config.validation, **test}
+
+    def _loader(self, name: str) -> Iterable[Any]:
+        return self.loader(prepared(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
+
+    def _examples(self, name: str, most: int) -> list[Example]:
+        """Some rows: of a table those that are spread evenly over it."""
+        rows, form = self.rows[name], self.forms[name]
+        if isinstance(rows, Stream):
+            return [form(row, place) for place, row in islice(rows.places(), most)]
+        count = min(most, len(rows))
+        return [form(rows[index], rows.place(index)) for index in (len(rows) * i // count for i in range(count))]
+
+    def _answered(self, questions: Sequence[Example]) -> list[str]:
+        config = self.config
+        size = config.eval_batch_size or config.batch_size
+        tokenizer = self.vlm_processor.tokenizer
+        return list(answered(self.trainer, questions, self.batches, tokenizer, config.answer_tokens, batch_size=size))
+
+    def _commonest(self) -> str | None:
+        rows, form = self.rows["train"], self.forms["train"]
+        if isinstance(rows, Stream):
+            return None  # it comes once, to be trained on
+        counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
+        return counts.most_common(1)[0][0]
+
+
+def finetune_vlm(
+    config: FinetuneVLMConfig | None = None,
+    *,
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] = (),
+) -> FinetuneVLM:
+    """Run the recipe: set up, train, evaluate, test and answer. Returns it, with its `results` and its `trainer`.
+
+    Example:
+        >>> from callsheet.recipes import finetune_vlm  # doctest: +SKIP
+        >>> finetune_vlm(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
+    """
+    recipe = FinetuneVLM(config, callbacks, loggers)
+    recipe.setup()
+    recipe.run()
+    return recipe

@@ -1,0 +1,160 @@
+"""Batches of images and text: what the model's processor makes of some rows, and labels for what is learnt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.recipes.image_text import Example
+from callsheet.recipes.rows import refuse
+from callsheet.recipes.vision_language_model import image_token_id
+from callsheet.trainer.tasks import IGNORED_LABEL
+
+TOO_LONG = ("refuse", "truncate")
+
+
+class ImageBatches:
+    """Makes a batch of examples: a DataLoader's `collate_fn`.
+
+    The batch has what the processor gives (`input_ids`, `attention_mask` and `pixel_values`, say), padded to its longest row, and
+    `labels` like the ids, which are -100 but for what is learnt.
+
+    Args:
+        processor: of the model.
+        sequence_length: how many tokens a row may have, those of its images included.
+        too_long: `refuse` a row that has more, or `truncate` it, which takes no part of an image.
+    """
+
+    def __init__(self, processor: Any, sequence_length: int, too_long: str) -> None:
+        self._processor = processor
+        self._longest = sequence_length
+        self._truncates = too_long == "truncate"
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """The batch, with labels.
+
+        Raises:
+            ConfigError: a row is too long, or the processor does not take it; with its place.
+        """
+        batch = self.encoded(examples, side="right")
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        for row, example in enumerate(examples):
+            length = int(mask[row].sum())
+            for start, end in self._spans(example, length):
+                labels[row, start:end] = ids[row, start:end]
+        if (token := image_token_id(self._processor)) is not None:
+            labels[ids == token] = IGNORED_LABEL
+        batch["labels"] = labels
+        return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
+
+    def check_length(self, example: Example) -> None:
+        """Refuse what is too long without its images already: that can be told before they are read.
+
+        Raises:
+            ConfigError: with the row's place.
+        """
+        length = len(self._plain(example.text, example.text))
+        if length > self._longest and not self._truncates:
+            refuse(
+                example.place,
+                f"this row has {length} tokens without those of its images, and sequence_length is {self._longest}; shorten the row, "
+                "give a longer sequence_length, or too_long=truncate",
+            )
+
+    def encoded(self, examples: Sequence[Example], *, side: str) -> dict[str, Any]:
+        """What the processor makes of them, padded on this side."""
+        try:
+            with _padding_on(self._processor.tokenizer, side):
+                made = self._called(examples)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            for example in examples if len(examples) > 1 else ():
+                self.encoded([example], side=side)  # which one is it
+            refuse(examples[0].place, f"the processor does not take this row: {error}")
+        return dict(made)
+
+    def _called(self, examples: Sequence[Example]) -> Any:
+        return self._processor(
+            text=[example.text for example in examples],
+            images=[list(example.images) for example in examples],
+            padding=True,
+            return_tensors="pt",
+            **self._tokens(examples[0].text),
+        )
+
+    def _tokens(self, text: str) -> dict[str, Any]:
+        """A template that begins with the token of beginnings needs no second one."""
+        begin = self._processor.tokenizer.bos_token
+        return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
+
+    def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
+        """Where in the row's `length` ids that stands which is learnt.
+
+        The processor puts many ids in the place of an image. Behind the last image a place is as far from the end as it is without them.
+        """
+        whole = self._plain(example.text, example.text)
+        for part in example.learnt:
+            start, end = (_common(self._plain(example.text[:place], example.text), whole) for place in (part.start, part.end))
+            if part.images_before == len(example.images):
+                more = length - len(whole)
+            else:
+                before = Example(example.place, example.text[: part.start], example.images[: part.images_before], (), "")
+                more = self._length(before) - len(self._plain(before.text, example.text))
+            yield start + more, end + more
+
+    def _length(self, example: Example) -> int:
+        """How many ids the example has, when it stands alone."""
+        if not example.images:
+            return len(self._plain(example.text, example.text))
+        return int(self.encoded([example], side="right")["input_ids"].shape[1])
+
+    def _plain(self, text: str, whole: str) -> list[int]:
+        ids: list[int] = self._processor.tokenizer(text, **self._tokens(whole))["input_ids"]
+        return ids
+
+    def _shortened(self, batch: dict[str, Any], examples: Sequence[Example]) -> dict[str, Any]:
+        ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1).tolist()
+        token = image_token_id(self._processor)
+        for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+            if length <= self._longest:
+                continue
+            if not self._truncates:
+                refuse(
+                    example.place,
+                    f"this row has {length} tokens, those of its {len(example.images)} images included, and sequence_length is "
+                    f"{self._longest}; shorten the row, give a longer sequence_length, or too_long=truncate",
+                )
+            if token is not None and (ids[row, self._longest :] == token).any():
+                refuse(
+                    example.place,
+                    f"this row has {length} tokens, and what is over sequence_length={self._longest} holds a part of an image, which "
+                    "cannot be cut; give a longer sequence_length, or leave the row out",
+                )
+        shape = ids.shape
+        return {
+            name: value[:, : self._longest] if isinstance(value, Tensor) and value.shape == shape else value
+            for name, value in batch.items()
+        }
+
+
+@contextmanager
+def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
+    before, tokenizer.padding_side = tokenizer.padding_side, side
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = before
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two sequences begin with together: a token across the border belongs to what follows."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -1,0 +1,102 @@
+"""What every recipe is configured with: the run, its length and intervals, and how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from callsheet.time import TimeUnit
+from callsheet.trainer.arguments import duration, interval, positive
+
+MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
+MakesScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(kw_only=True)
+class JobConfig:
+    """What every recipe is made of.
+
+    Args:
+        run_name: of the run, and of its folder in `runs_folder`.
+        runs_folder: where the folders of runs stand.
+        resume: `auto` goes on with the run of this name, if there is one; `new` sets its folder aside and starts anew; or a checkpoint's path.
+        seed: of the weights, the order of the data, and the generated text.
+        max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
+        eval_interval: how often to evaluate; also at the end. None: only at the end.
+        log_interval: how often to make a record, in batches.
+        batch_size: samples a step, of one rank.
+        eval_batch_size: samples a batch where nothing is trained; None is `batch_size`.
+        microbatch_size: samples a forward and backward; None is the whole batch.
+        accumulate: how many batches make one step.
+        clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
+        optimizer: a class of optimizers by `class_path`, with its `init_args`; None is torch's AdamW as it comes.
+        scheduler: likewise, a class of learning-rate schedules, stepped after every optimizer step; None leaves the rate as it is.
+        precision: `fp32`, or `bf16` and `fp16` under autocast.
+        parallel: how several ranks share the work: `auto`, `ddp`, `fsdp` or `single`.
+        compile: whether the model's forward is compiled.
+        gradient_checkpointing: whether activations are computed again in the backward, where the model offers it.
+        save_in_background: whether checkpoints are written while training goes on.
+        device: `auto` is CUDA where there is one.
+        workers: processes that load data, on each rank.
+        threads: of torch on the CPU; None leaves it to torch.
+        timeout_seconds: until a rank that does not answer fails the run.
+        export: whether the trained model is written to the run's folder `export`, to be loaded with `from_pretrained`.
+    """
+
+    run_name: str = "run"
+    runs_folder: str = "runs"
+    resume: str = "auto"
+    seed: int = 17
+    max_duration: str = "1ep"
+    eval_interval: str | None = "1ep"
+    log_interval: int = 10
+    batch_size: int = 16
+    eval_batch_size: int | None = None
+    microbatch_size: int | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = 1.0
+    optimizer: MakesOptimizer | None = None
+    scheduler: MakesScheduler | None = None
+    precision: str = "fp32"
+    parallel: str = "auto"
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    save_in_background: bool = False
+    device: str = "auto"
+    workers: int = 0
+    threads: int | None = None
+    timeout_seconds: float = 600.0
+    export: bool = False
+
+    may_change: ClassVar[frozenset[str]] = frozenset(
+        {
+            "resume",
+            "runs_folder",
+            "max_duration",
+            "eval_interval",
+            "log_interval",
+            "eval_batch_size",
+            "workers",
+            "threads",
+            "device",
+        }
+        | {"parallel", "compile", "gradient_checkpointing", "save_in_background", "timeout_seconds", "export"}
+        | {"recipe", "config", "callbacks", "loggers"}
+    )
+    """Keys that a run may go on with under other values: they do not change what is trained on what."""
+
+    def __post_init__(self) -> None:
+        duration(self.max_duration, None)
+        if self.eval_interval is not None:
+            interval("eval_interval", self.eval_interval, TimeUnit.EPOCH)
+        for name in ("log_interval", "batch_size", "eval_batch_size", "microbatch_size", "accumulate", "threads"):
+            positive(name, getattr(self, name), int)
+
+    def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
+        """The optimizer, over these parameters."""
+        return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)

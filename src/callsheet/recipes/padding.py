@@ -1,0 +1,43 @@
+"""Sequences of different lengths as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.trainer.tasks import IGNORED_LABEL
+
+
+class Padding:
+    """Makes a batch of samples, each as long as the longest of them; a DataLoader's `collate_fn`.
+
+    A sample has `input_ids`, a list or tensor of whole numbers, and perhaps `labels`: as many, which are padded with the label that losses
+    leave out, or one number. The batch has `input_ids`, `attention_mask` and `labels` as int64, (samples, longest) or (samples,).
+
+    Args:
+        pad_id: the id that sequences are filled up with, on the right.
+    """
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_id = pad_id
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The batch."""
+        ids = [sample["input_ids"] for sample in samples]
+        batch = {
+            "input_ids": filled(ids, self.pad_id),
+            "attention_mask": filled([torch.ones(len(one), dtype=torch.int64) for one in ids], 0),
+        }
+        if "labels" in samples[0]:
+            labels = [sample["labels"] for sample in samples]
+            batch["labels"] = torch.tensor(labels) if isinstance(labels[0], int) else filled(labels, IGNORED_LABEL)
+        return batch
+
+
+def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
+    """The rows below one another, int64, the shorter ones filled up behind."""
+    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

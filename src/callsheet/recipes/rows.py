@@ -1,0 +1,255 @@
+"""Rows of data: JSON lines, Parquet files, a folder of them, or a dataset of the hub; a row that cannot be used is named by its place."""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.utils.data import Dataset, IterableDataset
+
+from callsheet.errors import ConfigError, did_you_mean
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+"""How files are called that hold a split."""
+
+Row = Mapping[str, Any]
+Transform = Callable[["Row", str], Any]
+"""What becomes of a row, given its place; it refuses a row with `refuse(place, why)`."""
+
+
+@dataclass
+class Rows:
+    """Where rows are read from.
+
+    Args:
+        path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
+            `metadata.jsonl`), what `datasets` has saved to disk, or the name of a dataset on the hub.
+        name: which configuration of a dataset on the hub.
+        split: which part of a dataset that has several.
+        revision: of a dataset on the hub.
+        streaming: read rows as they are needed, without knowing how many there are.
+        limit: so many rows at most.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    limit: int | None = None
+
+    def read(self, columns: Collection[str]) -> Table | Stream:
+        """The rows; what is there to be seen at once is checked now.
+
+        Raises:
+            ConfigError: there is nothing there, a line is no JSON object, or a column is missing.
+        """
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit={self.limit}: give 1 or more rows")
+        files = sorted(glob.glob(self.path)) if glob.has_magic(self.path) else self._of_folder() or [self.path]
+        if glob.has_magic(self.path) and not files:
+            raise ConfigError(f"no file is called {self.path}")
+        if all(file.endswith(_JSON_LINES) for file in files) and not self.streaming:
+            return LineTable([Path(file) for file in files], columns, self.limit)
+        return self._dataset(files, columns)
+
+    def _of_folder(self) -> list[str]:
+        """The files of JSON lines in a folder; those of its split, where they are named after splits."""
+        folder = Path(self.path)
+        if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
+            return []
+        found = sorted(file for file in folder.iterdir() if file.suffix in _JSON_LINES)
+        split = _SPLITS.get(self.split, (self.split,))
+        if mine := [file for file in found if file.name.startswith(split)]:
+            return [str(file) for file in mine]
+        named = [file.name for file in found if file.name.startswith(tuple(name for names in _SPLITS.values() for name in names))]
+        if named:
+            raise ConfigError(
+                f"{self.path} has no file of the split {self.split!r}, but {', '.join(named)}; name the split, or a file as the path"
+            )
+        return [str(file) for file in found]
+
+    def _dataset(self, files: list[str], columns: Collection[str]) -> Table | Stream:
+        import datasets
+
+        is_parquet, is_json = (all(file.endswith(endings) for file in files) for endings in (".parquet", _JSON_LINES))
+        try:
+            if is_parquet or is_json:
+                kind = "parquet" if is_parquet else "json"
+                found = datasets.load_dataset(kind, data_files=files, split="train", streaming=self.streaming)
+            elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
+                found = datasets.load_from_disk(self.path)
+                found = found[self.split] if isinstance(found, datasets.DatasetDict) else found
+            else:
+                found = datasets.load_dataset(
+                    self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
+                )
+        except Exception as error:  # the library and the hub raise what they like
+            raise ConfigError(
+                f"no rows could be read from {self.path}: {type(error).__name__}: {error}; give a file of JSON lines or a Parquet file, "
+                "a folder of them, or the name of a dataset on the hub"
+            ) from error
+        names = getattr(found, "column_names", None)
+        if names is not None:
+            check_columns(self.path, names, columns)
+        if self.streaming:
+            return Stream(found if self.limit is None else found.take(self.limit), self.path)
+        if not len(found):
+            raise ConfigError(f"{self.path} has no rows")
+        return DatasetTable(found if self.limit is None else found.select(range(min(self.limit, len(found)))), self.path)
+
+
+class Table(Sequence[Row]):
+    """Rows that can be read in any order."""
+
+    def place(self, index: int) -> str:
+        """Where a row stands, such as `train.jsonl:17`."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Each row with its place."""
+        return ((self.place(index), self[index]) for index in range(len(self)))
+
+
+class LineTable(Table):
+    """JSON lines, found in the files when they are asked for; all of them are read once, to refuse what is none before anything runs."""
+
+    def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
+        self._files = files
+        self._file, self._start, self._line = array("L"), array("Q"), array("Q")
+        self._maps: dict[int, mmap.mmap] = {}
+        for number, file in enumerate(files):
+            if not file.is_file():
+                raise ConfigError(f"there is no file {file}")
+            with file.open("rb") as lines:
+                start = 0
+                for line_number, line in enumerate(lines, 1):
+                    if limit is not None and len(self) >= limit:
+                        break
+                    if line.strip():
+                        row = _parsed(line, f"{file}:{line_number}")
+                        check_columns(f"{file}:{line_number}", row, columns)
+                        self._file.append(number)
+                        self._start.append(start)
+                        self._line.append(line_number)
+                    start += len(line)
+        if not len(self):
+            raise ConfigError(f"{', '.join(map(str, files))}: there is no row in it; give a file with one JSON object a line")
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def __getitem__(self, index: Any) -> Any:
+        number, start = self._file[index], self._start[index]
+        if number not in self._maps:
+            with self._files[number].open("rb") as file:
+                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = self._maps[number]
+        end = content.find(b"\n", start)
+        return _parsed(content[start : end if end >= 0 else len(content)], self.place(index))
+
+    def place(self, index: int) -> str:
+        """File and line, the first of which is 1."""
+        return f"{self._files[self._file[index]]}:{self._line[index]}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}  # a worker opens the files itself
+
+
+class DatasetTable(Table):
+    """Rows of a dataset of the library `datasets`."""
+
+    def __init__(self, dataset: Any, path: str) -> None:
+        self._dataset = dataset
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def place(self, index: int) -> str:
+        """The path and the number of the row, the first of which is 1."""
+        return f"{self._path}, row {index + 1}"
+
+
+class Stream(IterableDataset[Any]):
+    """Rows that come one after another. A run that is resumed draws again what it had taken."""
+
+    def __init__(self, source: Any, path: str) -> None:
+        self._source = source
+        self._path = path
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._source)
+
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Each row with its place."""
+        return ((f"{self._path}, row {number}", row) for number, row in enumerate(self._source, 1))
+
+
+class Prepared(Dataset[Any]):
+    """What becomes of each row of a table, when it is asked for."""
+
+    def __init__(self, table: Table, transform: Transform) -> None:
+        self.table = table
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._transform(self.table[index], self.table.place(index))
+
+
+class PreparedStream(IterableDataset[Any]):
+    """What becomes of each row of a stream, as it comes."""
+
+    def __init__(self, stream: Stream, transform: Transform) -> None:
+        self._stream = stream
+        self._transform = transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._transform(row, place) for place, row in self._stream.places())
+
+
+def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
+    """The rows as a dataset of what `transform` makes of them."""
+    return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
+
+
+def refuse(place: str, why: str) -> NoReturn:
+    """Raise ConfigError for the row that stands there; `why` says the mend as well."""
+    raise ConfigError(f"{place}: {why}")
+
+
+def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -> None:
+    """Refuse what has not these columns.
+
+    Raises:
+        ConfigError: with the nearest name that there is.
+    """
+    for column in wanted:
+        if column not in there:
+            refuse(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
+
+
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # also bytes that are no UTF-8
+        refuse(place, f"this line is no JSON: {error}; give one JSON object a line")
+    if not isinstance(row, dict):
+        refuse(place, f"this line is a JSON {type(row).__name__}, not an object; give one with a value for each column")
+    return row

@@ -1,0 +1,180 @@
+// The parts of the page that are words, tables and pictures.
+
+const outcomes = {
+  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", failed: "bad", lost: "bad", running: "going",
+};
+
+function header() {
+  const { run } = data;
+  const over = isNumber(run.ended) ? run.ended - run.started : data.generated - run.started;
+  const facts = [
+    several(run.steps, "step"), isNumber(run.epochs) && run.epochs > 0 && several(run.epochs, "epoch"),
+    isNumber(run.seconds) && `${duration(run.seconds)} of training`,
+    isNumber(over) && over > 0 && `${duration(over)} in all`,
+    isNumber(run.started) && `began ${moment(run.started)}`, isNumber(run.ended) && `ended ${moment(run.ended)}`,
+    run.device && `on ${run.device}`, run.ranks && several(Number(run.ranks), "rank"), run.starts > 1 && `${run.starts} starts`, run.host && `host ${run.host}`,
+    ...run.versions.map(([name, value]) => `${name} ${value}`),
+  ];
+  return el("div", {},
+    el("div", { class: "name" }, el("h1", {}, named(run.name)), el("span", { class: `pill ${outcomes[run.outcome] ?? ""}`, id: "outcome" }, run.outcome)),
+    el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
+}
+
+function tiles() {
+  const shown = { count, bytes };
+  return data.tiles.map((tile) => el("div", { class: "tile" },
+    el("div", { class: "label" }, tile.label), el("div", { class: "value" }, (shown[tile.kind] ?? number)(tile.value)), el("div", { class: "detail" }, tile.detail)));
+}
+
+function problemsList() {
+  if (!data.problems.length) return el("p", { class: "well" }, "✓ Nothing failed, nothing was dropped, and every value is finite.");
+  const words = { error: "Error", warning: "Warning", note: "Note" };
+  return el("ul", { class: "problems" }, data.problems.map((problem) => el("li", { class: `problem ${problem.level}` },
+    el("div", { class: "title" }, el("span", { class: "hidden-text" }, `${words[problem.level]}: `), problem.title), problem.detail ? el("div", { class: "detail" }, problem.detail) : null)));
+}
+
+function costsSection() {
+  const { costs } = data;
+  const most = Math.max(...costs.rows.map((row) => row.of_step + row.of_run), 1e-9);
+  const column = (title, value, cell, about) => ({ title, value, cell, about, numeric: true });
+  const bar = (row) => el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, (100 * (row.of_step + row.of_run)) / most)}%` } }));
+  const share = (value) => (value ? percent(value) : "");
+  const columns = [
+    { title: "callback", value: (row) => row.callback, cell: (row, isInner) => (isInner ? el("span", { class: "mono" }, row.event) : el("span", { class: "whole-line" }, named(row.callback))) },
+    column("calls", (row) => row.calls, (row) => number(row.calls), "how many were timed"),
+    column("total", (row) => row.seconds, (row) => duration(row.seconds), "of those that were timed"),
+    column("mean", (row) => row.seconds / row.calls, (row) => duration(row.seconds / row.calls)),
+    column("worst", (row) => row.worst, (row) => duration(row.worst)),
+    column("a step", (row) => row.per_step, (row) => (row.per_step ? duration(row.per_step) : ""), "seconds of every step, by events that every step tells"),
+    column("of the step", (row) => row.of_step, (row) => share(row.of_step), "share of a step's time, by events that every step tells"),
+    column("of the run", (row) => row.of_run, (row) => share(row.of_run), "share of the whole run's time, by all other events"),
+    column("share", (row) => row.of_step + row.of_run, (row, isInner) => (isInner ? "" : bar(row))),
+  ];
+  const sum = (name) => costs.rows.reduce((total, row) => total + row[name], 0);
+  const foot = ["all", number(sum("calls")), duration(sum("seconds")), "", "", duration(sum("per_step")), percent(sum("of_step")), percent(sum("of_run")), ""]
+    .map((text, place) => el("td", { class: place ? "numeric" : null }, text));
+  const timed = costs.window_steps ? `${several(costs.window_steps, "step")} of ${number(costs.steps)} were timed, ${duration(costs.window_seconds / costs.window_steps)} each. ` : "";
+  return [
+    el("p", { class: "about" }, `${timed}The shares "of the step" are of the events that every step tells; records, evaluations and checkpoints are rare, all timed, and have their share "of the run".`
+      + `${costs.processes > 1 ? ` Summed over ${costs.processes} processes.` : ""}${costs.mode === "sampled" || !costs.mode ? "" : ` Mode: ${costs.mode}.`}`),
+    el("div", { class: "card" }, table("costs", columns, costs.rows, { sort: [8, true], key: (row) => row.callback, inner: (row) => row.events, foot, caption: "What each callback cost" })),
+  ];
+}
+
+function evaluationsSection() {
+  const { columns: names, rows } = data.evaluations;
+  const best = names.map((name, place) => (name.split("/").at(-1).includes("loss") ? Math.min(...rows.map((row) => row.values[place] ?? Infinity)) : null));
+  const columns = [
+    { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
+    ...names.map((name, place) => ({ title: name, numeric: true, value: (row) => row.values[place],
+      cell: (row) => (isNumber(row.values[place]) && row.values[place] === best[place] ? el("b", { title: "the least" }, number(row.values[place])) : number(row.values[place])) })),
+    { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
+  ];
+  return el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" }));
+}
+
+function checkpointsSection() {
+  const column = (title, value, cell) => ({ title, value, cell, numeric: true });
+  const state = (row) => [row.is_gone && "deleted since", row.is_undone && "undone by a resume", !row.is_finite && "not finite"].filter(Boolean).join(", ");
+  const columns = [
+    { title: "checkpoint", value: (row) => row.name, cell: (row) => el("span", { class: "mono", title: row.path }, named(row.name)) },
+    column("step", (row) => row.step, (row) => number(row.step)),
+    { title: "kind", value: (row) => row.kind, cell: (row) => [row.kind, state(row) && el("span", { class: "below" }, state(row))] },
+    column("size", (row) => row.size, (row) => bytes(row.size)),
+    column("train/loss", (row) => row.train_loss, (row) => number(row.train_loss)),
+    { title: "losses of evaluations", value: (row) => row.val_losses[0]?.[1], cell: (row) => row.val_losses.map(([name, value]) => el("div", {}, `${name} ${number(value)}`)) },
+    { title: "best by", value: (row) => row.best, cell: (row) => row.best },
+    { title: "asked for by", value: (row) => row.requested_by, cell: (row) => el("span", { class: "below wrap" }, row.requested_by) },
+    column("time", (row) => row.time, (row) => moment(row.time)),
+  ];
+  return el("div", { class: "card" }, table("checkpoints", columns, data.checkpoints, { tall: true, sort: [8, true], rowClass: (row) => (row.is_gone || row.is_undone ? "faded" : null), caption: "Checkpoints" }));
+}
+
+function imagesSection() {
+  const left = data.images_left_out ? [el("p", { class: "about" }, `${several(data.images_left_out, "image")} are not in this page: it would be too large, or they are no PNG files of this run.`)] : [];
+  const cards = Object.entries(data.images).map(([name, tellings]) => {
+    const key = `image/${name}`;
+    const pictures = el("div", { class: "pictures" });
+    const label = el("span", { class: "soft" });
+    const last = tellings.length - 1;
+    const range = el("input", { type: "range", min: 0, max: last, value: view.picked.get(key) ?? last, "aria-label": `Step of ${name}`, disabled: last === 0, on: { input: () => { view.picked.set(key, Number(range.value)); show(); } } });
+    function show() {
+      const telling = tellings[Math.min(Number(range.value), last)];
+      label.textContent = `step ${number(telling.step)}`;
+      range.setAttribute("aria-valuetext", label.textContent);
+      const sources = telling.files.map(imageSource).filter(Boolean);
+      pictures.replaceChildren(...sources.map((source, place) => el("img", { src: source, alt: `${name}, step ${telling.step}, image ${place + 1}`, on: { load: (event) => enlarge(event.target) } })));
+      if (!sources.length) pictures.replaceChildren(el("span", { class: "soft" }, "not in this page"));
+    }
+    show();
+    return el("div", { class: "card" }, el("h3", {}, named(name)), el("div", { class: "slider" }, range, label), pictures);
+  });
+  return [...left, ...cards];
+}
+
+/** Small images, such as digits, are shown larger, pixel by pixel. */
+function enlarge(image) {
+  const factor = Math.min(8, Math.floor(224 / Math.max(image.naturalWidth, image.naturalHeight)));
+  if (factor >= 2) { image.classList.add("tiny"); image.style.width = `${image.naturalWidth * factor}px`; }
+}
+
+function imageSource(file) {
+  if (told.live === null) return Object.hasOwn(told.pixels, file) ? told.pixels[file] : null;
+  return /^images\//.test(file) ? file.split("/").map(encodeURIComponent).join("/") : null;
+}
+
+function tablesSection() {
+  return Object.entries(data.tables).map(([name, tellings]) => {
+    const key = `table/${name}`;
+    const shown = el("div");
+    const show = (place) => {
+      const found = tellings[place] ?? tellings[0];
+      const width = Math.max(found.columns.length, ...found.rows.map((row) => row.length));
+      const columns = Array.from({ length: width }, (_, at) => ({
+        title: found.columns[at] ?? "", numeric: found.rows.every((row) => typeof row[at] === "number"), value: (row) => row[at],
+        cell: (row) => (typeof row[at] === "number" ? number(row[at]) : el("div", { class: "cell" }, row[at] ?? "")),
+      }));
+      shown.replaceChildren(table(`told-${name}`, columns, found.rows, { caption: name }));
+      if (found.in_all > found.rows.length) shown.append(el("p", { class: "soft small" }, `${number(found.rows.length)} of ${number(found.in_all)} rows`));
+    };
+    const select = el("select", { "aria-label": `Step of the table ${name}`, on: { change: () => { view.picked.set(key, tellings[Number(select.value)].step); show(Number(select.value)); } } },
+      tellings.map((each, place) => el("option", { value: place }, `step ${number(each.step)}`)));
+    const chosen = Math.max(0, tellings.findIndex((each) => each.step === view.picked.get(key)));
+    select.value = String(chosen);
+    show(chosen);
+    return el("div", { class: "card" }, el("div", { class: "tools" }, el("h3", {}, named(name)), tellings.length > 1 ? select : el("span", { class: "soft" }, `step ${number(tellings[0].step)}`)), shown);
+  });
+}
+
+function settingsSection() {
+  const found = [];
+  if (data.hyperparameters.length) {
+    const columns = [
+      { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
+      { title: "value", value: ([, value]) => value, cell: ([, value]) => el("div", { class: "cell mono" }, value) },
+    ];
+    found.push(folding("hyperparameters", { class: "card fold-card" }, `Hyper-parameters (${data.hyperparameters.length})`, true, () => table("hyperparameters", columns, data.hyperparameters, { caption: "Hyper-parameters" })));
+  }
+  if (data.config) found.push(folding("config", { class: "card fold-card" }, "config.yaml", !data.hyperparameters.length, () => el("pre", { tabindex: 0 }, data.config)));
+  return found;
+}
+
+const callSheetSection = () => el("div", { class: "card" }, el("pre", { tabindex: 0 }, data.call_sheet));
+
+function eventsSection() {
+  const columns = [
+    { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
+    { title: "event", value: (row) => row.event, cell: (row) => [el("b", {}, row.event.replaceAll("_", " ")), row.text && el("span", { class: "below wrap" }, row.text)] },
+    { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
+  ];
+  const left = data.events_in_all > data.events.length ? [el("p", { class: "about" }, `The last ${number(data.events.length)} of ${number(data.events_in_all)}.`)] : [];
+  return [...left, el("div", { class: "card" }, table("events", columns, data.events, { sort: [2, true], tall: true, caption: "What happened" }))];
+}
+
+function logsSection() {
+  return Object.entries(data.logs).map(([name, text]) => folding(`log/${name}`, { class: "card fold-card" }, name, false, () => {
+    const shown = el("pre", { tabindex: 0 }, text);
+    requestAnimationFrame(() => { shown.scrollTop = shown.scrollHeight; });
+    return shown;
+  }));
+}

@@ -1,0 +1,293 @@
+"""What a page shows of a run, part by part, as plain data."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from callsheet.costs import Window
+from callsheet.report.costs import costs_told
+from callsheet.report.curves import curves
+from callsheet.report.lines import number, whole
+from callsheet.report.problems import problems
+from callsheet.report.run_folder import RunFolder
+
+_MOST_WINDOWS, _MOST_SLICES = 40, 80_000
+_MOST_MARKS, _MOST_EVENTS, _MOST_ROWS, _MOST_TELLINGS = 400, 400, 500, 60
+_MOST_IMAGE_STEPS, _MOST_IMAGES = 120, 64
+_LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
+
+
+def contents(run: RunFolder) -> dict[str, Any]:
+    """Every part of the page; numbers may still be NaN."""
+    evaluations = [each for each in run.evaluations if not each["is_undone"]]
+    return {
+        "version": run.version,
+        "generated": time.time(),
+        "run": _run(run),
+        "tiles": _tiles(run, evaluations),
+        "problems": [asdict(problem) for problem in problems(run)],
+        **curves(run),
+        "marks": _marks(run, evaluations),
+        "windows": [_window(window) for window in _chosen(run.windows)],
+        "windows_left_out": len(run.windows) - len(_chosen(run.windows)),
+        "costs": costs_told(run.costs),
+        "evaluations": _evaluations(evaluations),
+        "checkpoints": [_checkpoint(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
+        "images": _images(run),
+        "tables": {name: _table(tellings) for name, tellings in run.tables.items()},
+        "call_sheet": run.call_sheet[:_LONGEST_TEXT],
+        "config": run.config_text[:_LONGEST_TEXT],
+        "hyperparameters": flattened(run.hyperparameters)[: 4 * _MOST_ROWS],
+        "events": [_event(event) for event in run.events[-_MOST_EVENTS:]],
+        "events_in_all": len(run.events),
+        "logs": {name: text[-_LONGEST_LOG:] for name, text in run.logs.items()},
+    }
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as (dotted name, text), in their order."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and prefix.count(".") < 20:
+            found += flattened(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", _cell(value)))
+    return found
+
+
+def _run(run: RunFolder) -> dict[str, Any]:
+    start = run.start_event()
+    versions = start.get("versions")
+    epochs = [record.values["time/epoch"] for record in run.records if "time/epoch" in record.values]
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "outcome": run.outcome,
+        "started": run.started,
+        "ended": run.ended,
+        "last_write": run.last_write,
+        "steps": run.last_step,
+        "epochs": epochs[-1] if epochs else math.nan,
+        "seconds": run.seconds,
+        "records": len(run.records) + run.records_left_out,
+        "starts": max(1, sum(event["event"] == "run_start" for event in run.events)),
+        "device": _cell(start.get("device")),
+        "ranks": _cell(start.get("world_size")),
+        "host": _cell(start.get("host")),
+        "pid": _cell(start.get("pid")),
+        "versions": [(name, text) for name, text in flattened(versions) if text][:20] if isinstance(versions, dict) else [],
+    }
+
+
+def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures at the top: a label, a value with its unit's kind, and a line on it."""
+    tiles: list[dict[str, Any]] = []
+    trained = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
+    if trained:
+        tiles.append({"label": "train/loss", "value": trained[-1][1], "detail": f"at step {trained[-1][0]}"})
+    for dataset in list(dict.fromkeys(name for each in evaluations for name in each["results"]))[:2]:
+        losses = [
+            (each["step"], each["results"][dataset]["loss"]) for each in evaluations if "loss" in each["results"].get(dataset, {})
+        ]
+        finite = [each for each in losses if math.isfinite(each[1])]
+        if finite:
+            best = min(finite, key=lambda each: each[1])
+            detail = f"the best, at step {best[0]}; last {losses[-1][1]:.5g}"
+            tiles.append({"label": f"{dataset}/loss", "value": best[1], "detail": detail})
+    for name, rate in (("tokens", "tokens_per_second"), ("samples", "samples_per_second")):
+        rates = [value for record in run.records if (value := getattr(record, rate))]
+        if rates:
+            median = sorted(rates)[len(rates) // 2]
+            last = f"{rates[-1]:,.0f}" if rates[-1] >= 100 else f"{rates[-1]:.3g}"
+            tiles.append({"label": f"{name} per second", "value": median, "detail": f"the median; last {last}", "kind": "count"})
+            break
+    memory = max((record.memory_bytes for record in run.records), default=0)
+    if memory:
+        tiles.append({"label": "memory", "value": memory, "detail": "the most of the first rank", "kind": "bytes"})
+    return tiles
+
+
+def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is marked on the axis of steps."""
+    saved = [{"step": each["step"], "kind": _cell(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
+    return {
+        "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
+        "evaluations": _spread([each["step"] for each in evaluations], _MOST_MARKS),
+        "checkpoints": _spread(saved, _MOST_MARKS),
+    }
+
+
+def _chosen(windows: list[Window]) -> list[Window]:
+    """As many windows as a page has room for, the first and the last among them."""
+    most = _MOST_WINDOWS
+    while most > 2 and sum(len(window.slices) for window in _spread(windows, most)) > _MOST_SLICES:
+        most = most * 3 // 4
+    return _spread(windows, most)
+
+
+def _spread(items: list[Any], most: int) -> list[Any]:
+    """At most `most` of the items, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def _window(window: Window) -> dict[str, Any]:
+    """Names once, and slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
+    names: dict[str, int] = {}
+    slices = [
+        [
+            names.setdefault(each.name, len(names)),
+            round(each.begin * 1e6, 2),
+            round(each.seconds * 1e6, 2),
+            each.step,
+            names.setdefault(each.callback, len(names)) if each.callback else -1,
+        ]
+        for each in window.slices
+    ]
+    return {
+        "first_step": window.first_step,
+        "last_step": window.last_step,
+        "began": window.began,
+        "seconds": window.seconds,
+        "is_whole": window.is_whole,
+        "names": list(names),
+        "slices": slices,
+    }
+
+
+def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row an evaluation, one column a result."""
+    names = [f"{dataset}/{name}" for each in evaluations for dataset, values in each["results"].items() for name in values]
+    columns = list(dict.fromkeys(names))[:40]
+    rows = []
+    for each in evaluations[-_MOST_ROWS:]:
+        values = {f"{dataset}/{name}": value for dataset, found in each["results"].items() for name, value in found.items()}
+        rows.append({"step": each["step"], "time": each["time"], "values": [values.get(name, math.nan) for name in columns]})
+    return {"columns": columns, "rows": rows}
+
+
+def _checkpoint(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
+    path = str(info.get("path") or "")
+    name = _last_part(path)
+    losses = info.get("val_losses")
+    here = run.path / "checkpoints"
+    is_here = "://" not in path and Path(path).parent.name == "checkpoints" and here.is_dir()
+    return {
+        "name": name,
+        "path": path,
+        "step": info["step"],
+        "epoch": info.get("epoch"),
+        "time": info["time"],
+        "kind": _cell(info.get("kind")),
+        "size": info.get("size_bytes"),
+        "train_loss": info.get("train_loss"),
+        "val_losses": [(str(key), value) for key, value in losses.items()][:20] if isinstance(losses, dict) else [],
+        "best": _cell(info.get("best_metric_key")),
+        "is_finite": info.get("is_finite") is not False,
+        "is_undone": info["is_undone"],
+        "is_gone": bool(is_here and name and not (here / name).exists()),
+        "requested_by": _cell(info.get("requested_by")),
+    }
+
+
+def _images(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in run.images:
+        tellings = found.setdefault(each["name"], [])
+        earlier = next((telling for telling in reversed(tellings) if telling["step"] == each["step"]), None)
+        if earlier is None:
+            earlier = {"step": each["step"], "time": each["time"], "files": []}
+            tellings.append(earlier)
+        earlier["files"] = list(dict.fromkeys([*earlier["files"], *each["files"]]))[:_MOST_IMAGES]
+    for tellings in found.values():
+        tellings.sort(key=lambda telling: telling["step"])
+    return {name: _spread(tellings, _MOST_IMAGE_STEPS) for name, tellings in found.items()}
+
+
+def _table(tellings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tellings of a table, the latest first."""
+    return [
+        {
+            "step": each["step"],
+            "time": each["time"],
+            "columns": each["columns"],
+            "rows": [[_plain_cell(cell) for cell in row] for row in each["rows"][:_MOST_ROWS]],
+            "in_all": len(each["rows"]),
+        }
+        for each in reversed(tellings[-_MOST_TELLINGS:])
+    ]
+
+
+def _event(event: dict[str, Any]) -> dict[str, Any]:
+    """An event and a line that says what it was about."""
+    known = {
+        "exception": _exception_text,
+        "checkpoint": _checkpoint_text,
+        "evaluation": _evaluation_text,
+        "run_start": _start_text,
+        "run_end": _end_text,
+    }
+    tell = known.get(event["event"], _other_text)
+    return {"event": event["event"], "time": event.get("time"), "step": event.get("step"), "text": tell(event)}
+
+
+def _exception_text(event: dict[str, Any]) -> str:
+    where = f" (in the span {_cell(event['span'])})" if event.get("span") else ""
+    return f"{_cell(event.get('type'))}: {_cell(event.get('message'))}{where}"
+
+
+def _checkpoint_text(event: dict[str, Any]) -> str:
+    info = event.get("checkpoint")
+    told = info if isinstance(info, dict) else {}
+    losses = told.get("val_losses")
+    measured = [f"{name} {number(value):.5g}" for name, value in losses.items()] if isinstance(losses, dict) else []
+    return ", ".join(filter(None, [_cell(told.get("kind")), _last_part(str(told.get("path") or "")), *measured[:10]]))
+
+
+def _evaluation_text(event: dict[str, Any]) -> str:
+    results = event.get("results")
+    found = flattened(results) if isinstance(results, dict) else []
+    return ", ".join(f"{name.replace('.', '/', 1)} {number(value):.5g}" for name, value in found[:20])
+
+
+def _start_text(event: dict[str, Any]) -> str:
+    resumed = event.get("resumed_from")
+    began = f"went on from {_last_part(str(resumed))}" if resumed else "began"
+    ranks = f"{_cell(event['world_size'])} ranks" if number(event.get("world_size")) > 1 else ""
+    return ", ".join(filter(None, [began, _cell(event.get("device")), ranks, _cell(event.get("host"))]))
+
+
+def _end_text(event: dict[str, Any]) -> str:
+    lost = whole(event.get("lines_lost"))
+    more = [f"{lost} lines could not be written"] if lost > 0 else []
+    return ", ".join([_cell(event.get("outcome")), f"{number(event.get('seconds')):.4g} s of training", *more])
+
+
+def _other_text(event: dict[str, Any]) -> str:
+    told = {name: value for name, value in event.items() if name not in ("event", "time", "step", "epoch")}
+    return ", ".join(f"{name} {text}" for name, text in flattened(told)[:30] if text)
+
+
+def _last_part(path: str) -> str:
+    return path.replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+def _plain_cell(cell: Any) -> Any:
+    return cell if isinstance(cell, (int, float)) and not isinstance(cell, bool) else _cell(cell)
+
+
+def _cell(value: Any) -> str:
+    """A value as a person reads it, cut where it is long."""
+    if value is None or value == [] or value == {}:
+        return ""
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (str, int, float)) for each in value):
+        value = ", ".join(map(str, value))
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]} ... ({len(text):,} characters)"

@@ -1,0 +1,274 @@
+"""The runs in a folder, in an SQLite index of what their folders hold.
+
+The folders are the truth, and the index is a cache of them: a run whose files have other sizes or times than it knows is read again, and
+an index that is damaged, of another version or deleted is made anew. Where it cannot be written, everything is done in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from callsheet.report.run_folder import RUNNING, RunFolder, RunReader
+
+logger = logging.getLogger("callsheet")
+
+INDEX = ".index.sqlite"
+_VERSION = 1
+_APPLICATION = 0x63737831  # how a file says that it is such an index
+_PATIENCE_SECONDS = 10.0  # for another process that writes it
+_MARKS = ("metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
+
+_SCHEMA = f"""
+DROP TABLE IF EXISTS runs;
+DROP TABLE IF EXISTS metrics;
+CREATE TABLE runs (
+    name TEXT PRIMARY KEY, version TEXT, outcome TEXT, steps INTEGER, seconds REAL, started REAL, last_write REAL,
+    device TEXT, world_size INTEGER, best_checkpoint TEXT
+);
+CREATE TABLE metrics (
+    run TEXT, name TEXT, last REAL, last_step INTEGER, lowest REAL, lowest_step INTEGER, highest REAL, highest_step INTEGER,
+    PRIMARY KEY (run, name)
+) WITHOUT ROWID;
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {_VERSION};
+"""
+
+
+@dataclass(slots=True)
+class MetricRow:
+    """One metric of a run: its last value, and the extremes of those that were finite, each with its step; NaN where there is none."""
+
+    last: float = math.nan
+    last_step: int = 0
+    lowest: float = math.nan
+    lowest_step: int = 0
+    highest: float = math.nan
+    highest_step: int = 0
+
+    def add(self, value: float, step: int) -> None:
+        """A later value."""
+        self.last, self.last_step = value, step
+        if math.isfinite(value):
+            if not self.lowest <= value:
+                self.lowest, self.lowest_step = value, step
+            if not self.highest >= value:
+                self.highest, self.highest_step = value, step
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run: `name` is its folder's, `seconds` of training, `started` and `last_write` in seconds since 1970, NaN where not known.
+
+    `best_checkpoint` is the path of the last that was the best so far; empty where there is none.
+    """
+
+    name: str
+    outcome: str
+    steps: int
+    seconds: float
+    started: float
+    last_write: float
+    device: str
+    world_size: int
+    best_checkpoint: str
+    metrics: dict[str, MetricRow] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of a folder, the newest first, and why no index of them is kept; empty where it is."""
+
+    rows: list[RunRow]
+    note: str = ""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds what a run writes."""
+    return any((folder / mark).exists() for mark in _MARKS)
+
+
+def run_names(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of the runs in `folder`; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir() and is_run(Path(entry))
+            )
+    except OSError:
+        return []
+
+
+def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None) -> Runs:
+    """The runs in `folder`, as their folders are now, with these of their metrics, or all of them.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    wanted = None if metrics is None else sorted(set(metrics))
+    try:
+        try:
+            return Runs(_kept(path, wanted))
+        except sqlite3.DatabaseError as error:
+            if not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
+                raise
+            logger.debug("%s is damaged (%s), and is made anew", path / INDEX, error)
+            _remove(path / INDEX)
+            return Runs(_kept(path, wanted))
+    except (sqlite3.Error, OSError) as error:
+        with closing(_in_memory(path / INDEX)) as index:
+            return Runs(_refreshed(index, path, wanted), f"no index is kept in {path}: {error}")
+
+
+def _kept(folder: Path, wanted: list[str] | None) -> list[RunRow]:
+    with closing(_opened(folder / INDEX)) as index:
+        return _refreshed(index, folder, wanted)
+
+
+def _refreshed(index: sqlite3.Connection, folder: Path, wanted: list[str] | None) -> list[RunRow]:
+    """Read the runs that have changed, put them into the index, and take from it what it knows."""
+    known = {name: (version, outcome) for name, version, outcome in index.execute("SELECT name, version, outcome FROM runs")}
+    names = set(run_names(folder))
+    changed: list[tuple[str, RunRow]] = []
+    for name in sorted(names):
+        reader = RunReader(folder / name)
+        version = reader.version()  # before the reading: what is written meanwhile is read the next time
+        if name not in known or known[name][0] != version or known[name][1] == RUNNING:  # which by now may be lost
+            try:
+                changed.append((version, _row(name, reader.read())))
+            except FileNotFoundError:  # deleted in this moment
+                names.discard(name)
+    gone = known.keys() - names
+    if changed or gone:
+        index.execute("BEGIN IMMEDIATE")
+        for name in {*gone, *(row.name for _, row in changed)}:
+            index.execute("DELETE FROM runs WHERE name = ?", (name,))
+            index.execute("DELETE FROM metrics WHERE run = ?", (name,))
+        for version, row in changed:
+            _insert(index, row, version)
+        index.execute("COMMIT")
+    return list(_rows(index, wanted))
+
+
+def _row(name: str, run: RunFolder) -> RunRow:
+    metrics: dict[str, MetricRow] = {}
+    for record in run.records:
+        for metric, value in record.values.items():
+            if (known := metrics.get(metric)) is None:
+                known = metrics[metric] = MetricRow()
+            known.add(value, record.step)
+    start = run.start_event()
+    size = start.get("world_size")
+    best = [str(saved.get("path", "")) for saved in run.checkpoints if saved.get("kind") == "best" and not saved.get("is_undone")]
+    return RunRow(
+        name=name,
+        outcome=run.outcome,
+        steps=run.last_step,
+        seconds=run.seconds,
+        started=run.started,
+        last_write=run.last_write,
+        device=str(start.get("device") or ""),
+        world_size=size if isinstance(size, int) and size > 0 else 1,
+        best_checkpoint=best[-1] if best else "",
+        metrics=metrics,
+    )
+
+
+# --- SQLite ---
+
+_COLUMNS = tuple(each.name for each in fields(RunRow) if each.name != "metrics")
+_METRIC = tuple(each.name for each in fields(MetricRow))
+
+
+def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
+    marks = ", ".join("?" * (len(_COLUMNS) + 1))
+    values = [_storable(getattr(row, column)) for column in _COLUMNS]
+    index.execute(f"INSERT INTO runs ({', '.join(_COLUMNS)}, version) VALUES ({marks})", (*values, version))
+    index.executemany(
+        f"INSERT INTO metrics (run, name, {', '.join(_METRIC)}) VALUES ({', '.join('?' * (len(_METRIC) + 2))})",
+        ((row.name, _storable(name), *(_storable(getattr(metric, column)) for column in _METRIC)) for name, metric in row.metrics.items()),
+    )  # fmt: skip
+
+
+def _storable(value: object) -> object:
+    """As SQLite can hold it: NaN is stored as NULL by SQLite itself; half a surrogate pair and endless integers are refused by it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return 0
+    return value
+
+
+def _rows(index: sqlite3.Connection, wanted: list[str] | None) -> Iterator[RunRow]:
+    metrics: dict[str, dict[str, MetricRow]] = {}
+    where = "" if wanted is None else f"WHERE name IN ({', '.join('?' * len(wanted))})"
+    for run, name, *values in index.execute(
+        f"SELECT run, name, {', '.join(_METRIC)} FROM metrics {where} ORDER BY name", wanted or ()
+    ):
+        metrics.setdefault(run, {})[name] = MetricRow(**_told(_METRIC, values))
+    for found in index.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY started DESC, name"):
+        told = _told(_COLUMNS, found)
+        yield RunRow(**told, metrics=metrics.get(told["name"], {}))
+
+
+def _told(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+    return {column: math.nan if value is None else value for column, value in zip(columns, values, strict=True)}
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """The index in the file, with its tables; raises sqlite3.Error or OSError where it cannot be that."""
+    if path.is_symlink():
+        raise OSError(f"{path} is a link")
+    index = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None)
+    try:
+        index.execute(
+            "BEGIN IMMEDIATE"
+        )  # whoever cannot write it should know at once; and one process at a time makes the tables
+        application, version, tables = (
+            index.execute(question).fetchone()[0]
+            for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if application != _APPLICATION and (application or tables):
+            raise sqlite3.DatabaseError(f"{path} is a database of something else")
+        if (application, version) != (_APPLICATION, _VERSION):
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                index.execute(statement)
+        index.execute("COMMIT")
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
+def _in_memory(path: Path) -> sqlite3.Connection:
+    """An index that is not kept, with what the file knows, if it can be read at all."""
+    index = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as file:
+            marks = [file.execute(f"PRAGMA {pragma}").fetchone()[0] for pragma in ("application_id", "user_version")]
+            if marks == [_APPLICATION, _VERSION]:
+                file.backup(index)
+                return index
+    except sqlite3.Error as error:
+        logger.debug("%s cannot be read either (%s): all runs are read anew", path, error)
+        index.close()
+        index = sqlite3.connect(":memory:", isolation_level=None)
+    index.executescript(_SCHEMA)
+    return index
+
+
+def _remove(path: Path) -> None:
+    """Delete a damaged index, its journal first: it must not be applied to the next one."""
+    for file in (path.with_name(f"{path.name}-journal"), path):
+        file.unlink(missing_ok=True)

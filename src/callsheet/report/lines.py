@@ -1,0 +1,120 @@
+"""Reading what a run appends to: only what is new, and only what is inside the run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_LONGEST_LINE = 32 * 2**20
+_PIECE = 2**20
+
+
+def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
+    """The plain file `name` in `folder`, links resolved; None where there is none, or it lies elsewhere."""
+    try:
+        path = (folder / name).resolve()
+        if path.is_relative_to(folder.resolve()) and stat.S_ISREG(path.stat().st_mode):
+            return path
+    except (OSError, ValueError, RuntimeError):  # missing, a zero byte in the name, a loop of links
+        pass
+    return None
+
+
+def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_end: bool = False) -> str:
+    """The text of a file in `folder`, or of its first or last `at_most` bytes; empty where there is none."""
+    path = inside(folder, name)
+    if path is None:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            if from_end:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - at_most))
+            return file.read(at_most).decode("utf-8", "replace")
+    except OSError:  # gone meanwhile, or not ours to read
+        return ""
+
+
+class JsonLines:
+    """A file of JSON lines that is still appended to: `new()` gives the objects since the last call.
+
+    A line that is no JSON object, such as one that a kill has torn, is passed by and counted in `torn`. The last line waits until it
+    is whole.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self.torn = 0
+
+    def is_another(self) -> bool:
+        """Whether the file that was read is gone, another one, or shorter now: whoever reads begins anew."""
+        if self._identity is None:
+            return False
+        path = inside(self._folder, self._name)
+        try:
+            status = path.stat() if path is not None else None
+        except OSError:
+            status = None
+        return status is None or (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The objects that were appended since the last call."""
+        path = inside(self._folder, self._name)
+        if path is None:
+            return
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below
+        except OSError:  # gone meanwhile, or not ours to read
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            self._identity = (status.st_dev, status.st_ino)
+            file.seek(self._offset)
+            while line := file.readline(_LONGEST_LINE):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) == _LONGEST_LINE:  # nobody's line: pass by the rest of it
+                    while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
+                        pass
+                    line, is_whole = b"too long", True
+                found = _object(line)
+                if found is None and not is_whole:  # still being written, or torn; the next reading will see
+                    break
+                self._offset = file.tell()
+                if found is not None:
+                    yield found
+                elif line.strip():
+                    self.torn += 1
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def number(value: Any) -> float:
+    """A float; NaN where it is none."""
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def finite(value: Any) -> float:
+    """A float; 0 where it is none, or not finite."""
+    found = number(value)
+    return found if math.isfinite(found) else 0.0
+
+
+def whole(value: Any) -> int:
+    """An int; 0 where it is none."""
+    found = number(value)
+    return int(found) if math.isfinite(found) else 0

@@ -1,0 +1,98 @@
+"""The run as a trace that Perfetto opens, in the Chrome trace event format: windows of steps, metrics, and what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from callsheet.costs import Window
+from callsheet.report.curves import thinned
+from callsheet.report.lines import number
+from callsheet.report.run_folder import RunFolder
+
+_PROCESS = 1
+_STEPS, _EVENTS = 1, 2  # threads: what nests in windows, and what happened
+_MOST_COUNTERS, _MOST_POINTS = 60, 1_000
+_LONGEST = 2_000
+
+
+def trace(run: RunFolder) -> dict[str, Any]:
+    """The trace as plain data; its times are microseconds since the run began, which `otherData` tells in seconds since 1970."""
+    began = min(
+        [run.started, *(window.began for window in run.windows)], key=lambda time: time if math.isfinite(time) else math.inf
+    )
+    began = began if math.isfinite(began) else 0.0
+    named = [
+        {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": run.name}},
+        {"ph": "M", "pid": _PROCESS, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}},
+        {"ph": "M", "pid": _PROCESS, "tid": _EVENTS, "name": "thread_name", "args": {"name": "events"}},
+    ]
+    told = [event for window in run.windows for event in _window(window, began)]
+    told += [*_instants(run, began), *_counters(run, began)]
+    told.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    return {
+        "traceEvents": [*named, *told],
+        "displayTimeUnit": "ms",
+        "otherData": {"run": run.name, "outcome": run.outcome, "began_seconds_since_1970": began},
+    }
+
+
+def trace_json(run: RunFolder) -> str:
+    """The trace as the text of a file."""
+    return json.dumps(trace(run), allow_nan=False, separators=(",", ":"))
+
+
+def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
+    """A slice for the window, and those in it; whole nanoseconds, so that what nests still nests."""
+    start = round((window.began - began) * 1e9)
+    title = f"steps {window.first_step} to {window.last_step}"
+    yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})
+    end = start + round(window.seconds * 1e9)
+    for each in window.slices:
+        begin = start + round(each.begin * 1e9)
+        stop = min(start + round((each.begin + each.seconds) * 1e9), end)
+        if each.callback:
+            yield _slice(each.callback, "callback", begin, stop - begin, {"event": each.name, "step": each.step})
+        else:
+            yield _slice(each.name, "span", begin, stop - begin, {"step": each.step})
+
+
+def _slice(name: str, category: str, begin: int, length: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": _STEPS,
+        "name": name,
+        "cat": category,
+        "ts": begin / 1000,
+        "dur": max(0, length) / 1000,
+        "args": args,
+    }
+
+
+def _instants(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
+    for event in run.events:
+        moment = number(event.get("time"))
+        if math.isfinite(moment):
+            args = {name: str(value)[:_LONGEST] for name, value in event.items() if name not in ("time", "event")}
+            at = {"pid": _PROCESS, "tid": _EVENTS, "ts": round((moment - began) * 1e6, 3)}
+            yield {"ph": "i", "s": "p", "name": event["event"], "cat": "event", "args": args, **at}
+
+
+def _counters(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
+    """Metrics over the time at which they were logged."""
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for record, moment in zip(run.records, run.times, strict=True):
+        if math.isfinite(moment):
+            for name, value in record.values.items():
+                if math.isfinite(value):
+                    times, values = points.setdefault(name, ([], []))
+                    times.append(moment)
+                    values.append(value)
+    for name in sorted(points, key=lambda name: (not name.startswith(("train/", "validation/")), name))[:_MOST_COUNTERS]:
+        times, values = points[name]
+        for place in thinned(times, values, _MOST_POINTS):
+            at = round((times[place] - began) * 1e6, 3)
+            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": at, "args": {"value": values[place]}}

@@ -1,0 +1,180 @@
+"""What a person should know first: what failed, was dropped, or looks wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from callsheet.context import Outcome
+from callsheet.costs import Failures
+from callsheet.report.costs import cost_rows
+from callsheet.report.curves import odd_name
+from callsheet.report.lines import whole
+from callsheet.report.run_folder import LOST, RunFolder
+
+_COSTLY = 0.05  # the share of a step above which a callback is named, as the run itself does
+_NOTICEABLE = 50e-6  # seconds a step below which nobody is
+_MOST_NAMES = 8
+_MOST_LINES = 12
+_LONGEST = 600
+_MARKED = re.compile(r"\b(CRITICAL|ERROR|WARNING|WARN)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(?:Warning|Error): ")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to know; `detail` is a line or more of plain text."""
+
+    level: Literal["error", "warning", "note"]
+    title: str
+    detail: str = ""
+
+
+def problems(run: RunFolder) -> list[Problem]:
+    """Of the whole run, the gravest first."""
+    found = [
+        *_endings(run),
+        *_failures(run),
+        *_not_finite(run),
+        *_memory(run),
+        *_resumes(run),
+        *_costly(run),
+        *_logged(run),
+        *_reading(run),
+    ]
+    order = ("error", "warning", "note")
+    return sorted(found, key=lambda problem: order.index(problem.level))
+
+
+def _endings(run: RunFolder) -> Iterator[Problem]:
+    last_start = max((place for place, event in enumerate(run.events) if event["event"] == "run_start"), default=0)
+    told = False
+    for place, event in enumerate(run.events):
+        if event["event"] == "exception":
+            title = f"{event.get('type', 'An exception')} at step {event.get('step')}"
+            where = f"in the span {event.get('span')}" if event.get("span") else ""
+            detail = "\n".join(filter(None, [_cut(event.get("message")), where]))
+            if place >= last_start:
+                told = True
+                yield Problem("error", f"The run failed: {title}", detail)
+            else:
+                yield Problem("warning", f"An earlier attempt failed: {title}", detail)
+        elif event["event"] == "preempt":
+            yield Problem("warning", f"A signal asked the run to make way at step {event.get('step')}")
+    if run.outcome == Outcome.FAILED and not told:
+        yield Problem("error", "The run failed", "What was raised is not told.")
+    if run.outcome == LOST:
+        yield Problem(
+            "error",
+            "The run is lost",
+            f"It has told no end and writes no more; its last step is {run.last_step}. It was killed, or hangs.",
+        )
+
+
+def _failures(run: RunFolder) -> Iterator[Problem]:
+    told: dict[str, list[Failures]] = {}
+    for report in run.costs:
+        for each in report.failures:
+            told.setdefault(each.callback, []).append(each)
+    for name, failures in told.items():
+        count, dropped = sum(each.count for each in failures), sum(each.dropped for each in failures)
+        is_off = any(each.is_off for each in failures)
+        if count > 0 or is_off:
+            title = f"{name} failed {_times(count)}" + (" and was switched off" if is_off else "")
+            last = next((each.last for each in reversed(failures) if each.last), "")
+            yield Problem("error" if is_off else "warning", title, f"last: {_cut(last)}" if last else "")
+        if dropped > 0:
+            detail = "It could not follow, and the oldest that waited were left out."
+            yield Problem("warning", f"The lane of {name} dropped {_several(dropped, 'event')}", detail)
+        if (undelivered := sum(each.undelivered for each in failures)) > 0:
+            detail = "It was at work, or stuck, when its time was over."
+            yield Problem("warning", f"The lane of {name} had not told {_several(undelivered, 'event')} at the end", detail)
+
+
+def _not_finite(run: RunFolder) -> Iterator[Problem]:
+    odd: dict[str, list[Any]] = {}
+    for record in run.records:
+        if all(map(math.isfinite, record.values.values())):
+            continue
+        for name, value in record.values.items():
+            if not math.isfinite(value):
+                told = odd.setdefault(name, [record.step, odd_name(value), 0])
+                told[2] += 1
+    if odd:
+        lines = [f"{name}: {_times(times)}, first {value} at step {step}" for name, (step, value, times) in odd.items()]
+        yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _listed(lines, _MOST_NAMES))
+    for checkpoint in run.checkpoints:
+        if checkpoint.get("is_finite") is False:
+            yield Problem(
+                "error",
+                f"The checkpoint of step {checkpoint['step']} holds values that are not finite",
+                _cut(checkpoint.get("path")),
+            )
+
+
+def _memory(run: RunFolder) -> Iterator[Problem]:
+    for name, said in (("memory/ooms", "ran out of memory"), ("memory/alloc_retries", "had to be emptied to find room")):
+        most = max((record.values.get(name, 0.0) for record in run.records), default=0.0)
+        if 0 < most < math.inf:
+            yield Problem("warning", f"The device's memory {said} {_times(int(most))}", f"as {name} tells")
+
+
+def _resumes(run: RunFolder) -> Iterator[Problem]:
+    for resume in run.resumes:
+        if resume.dropped:
+            title = f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were done again"
+            yield Problem("note", title, f"The run was resumed from step {resume.step}.")
+
+
+def _costly(run: RunFolder) -> Iterator[Problem]:
+    for row in cost_rows(run.costs):
+        if row["of_step"] > _COSTLY and row["per_step"] > _NOTICEABLE:
+            yield Problem(
+                "warning",
+                f"{row['callback']} takes {row['of_step']:.0%} of the step",
+                f"{1000 * row['per_step']:.3g} ms a step; give it an interval, or make it do less at each step.",
+            )
+
+
+def _logged(run: RunFolder) -> Iterator[Problem]:
+    for name, text in run.logs.items():
+        lines = [line.strip() for line in text.splitlines() if _MARKED.search(line)]
+        if lines:
+            shown = _listed([_cut(line) for line in lines[-_MOST_LINES:]], _MOST_LINES)
+            yield Problem("note", f"{_several(len(lines), 'line')} of {name} warn", shown)
+
+
+def _reading(run: RunFolder) -> Iterator[Problem]:
+    lost = sum(whole(event.get("lines_lost")) for event in run.events)
+    if lost > 0:
+        yield Problem(
+            "warning", f"{_several(lost, 'line')} could not be written", "The disk did not take them; they are missing here."
+        )
+    if run.torn_lines:
+        yield Problem("note", f"{_several(run.torn_lines, 'line')} could not be read", "A killed process tears its last line.")
+    if run.records_left_out:
+        yield Problem(
+            "note",
+            f"{run.records_left_out:,} records are not shown",
+            "The run has more values than memory should hold. Metrics with few values are whole, and so is what is not finite.",
+        )
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+def _listed(lines: list[str], most: int) -> str:
+    more = [f"and {len(lines) - most:,} more"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *more])
+
+
+def _cut(value: Any) -> str:
+    text = str(value or "")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

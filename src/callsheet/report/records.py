@@ -1,0 +1,110 @@
+"""The records of a run's folder: those that count, and no more of them than memory has room for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.context import LogRecord
+from callsheet.report.lines import finite, number, whole
+
+_MOST_VALUES = 6_000_000  # of metrics that are held; beyond, records are left out
+_LARGEST_STEP = 2**53  # that JSON's readers can tell from its neighbours
+_RARE = 2_000  # a metric with no more values than this keeps all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a run went on: after `step`; `dropped` records, up to `dropped_to_step`, are of a future that did not happen."""
+
+    step: int
+    time: float
+    dropped: int = 0
+    dropped_to_step: int = 0
+
+
+class RecordLines:
+    """The records that count, read line by line."""
+
+    def __init__(self) -> None:
+        self.kept: list[LogRecord] = []
+        self.times: list[float] = []
+        self.resumes: list[Resume] = []
+        self.counted = 0
+        self._numbers: list[int] = []  # of those that are kept: the how many-th each is
+        self._names: dict[str, str] = {}  # one string for all records that have it
+        self._rare: set[str] | None = None  # names that few records have, while some are left out
+        self._values = 0
+        self._most_values = _MOST_VALUES
+        self._stride = 1
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A line of the file: a record, or a resume."""
+        if "resumed_from_step" in line:
+            self._resume(line)
+            return
+        values, step = line.get("values"), line.get("step")
+        if not isinstance(values, dict) or not isinstance(step, int) or abs(step) > _LARGEST_STEP:
+            return
+        plain = {self._names.setdefault(name, name): number(value) for name, value in values.items()}
+        record = LogRecord(
+            step,
+            plain,
+            elapsed_seconds=finite(line.get("elapsed_seconds")),
+            samples_per_second=finite(line.get("samples_per_second")),
+            tokens_per_second=finite(line.get("tokens_per_second")),
+            memory_bytes=whole(line.get("memory_bytes")),
+        )
+        self.counted += 1
+        if self._stride > 1 and self.counted % self._stride and self._is_plain(record, self._rare_names()):
+            return
+        self.kept.append(record)
+        self.times.append(number(line.get("time")))
+        self._numbers.append(self.counted - 1)
+        self._values += len(plain)
+        if self._values > self._most_values:
+            self._thin()
+
+    def _resume(self, line: dict[str, Any]) -> None:
+        step, records = whole(line.get("resumed_from_step")), line.get("records")
+        if isinstance(records, int):
+            first = next((place for place in range(len(self.kept)) if self._numbers[place] >= records), len(self.kept))
+        else:
+            first = next((place for place, record in enumerate(self.kept) if record.step > step), len(self.kept))
+        left = self._numbers[first] if first < len(self.kept) else self.counted
+        counts = max(0, min(records, self.counted)) if isinstance(records, int) else left
+        gone = self.kept[first:]
+        last = max((record.step for record in gone), default=step)
+        self.resumes.append(Resume(step, number(line.get("time")), self.counted - counts, last))
+        self._values -= sum(len(record.values) for record in gone)
+        del self.kept[first:], self.times[first:], self._numbers[first:]
+        self.counted = counts
+
+    def _rare_names(self) -> set[str]:
+        if self._rare is None:
+            count = Counter(name for record in self.kept for name in record.values)
+            self._rare = {name for name in self._names if count[name] <= _RARE}
+        return self._rare
+
+    def _is_plain(self, record: LogRecord, rare: set[str]) -> bool:
+        return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
+
+    def _thin(self) -> None:
+        """Leave out every second of those that are not needed."""
+        self._stride *= 2
+        self._rare = None
+        rare = self._rare_names()
+        stays = [
+            place
+            for place, record in enumerate(self.kept)
+            if (self._numbers[place] + 1) % self._stride == 0 or not self._is_plain(record, rare)
+        ]
+        self.kept = [self.kept[place] for place in stays]
+        self.times = [self.times[place] for place in stays]
+        self._numbers = [self._numbers[place] for place in stays]
+        self._values = sum(len(record.values) for record in self.kept)
+        self._most_values = max(
+            _MOST_VALUES, 2 * self._values
+        )  # where all of it is needed there is no use in trying at every line

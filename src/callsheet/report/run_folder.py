@@ -1,0 +1,356 @@
+"""A run's folder, read into one object; nothing in it is trusted, and every part may be missing or torn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from callsheet.context import LogRecord, Outcome
+from callsheet.costs import Cost, CostReport, Failures, Slice, Window
+from callsheet.report.lines import JsonLines, inside, number, text_of, whole
+from callsheet.report.records import RecordLines, Resume
+
+RUNNING, LOST = "running", "lost"
+"""What a run that has told no end is called, by when it wrote last."""
+
+_LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
+_TEXTS = ("hyperparameters.json", "config.yaml", "call_sheet.txt")
+_MOST_TEXT, _LOG_TAIL = 2**20, 2**16
+_MOST_WINDOWS, _MOST_SLICES = 200, 20_000
+_MOST_TABLES, _TABLE_TELLINGS, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
+_SILENT_SECONDS, _SILENT_GAPS = 300.0, 10  # a run that has not written for so long, or for so many of its own pauses, is lost
+_LARGEST_IMAGE = 16 * 2**20
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """What a run's folder holds. Times are in seconds since 1970, and NaN where they are not known.
+
+    `records` are those that count, the futures that resumes left behind dropped, and `times` their times; of a run that would not fit
+    into memory some records are left out (`records_left_out`), none that has the few values of a rare metric or one that is not
+    finite. `checkpoints` and `evaluations` carry `is_undone` where a resume went back behind them. `costs` are the last line of each
+    process, `windows` in the order of their steps. `outcome` is what the run told last, or `running` or `lost`. `version` changes
+    whenever something else would be read.
+    """
+
+    path: Path
+    name: str
+    outcome: str = LOST
+    started: float = math.nan
+    ended: float = math.nan
+    last_write: float = math.nan
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    call_sheet: str = ""
+    records: list[LogRecord] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    records_left_out: int = 0
+    resumes: list[Resume] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    files: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    costs: list[CostReport] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
+    torn_lines: int = 0
+    version: str = ""
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """The run in the folder `path`, finished or not. For many readings of one run, a `RunReader` reads only what is new.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
+        return RunReader(path).read()
+
+    @property
+    def status(self) -> str:
+        """The same as `outcome`."""
+        return self.outcome
+
+    @property
+    def last_step(self) -> int:
+        """The last step that anything tells of."""
+        steps = [record.step for record in self.records[-1:]]
+        steps += [whole(event.get("step")) for event in self.events[-1:]]
+        return max(steps, default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of training."""
+        ends = [number(event.get("seconds")) for event in self.events[-1:] if event.get("event") == "run_end"]
+        told = [record.elapsed_seconds for record in self.records[-1:]] + [end for end in ends if math.isfinite(end)]
+        return max(told, default=math.nan)
+
+    def start_event(self) -> dict[str, Any]:
+        """What the run told when it began, or went on, last: device, world size, versions."""
+        return next((event for event in reversed(self.events) if event.get("event") == "run_start"), {})
+
+
+class RunReader:
+    """Reads a run's folder again and again, each time only what was appended; for one that is still written. Threads may share it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._begin()
+
+    def version(self) -> str:
+        """What `RunFolder.version` would be now; looks at sizes and times alone, and reads nothing."""
+        with self._lock:
+            return self._version(self._state())
+
+    def read(self) -> RunFolder:
+        """What the folder holds now.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
+        if not self._path.is_dir():
+            raise FileNotFoundError(f"{self._path} is no folder of a run")
+        with self._lock:
+            if any(lines.is_another() for lines in self._lines.values()):
+                self._begin()
+            state = self._state()  # what is appended while we read is another version
+            self._add_new()
+            return self._run(self._version(state))
+
+    def _begin(self) -> None:
+        self._lines: dict[str, JsonLines] = {}
+        self._records = RecordLines()
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._costs: dict[str, CostReport] = {}
+        self._windows: list[Window] = []
+        self._images: list[dict[str, Any]] = []
+        self._tables: dict[str, deque[dict[str, Any]]] = {}
+
+    def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        if name not in self._lines:
+            self._lines[name] = JsonLines(self._path, name)
+        return self._lines[name].new()
+
+    def _add_new(self) -> None:
+        for line in self._new("metrics.jsonl"):
+            self._records.add(line)
+        self._events.extend(line for line in self._new("events.jsonl") if isinstance(line.get("event"), str))
+        for line in self._new("costs.jsonl"):
+            if (report := _report(line)) is not None:
+                self._costs[str(line.get("process"))] = report
+        for line in self._new("timeline.jsonl"):
+            if (window := _window(line)) is not None:
+                self._windows.append(window)
+            if len(self._windows) > _MOST_WINDOWS:
+                del self._windows[1:-1:2]
+        for line in self._new("images.jsonl"):
+            files = line.get("files")
+            if isinstance(files, list):
+                names = [file for file in files if isinstance(file, str)]
+                self._images.append(_telling(line) | {"name": str(line.get("name")), "files": names})
+        for path in self._table_files():
+            for line in self._new(path):
+                columns, rows, name = line.get("columns"), line.get("rows"), line.get("name")
+                if isinstance(columns, list) and isinstance(rows, list):
+                    plain = [row for row in rows if isinstance(row, list)]
+                    name = name if isinstance(name, str) else path.removeprefix("tables/").removesuffix(".jsonl")
+                    tellings = self._tables.setdefault(name, deque(maxlen=_TABLE_TELLINGS))
+                    tellings.append(_telling(line) | {"columns": [str(column) for column in columns], "rows": plain})
+
+    def _table_files(self) -> list[str]:
+        found = (path.relative_to(self._path).as_posix() for path in sorted((self._path / "tables").rglob("*.jsonl")))
+        return [name for name in found if inside(self._path, name) is not None][:_MOST_TABLES]
+
+    def _log_files(self) -> list[str]:
+        found = sorted((self._path / "logs").glob("*.log"), key=lambda path: (len(path.name), path.name))
+        return [path.relative_to(self._path).as_posix() for path in found][:_MOST_LOGS]
+
+    def _run(self, version: str) -> RunFolder:
+        path, records, events = self._path, self._records, list(self._events)
+        name = next((str(event["run"]) for event in events if event.get("run")), path.resolve().name)
+        config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
+        run = RunFolder(
+            path,
+            name,
+            last_write=self._last_write(),
+            config=_yaml(config_text),
+            config_text=config_text,
+            hyperparameters=_json_object(text_of(path, "hyperparameters.json", at_most=_MOST_TEXT)),
+            call_sheet=text_of(path, "call_sheet.txt", at_most=_MOST_TEXT),
+            records=list(records.kept),
+            times=list(records.times),
+            records_left_out=records.counted - len(records.kept),
+            resumes=list(records.resumes),
+            events=events,
+            evaluations=[_telling(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
+                         for event in _of("evaluation", events, records.resumes)],
+            checkpoints=[_checkpoint(event) for event in _of("checkpoint", events, records.resumes)],
+            files=[_telling(event) | {"name": str(event.get("name")), "path": str(event.get("path"))} for event in _of("file", events, records.resumes)],
+            images=list(self._images),
+            tables={name: list(tellings) for name, tellings in self._tables.items() if tellings},
+            costs=list(self._costs.values()),
+            windows=sorted(self._windows, key=lambda window: window.began),
+            logs={name: text_of(path, name, at_most=_LOG_TAIL, from_end=True) for name in self._log_files()},
+            torn_lines=sum(lines.torn for lines in self._lines.values()),
+            version=version,
+        )  # fmt: skip
+        began = [number(event.get("time")) for event in events[:1]] + records.times[:1]
+        run.started = min((moment for moment in began if math.isfinite(moment)), default=math.nan)
+        run.outcome = self._outcome()
+        if run.outcome != RUNNING:
+            ends = [number(event.get("time")) for event in events[-1:] if event.get("event") == "run_end"]
+            run.ended = ends[0] if ends else run.last_write
+        return run
+
+    # --- how it stands ---
+
+    def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
+        """What is read, and what a living run writes besides."""
+        names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), "heartbeat.json", "checkpoints"]
+        for name in names:
+            try:
+                yield name, os.stat(self._path / name)
+            except OSError:
+                continue
+
+    def _state(self) -> str:
+        stats = sorted((name, status.st_size, status.st_mtime_ns) for name, status in self._inputs())
+        return hashlib.blake2s(repr(stats).encode(), digest_size=12).hexdigest()
+
+    def _version(self, state: str) -> str:
+        return f"{state}-{'silent' if self._is_silent() else 'heard'}"
+
+    def _last_write(self) -> float:
+        return max((status.st_mtime for _, status in self._inputs()), default=math.nan)
+
+    def _is_silent(self) -> bool:
+        times = [moment for moment in self._records.times[-20:] if math.isfinite(moment)]
+        gaps = [after - before for before, after in pairwise(times)]
+        patience = max(_SILENT_SECONDS, _SILENT_GAPS * statistics.median(gaps)) if gaps else _SILENT_SECONDS
+        return not time.time() - self._last_write() <= patience
+
+    def _outcome(self) -> str:
+        for event in reversed(self._events):
+            if event["event"] == "run_end":
+                return str(event.get("outcome") or Outcome.FINISHED)
+            if event["event"] == "run_start":
+                break
+        return LOST if self._is_silent() else RUNNING
+
+
+def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
+    """The PNG file that `images.jsonl` calls `file`; None where it is no PNG below the folder's `images`, or too large to show."""
+    path = inside(Path(folder), file)
+    if path is None or not path.is_relative_to((Path(folder) / "images").resolve()):
+        return None
+    try:
+        content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
+    except OSError:  # gone meanwhile
+        return None
+    return content if content.startswith(_PNG) else None
+
+
+# --- what a line holds ---
+
+
+def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
+    """The events of a kind, each with `is_undone`: whether the run went on from before its step later."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "run_start":
+            moment = number(event.get("time"))
+            at = [resume.step for resume in resumes if resume.time <= moment]  # its line is the one before
+            for each in found:
+                each["is_undone"] |= each["step"] > (at[-1] if at else 0)
+        elif event["event"] == kind:
+            found.append(event | {"step": whole(event.get("step")), "is_undone": False})
+    return found
+
+
+def _telling(line: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {"step": whole(line.get("step")), "time": number(line.get("time"))}
+    return told | {"is_undone": line["is_undone"]} if "is_undone" in line else told
+
+
+def _results(event: dict[str, Any]) -> dict[str, dict[str, float]]:
+    results = event.get("results")
+    return {
+        str(dataset): {str(name): number(value) for name, value in values.items()}
+        for dataset, values in (results.items() if isinstance(results, dict) else ())
+        if isinstance(values, dict)
+    }
+
+
+def _checkpoint(event: dict[str, Any]) -> dict[str, Any]:
+    info = event.get("checkpoint")
+    return (dict(info) if isinstance(info, dict) else {}) | _telling(event)
+
+
+def _report(line: dict[str, Any]) -> CostReport | None:
+    try:
+        costs = tuple(_built(Cost, cost) for cost in line["costs"])
+        failures = tuple(_built(Failures, each) for each in line.get("failures") or ())
+        report: CostReport = replace(_built(CostReport, line | {"costs": (), "failures": ()}), costs=costs, failures=failures)
+    except (KeyError, TypeError, ValueError, OverflowError):  # not what a report is made of
+        return None
+    return report
+
+
+def _window(line: dict[str, Any]) -> Window | None:
+    try:
+        slices = tuple(
+            Slice(str(name), float(begin), float(seconds), int(step), str(callback))
+            for name, begin, seconds, step, callback in line["slices"][:_MOST_SLICES]
+        )
+        window = _built(Window, line | {"slices": ()})
+        is_finite = all(math.isfinite(each.begin) and math.isfinite(each.seconds) for each in (*slices, _whole_of(window)))
+    except (KeyError, TypeError, ValueError, OverflowError):  # not what a window is made of
+        return None
+    return replace(window, slices=slices) if is_finite else None
+
+
+def _whole_of(window: Window) -> Slice:
+    return Slice("", window.began, window.seconds, window.first_step)
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+def _built(kind: type[Any], told: dict[str, Any]) -> Any:
+    """A dataclass of plain fields, each made what it should be; what is missing has its default, what is unknown is passed by."""
+    return kind(**{each.name: _KINDS.get(str(each.type), tuple)(told[each.name]) for each in fields(kind) if each.name in told})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ModuleNotFoundError:  # the text is shown all the same
+        return {}
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

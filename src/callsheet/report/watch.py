@@ -1,0 +1,223 @@
+"""A run's page, live: a small server for whoever sits at this machine.
+
+It listens on 127.0.0.1 and answers nobody who does not have its token; what it serves is the page, its data and the run's images.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from callsheet.errors import CallsheetError, ConfigError, RequestRefused
+from callsheet.report.live_run import LiveRun
+from callsheet.report.run_folder import image_bytes
+
+logger = logging.getLogger("callsheet")
+
+HOST = "127.0.0.1"
+_HERE = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
+_LONGEST_REQUEST = 1024  # bytes of a button's request
+_IDLE_SECONDS = 60.0  # after which a connection is closed
+
+_ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
+"""What the address with the token shows for a moment: going on from here, the browser is its own origin and sends the cookie."""
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Serves the page of the run in `folder`, on `port` or on one that is free.
+
+    Raises:
+        ConfigError: the port cannot be had.
+        FileNotFoundError: there is no such folder.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a browser keeps its connections open
+    allow_reuse_address = sys.platform != "win32"  # there it would let two servers have one port
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.run = LiveRun(folder)
+        self.token = secrets.token_urlsafe(32)
+        self.form_token = secrets.token_urlsafe(32)  # in the page, for its buttons
+        self._tickets: set[str] = set()
+        try:
+            super().__init__((HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on port {port}: {error}; give another --port, or 0 for any that is free") from None
+
+    @property
+    def url(self) -> str:
+        """Where the page is: without the token nothing is answered, so whoever has this address may do what the page can."""
+        return self._with(self.token)
+
+    def ticket_url(self) -> str:
+        """An address that can be opened once: it may be seen by other users, in the list of processes."""
+        ticket = secrets.token_urlsafe(32)
+        self._tickets.add(ticket)
+        return self._with(ticket)
+
+    def lets_in(self, word: str) -> bool:
+        """Whether `word` is the token or a ticket, which is used up then."""
+        if same(word, self.token):
+            return True
+        ticket = next((each for each in self._tickets if same(word, each)), None)
+        self._tickets.discard(ticket or "")
+        return ticket is not None
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name: a browser keeps one jar for all ports of an address."""
+        return f"callsheet-{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away is no error; anything else is told, and the others are served on."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            logger.exception("callsheet watch: a request failed")
+
+    def _with(self, word: str) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/?token={word}"
+
+
+def same(given: str, right: str) -> bool:
+    """Whether two words are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    server_version, sys_version = "callsheet", ""
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _get(self, path: str, query: dict[str, list[str]]) -> None:
+        if path == "/" and "token" in query:
+            if not self.server.lets_in(query["token"][-1]):
+                raise _Refused(HTTPStatus.FORBIDDEN, "this address is used up; open the one that callsheet watch printed")
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._send(HTTPStatus.OK, "text/html", _ENTRY.encode(), {"Set-Cookie": cookie})
+            return
+        self._check_cookie()
+        if path == "/":
+            nonce = secrets.token_urlsafe(16)
+            self._send(HTTPStatus.OK, "text/html", self.server.run.page(self.server.form_token, nonce), nonce=nonce)
+        elif path == "/data.json":
+            news = self.server.run.news(query.get("since", [""])[-1])
+            self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
+        elif path == "/act":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "asking for something takes a POST")
+        elif path.startswith("/images/") and (image := image_bytes(self.server.run.folder, unquote(path[1:]))) is not None:
+            self._send(HTTPStatus.OK, "image/png", image)
+        else:
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    def _post(self, path: str, _: dict[str, list[str]]) -> None:
+        self._check_cookie()
+        if path != "/act":
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+        if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
+            raise _Refused(HTTPStatus.FORBIDDEN, "only the page itself may ask for something")
+        if not same(self.headers.get("X-Callsheet-Token", ""), self.server.form_token):
+            raise _Refused(HTTPStatus.FORBIDDEN, "the page is of an earlier server; load it again")
+        try:
+            asked = json.loads(self._body())
+            message = self.server.run.ask(str(asked["act"]))
+        except (ValueError, TypeError, KeyError) as error:  # ConfigError is a ValueError
+            why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
+            raise _Refused(HTTPStatus.BAD_REQUEST, why) from error
+        except RequestRefused as error:
+            raise _Refused(HTTPStatus.CONFLICT, str(error)) from error
+        except OSError as error:
+            raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, f"the wish cannot be written: {error}") from error
+        self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit() or int(length) > _LONGEST_REQUEST:
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_LONGEST_REQUEST} bytes, and say how many")
+        return self.rfile.read(int(length))
+
+    # --- who may ---
+
+    def _check_host(self) -> None:
+        """A name that somebody else's server has made to point here would let that server's page read ours."""
+        if not _HERE.fullmatch(self.headers.get("Host", "")):
+            raise _Refused(HTTPStatus.FORBIDDEN, f"open it as {HOST} or localhost")
+
+    def _check_cookie(self) -> None:
+        for pair in self.headers.get("Cookie", "").split(";"):
+            name, _, value = pair.strip().partition("=")
+            if name == self.server.cookie and same(value, self.server.token):
+                return
+        raise _Refused(HTTPStatus.FORBIDDEN, "open the address that callsheet watch printed: it has the token")
+
+    # --- answering ---
+
+    def _answer(self, what: Callable[[str, dict[str, list[str]]], None]) -> None:
+        try:
+            self._check_host()
+            parts = urlsplit(self.path)
+            what(parts.path, parse_qs(parts.query))
+        except _Refused as refused:
+            self.close_connection = True  # what it sent may not have been read
+            self._send(refused.status, "text/plain", f"{refused}\n".encode())
+        except CallsheetError as error:  # such as a package that is missing
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None, *, nonce: str = "") -> None:
+        script = f"'nonce-{nonce}'" if nonce else "'none'"
+        policy = (
+            f"default-src 'none'; script-src {script}; style-src 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8" if kind != "image/png" else kind,
+            "Content-Security-Policy": policy,
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            **(more or {}),
+        }
+        if status != HTTPStatus.NO_CONTENT:
+            headers["Content-Length"] = str(len(body))
+        if self.close_connection:
+            headers["Connection"] = "close"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses: no request, or no method of ours."""
+        self.close_connection = True
+        self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """At most for who looks for something, and without the query: it may hold the token."""
+        path = urlsplit(getattr(self, "path", "")).path
+        logger.debug("callsheet watch: %s %s", getattr(self, "command", None), path)

@@ -1,0 +1,450 @@
+"""Snapshots: what a callback off the training thread is given to read.
+
+A snapshot is a context of which just a few fields are told, taken when the event was told. What training goes on to change is copied;
+numbers that lie on a device are copied there and then, without waiting, and read where they are wanted. The model, the optimizer and the
+scheduler are in no snapshot.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from callsheet.context import Context, TrainState
+from callsheet.control import Control, Request
+from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
+from callsheet.events import Event, as_event
+from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, fields_told
+
+logger = logging.getLogger("callsheet")
+
+NEVER = ("model", "optimizer", "scheduler")
+"""Fields that no snapshot holds: training goes on with them."""
+
+ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
+"""Fields that a snapshot holds only where the callback names them in `needs`: they have to be copied."""
+
+_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
+_STILL = (
+    "step",
+    "epoch",
+    "state.max_duration",
+    "state.timestamp",
+    "state.previous_timestamp",
+    "state.baseline",
+    "state.epoch_batches",
+    "state.evaluators",
+)  # of every snapshot: cannot change
+_STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
+_PLAIN = frozenset({int, float, str, bool, type(None), Event})
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a lane has to say to the run, as data: `log`, `ask`, `switch off`, or a logger's method, with its arguments."""
+
+    what: str
+    arguments: dict[str, Any]
+    by: str = ""
+
+    def do(self, ctx: Context) -> None:
+        """On the training thread."""
+        if self.what == "log":
+            ctx.log(**self.arguments)
+        elif self.what == "ask":
+            ctx.control.ask(**self.arguments)
+        elif self.what == "switch off":
+            ctx.control.switch_off(**self.arguments)
+        else:
+            ctx._to_loggers(self.what, **self.arguments)
+
+
+class Inbox:
+    """What lanes have said, until the training thread reaches a boundary."""
+
+    def __init__(self) -> None:
+        self._said: deque[Said] = deque()
+
+    def put(self, said: Said) -> None:
+        """From any thread."""
+        self._said.append(said)
+
+    def empty(self, ctx: Context) -> None:
+        """On the training thread: do what was said."""
+        while self._said:
+            said = self._said.popleft()
+            try:
+                said.do(ctx)
+            except Exception as error:  # a lane is isolated, and so is what it says
+                logger.error("%s said %r in its lane, which cannot be done: %s", said.by, said.what, error)
+
+    def name_lost(self) -> None:
+        """The run is over: say how much of what nobody heard there is, and whose. Requests do not count: there is nothing left to stop."""
+        lost = Counter((said.by, said.what) for said in self._said.copy() if said.what not in ("ask", "switch off"))
+        for (by, what), times in lost.items():
+            logger.error(
+                "the run has ended, and what %s said in its lane came too late for the loggers: %s, %d times", by, what, times
+            )
+
+
+class LaneControl:
+    """The control as a lane has it: its requests are one rank's own, and act once the training thread has heard of them.
+
+    What has been asked for can be read as it is at that moment; in a process of its own, as it was when the event was sent.
+    """
+
+    def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
+        self._control, self._inbox, self.by = control, inbox, by
+
+    def is_of(self, control: Control) -> bool:
+        """It speaks for this control."""
+        return self._control is control
+
+    @property
+    def able(self) -> frozenset[str]:
+        """What the loop can do now."""
+        return frozenset(self._control.able)
+
+    @property
+    def is_shared(self) -> bool:
+        """There are other ranks."""
+        return self._control.is_shared
+
+    @property
+    def stop_requested(self) -> Request | None:
+        """See `Control.stop_requested`."""
+        return self._control.stop_requested
+
+    @property
+    def save_requested(self) -> Request | None:
+        """See `Control.save_requested`."""
+        return self._control.save_requested
+
+    @property
+    def save_requests(self) -> tuple[Request, ...]:
+        """See `Control.save_requests`."""
+        return self._control.save_requests
+
+    @property
+    def evaluate_requested(self) -> Request | None:
+        """See `Control.evaluate_requested`."""
+        return self._control.evaluate_requested
+
+    @property
+    def accumulation(self) -> int | None:
+        """How many batches were asked for with `Control.accumulate`."""
+        return self._control.accumulation
+
+    @property
+    def load_path(self) -> str | None:
+        """Which checkpoint was asked for with `Control.load`."""
+        return self._control.load_path
+
+    def told(self) -> dict[str, Any]:
+        """What can be read here, as data, for `control_of`."""
+        requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
+        return {
+            "able": self.able,
+            "is_shared": self.is_shared,
+            "requests": [request for request in requests if request is not None],
+            "accumulation": self.accumulation,
+            "load_path": self.load_path,
+        }
+
+    def hurry(self) -> None:
+        """The end of the step in hand is a boundary."""
+        self._control.is_hurried = True
+        self._control.pending = True
+
+    def switch_off(self, callback: str, number: int, failures: int) -> None:
+        """For the manager; see `Control.switch_off`."""
+        self._inbox.put(Said("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
+
+    def stop(self, why: str, *, replicated: bool = False) -> None:
+        """Ask that training end; see `Control.stop`."""
+        self._ask(Request("stop", why, self.by), replicated)
+
+    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
+        """Ask for a checkpoint; see `Control.save`."""
+        self._ask(Request("save", why, by or self.by, kind, metric), replicated)
+
+    def evaluate(self, why: str, *, replicated: bool = False) -> None:
+        """Ask that all evaluators run; see `Control.evaluate`."""
+        self._ask(Request("evaluate", why, self.by), replicated)
+
+    def accumulate(self, batches: int) -> NoReturn:
+        """Refused: every rank would have to ask before the same step."""
+        raise RequestRefused(
+            f"control.accumulate({batches}) in a lane, where no two ranks are at the same step; ask inline, on every rank alike"
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> NoReturn:
+        """Refused: the checkpoint is loaded before a lane has heard of it."""
+        raise RequestRefused(
+            f"control.load({os.fspath(path)!r}) in a lane, which hears of on_checkpoint_load_start when it is over; ask inline"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in dir(Control) and not name.startswith("_"):
+                raise FieldNotTold(
+                    f"control.{name} is the loop's own and not told in a lane; there are stop, save, evaluate, and stop_requested and the like"
+                )
+            raise AttributeError(f"the control has no {name!r}{did_you_mean(name, dir(LaneControl))}")
+
+    def _ask(self, request: Request, replicated: bool) -> None:
+        if replicated:
+            raise RequestRefused(
+                f"control.{request.what}(replicated=True) in a lane, where every rank is somewhere else; leave replicated out"
+            )
+        self._control.check(request)
+        self._inbox.put(Said("ask", {"request": request}, self.by))
+        self.hurry()
+
+
+def control_of(told: Mapping[str, Any]) -> Control:
+    """A control from which can be read what `LaneControl.told` told."""
+    control = Control(told["able"], is_shared=told["is_shared"])
+    for request in told["requests"]:
+        control.agree(request)
+    control.accumulation, control.load_path = told["accumulation"], told["load_path"]
+    return control
+
+
+class Snapshot(Context):
+    """A context that stands still. Its methods reach the run: what is logged stands in the next record, requests act at a boundary.
+
+    Raises:
+        FieldNotTold: on reading what it does not hold; the message says how to ask for it.
+    """
+
+    __slots__ = ("_inbox", "_lane_control")
+
+    _inbox: Inbox
+    _lane_control: LaneControl
+
+    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Log numbers for the next record; see `Context.log`."""
+        self._inbox.put(
+            Said("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane_control.by)
+        )
+
+    def gather(self, value: Any) -> NoReturn:
+        """Refused: a collective of a lane would meet the training's own."""
+        raise RequestRefused(
+            "ctx.gather() in a lane would meet the training's own collectives; gather inline, and write in a lane"
+        )
+
+    def control_told(self) -> dict[str, Any]:
+        """For a lane that is elsewhere: what can be read from the control."""
+        return self._lane_control.told()
+
+    def say(self, said: Said) -> None:
+        """For a lane that is elsewhere: pass on what was said there."""
+        self._inbox.put(said)
+        if said.what == "ask":
+            self._lane_control.hurry()
+
+    def _to_loggers(self, method: str, **payload: Any) -> None:
+        self._inbox.put(Said(method, payload, self._lane_control.by))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in NEVER:
+                raise FieldNotTold(
+                    f"ctx.{name} is not told in a lane: training goes on with it; use it inline, and hand over numbers"
+                )
+            if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_told(self.event))):
+                raise FieldNotTold(
+                    f"ctx.{name} is told in a lane where it is asked for: let the callback's class say needs = ({name!r}, ...)"
+                )
+            return super().__getattr__(name)
+
+
+def snapshot_of(fields: Mapping[str, Any], control: LaneControl, inbox: Inbox) -> Snapshot:
+    """A snapshot that holds these fields."""
+    made = Snapshot.__new__(Snapshot)
+    made.control = control  # type: ignore[assignment]  # the part of it that a lane has
+    made._inbox, made._lane_control = inbox, control
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+class DeviceNumbers:
+    """The scalar tensors of one event on the host: one copy for all lanes that hear it, which nobody waits for here."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """The fields that any lane wants."""
+        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: one that was written to is copied anew
+        self._copies: dict[int, Any] = {}
+
+    def of(self, ctx: Context) -> dict[int, Any]:
+        """Copies of the scalars that are told now, by the identity of their tensors; on their way, where they lie on an accelerator."""
+        tensors: list[Any] = []
+        for name in sorted(self.names):
+            if ctx.has(name):
+                _collect(getattr(ctx, name), tensors)
+        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors]
+        known = len(now) == len(self._tensors) and all(
+            a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)
+        )
+        if not known:
+            self._tensors = now
+            self._copies = {id(tensor): made for tensor, made in zip(tensors, _copies(tensors), strict=True)}
+        return self._copies
+
+
+class Pending:
+    """Scalars that are on their way from a device."""
+
+    __slots__ = ("_arrived", "_buffer", "_place", "_type")
+
+    def __init__(self, buffer: Any, arrived: Any, place: int, type_: Any) -> None:
+        self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
+
+    def read(self) -> Any:
+        """The scalar, as a tensor on the host; waits for its copy."""
+        self._arrived.synchronize()
+        return self._buffer[self._place].to(self._type)
+
+
+def _copies(tensors: list[Any]) -> list[Any]:
+    torch = sys.modules["torch"]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    found: dict[int, Any] = {}
+    for device in devices:
+        here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
+        buffer = torch.empty(len(here), dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+        found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}
+    return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
+
+
+class Taker:
+    """Takes snapshots at one event for one callback.
+
+    Args:
+        event: at which.
+        needs: the fields that the callback named, or none for those that cost nothing to take.
+        by: the callback's name, for its requests.
+        inbox: where what it says goes.
+        numbers: shared by all takers of the event.
+    """
+
+    def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
+        told = fields_told(event) if event is not None else ()
+        self.event = as_event(event) if event is not None else None
+        self._by, self._inbox, self._numbers = by, inbox, numbers
+        wanted = [
+            name for name in needs or _BY_DEFAULT if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
+        ]
+        self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
+        self._get = attrgetter(*_STILL, *self._names)
+        self._changing = tuple(place for place, name in enumerate(self._names, len(_STILL)) if name not in _STILL_FIELDS)
+        numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
+        self._run: Any = None
+        self._control: LaneControl | None = None
+
+    def take(self, ctx: Context) -> tuple[Any, ...]:
+        """On the training thread: what is told now."""
+        try:
+            values = self._get(ctx)
+        except FieldNotTold:  # a loop that does not tell all
+            values = tuple(
+                attrgetter(name)(ctx) if name in _STILL or ctx.has(name) else _NOT_TOLD for name in (*_STILL, *self._names)
+            )
+        for place in self._changing:
+            if type(values[place]) not in _PLAIN:
+                values = self._frozen(values, ctx)
+                break
+        return ctx, values
+
+    def build(self, taken: tuple[Any, ...]) -> Snapshot:
+        """On the lane's thread: a snapshot of what was taken."""
+        ctx, values = taken
+        if self._run is None or self.event is Event.RUN_END:
+            self._run = copy.copy(ctx.run)
+        if self._control is None or not self._control.is_of(ctx.control):
+            self._control = LaneControl(ctx.control, self._inbox, self._by)
+        made = Snapshot.__new__(Snapshot)
+        made._inbox, made._lane_control = self._inbox, self._control
+        made.control = self._control  # type: ignore[assignment]  # the part of it that a lane has
+        made.event, made.run = self.event, self._run
+        made.step, made.epoch, *state = values[: len(_STILL)]
+        made.state = TrainState(*state)
+        for name, value in zip(self._names, values[len(_STILL) :], strict=True):
+            if value is not _NOT_TOLD:
+                setattr(made, name, value if type(value) in _PLAIN else _arrived(value))
+        return made
+
+    def _frozen(self, values: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
+        """With copies of what may change."""
+        numbers = self._numbers.of(ctx)
+        frozen = list(values)
+        for place in self._changing:
+            frozen[place] = copied(values[place], numbers)
+        return tuple(frozen)
+
+
+_NOT_TOLD = object()
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _collect(value: Any, scalars: list[Any]) -> None:
+    """Find the scalar tensors in `value`."""
+    if _is_tensor(value):
+        if value.numel() == 1:
+            scalars.append(value)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, scalars)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, scalars)
+
+
+def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
+    """`value`, with its containers and tensors copied; objects of other kinds are copied as they copy themselves."""
+    if type(value) in _PLAIN or value is _NOT_TOLD:
+        return value
+    if _is_tensor(value):
+        return scalars[id(value)] if id(value) in scalars else value.detach().clone()
+    if isinstance(value, Mapping):
+        copies = {name: copied(each, scalars) for name, each in value.items()}
+        return type(value)(**copies) if is_dataclass(value) else copies  # what Hugging Face's models return is both
+    if type(value) in (list, tuple):
+        return type(value)(copied(each, scalars) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*(copied(each, scalars) for each in value))
+    return copy.deepcopy(value)
+
+
+def _arrived(value: Any) -> Any:
+    """`value`, with what was on its way from a device."""
+    if type(value) is Pending:
+        return value.read()
+    if isinstance(value, Mapping):
+        there = {name: _arrived(each) for name, each in value.items()}
+        return type(value)(**there) if is_dataclass(value) else there
+    if type(value) in (list, tuple):
+        return type(value)(_arrived(each) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*map(_arrived, value))
+    return value

@@ -1,0 +1,362 @@
+"""The checks of conformance on one rank: each takes a subject and a folder, and raises `Found` or what the run raised."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import inspect
+import json
+import signal
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+from unittest import SkipTest
+
+from torch import Tensor
+
+from callsheet.callback import Callback, CallbackSpec, label_of
+from callsheet.checkpoint import flatten, unflatten
+from callsheet.context import Context
+from callsheet.errors import CheckpointError, ConfigError, RegistrationError
+from callsheet.manager import CallbackManager
+from callsheet.testing.leftovers import Surroundings, model_things, more_left, settings_left
+from callsheet.testing.scene import (
+    ACTS,
+    Found,
+    MakesTrainer,
+    Planted,
+    Scene,
+    Subject,
+    difference_of_records,
+    difference_of_states,
+)
+from callsheet.testing.small_run import SAVED_AT, STEPS, same_weights, small_batches, small_trainer, steps_of
+
+_BROKEN_AT = SAVED_AT + 3
+_HALF = f"{STEPS // 2}ba"
+
+
+def constructs(subject: Subject, folder: Path) -> None:
+    """It takes its options by name, and can be made again from its `CallbackSpec` in JSON, with its state."""
+    callback, other = subject.make(), subject.make()
+    if callback is other:
+        raise Found("the factory gave the same object twice", "let it make a new one at each call")
+    CallbackManager([callback])  # first of all, it must be one
+    kind = type(callback)
+    by_place = [
+        name
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) and name != "self"
+    ]
+    if by_place and kind.__init__ is not object.__init__:
+        raise Found(
+            f"its options {', '.join(by_place)} can be given by their place", "put a `*` before them: def __init__(self, *, ...)"
+        )
+    written, state = _as_json(callback)
+    built = CallbackSpec.from_dict({**json.loads(written), "state": state}).build()
+    again, state_again = _as_json(built)
+    if again != written:
+        raise Found(f"made from its spec {written} it has the spec {again}", "take as options what JSON and YAML can say")
+    if differs := difference_of_states(subject, state, state_again):
+        raise Found(f"made from its spec it has another state: {differs}", "let load_state_dict take back what state_dict gave")
+
+
+def registers(subject: Subject, folder: Path) -> None:
+    """A manager takes it, and two of them with names of their own; without names too where it keeps no state."""
+    CallbackManager([subject.make()])
+    CallbackManager(_named(subject))
+    if not _keeps_state(subject.make()):
+        CallbackManager([subject.make(), subject.make()])
+
+
+def stands_side_by_side(subject: Subject, folder: Path) -> None:
+    """Two of them, with names of their own, serve one run; or the second is refused as the run starts, by a message with both names."""
+    both = _named(subject)
+    try:
+        with Scene(subject, _new(folder), *both) as scene:
+            scene.fit()
+    except (ConfigError, RegistrationError) as error:
+        if not all(label_of(callback) in str(error) for callback in both):
+            raise
+
+
+def fits_twice(subject: Subject, folder: Path) -> None:
+    """It goes on when `fit` is called again, with evaluations between; in another run it does what a new one does; it says nothing twice."""
+    used, fresh = subject.make(), subject.make()
+    with Scene(subject, _new(folder), used) as scene:
+        scene.fit(_HALF)
+        if scene.trainer.state.evaluators:
+            scene.trainer.evaluate()
+        if subject.trainer is small_trainer:
+            scene.trainer.test(small_batches())
+            scene.trainer.predict(small_batches())
+        scene.fit()
+    with Scene(subject, _new(folder), used) as again:
+        again.fit()
+    with Scene(subject, _new(folder), fresh) as first:
+        first.fit()
+    for message, times in first.said.items():
+        if times > 1:
+            raise Found(f"in a run of {STEPS} steps it says {times} times: {message}", "say a thing once")
+    mend = "begin anew at on_checkpoint_load_start, before a state may be given back"
+    _compare(subject, again, first, "a used one in a new run, and a new one: ", mend)
+
+
+def closes_twice(subject: Subject, folder: Path) -> None:
+    """A run that never trained, one that trained, and one whose set-up failed can be closed, and closed again."""
+    for trains in (False, True):
+        with Scene(subject, _new(folder), subject.make()) as scene:
+            if trains:
+                scene.fit(_HALF)
+            scene.trainer.close()
+            scene.trainer.close()
+    try:
+        with Scene(subject, folder, subject.make(), resume=str(folder / "nothing")):
+            raise Found("a run was not refused that was to resume from a checkpoint that is not there", "leave errors alone")
+    except CheckpointError:
+        pass
+
+
+def lets_errors_out(subject: Subject, folder: Path) -> None:
+    """An exception in the midst of a run comes out as it was, wherever it is raised; with it in the run nothing else fails."""
+    _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
+    for event, step in (
+        ("on_run_start", 0),
+        ("on_data_init_start", 0),
+        ("on_log", 2),
+        ("on_forward_end", 3),
+        ("on_checkpoint_save_start", SAVED_AT),
+        ("on_eval_step_end", 4),
+    ):
+        _fails(subject, folder, event, step, Planted("on purpose"))
+
+
+def makes_way(subject: Subject, folder: Path) -> None:
+    """A run that somebody stops, stops; one that is preempted saves, makes way, and can be resumed."""
+
+    def stop(ctx: Context) -> None:
+        ctx.control.stop("for the test", replicated=True)
+
+    with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=stop) as scene:
+        scene.fit()
+    if len(scene.watch.losses) > 5:
+        raise Found("training goes on after it was stopped", "leave the requests of others alone")
+    if threading.current_thread() is not threading.main_thread():
+        raise SkipTest("signals reach the main thread alone, so that nothing can be preempted here")
+
+    def preempt(ctx: Context) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=preempt) as scene:
+        scene.fit()
+    if not scene.moments.has_come:  # it had stopped before
+        return
+    if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
+        raise Found(
+            f"a preempted run ended as {scene.watch.outcome!r}, without its checkpoint", "leave the requests of others alone"
+        )
+    with Scene(subject, scene.folder, subject.make(), resume=scene.watch.checkpoints[5]) as resumed:
+        resumed.fit()
+
+
+def resumes(subject: Subject, folder: Path) -> None:
+    """Saved in the midst of a run and resumed, it does what it does in a run that was not broken off, to the last bit; it may also join."""
+    with Scene(subject, _new(folder), subject.make()) as whole:
+        whole.fit()
+    _compare_resumed(subject, folder, whole)
+    with Scene(subject, _new(folder), subject.make(), resume=_bare(subject.trainer).checkpoint) as joined:
+        joined.fit()
+
+
+def is_neutral(subject: Subject, folder: Path) -> None:
+    """Training is the same with it and without, to the last bit, and it draws no random numbers that it has not declared.
+
+    The comparison is not for those whose purpose is to act on training, and whose phase, `change` or `decide`, says so.
+    """
+    callback = subject.make()
+    with Scene(subject, _new(folder), callback, checking=True) as watched:
+        watched.fit()
+    if callback.phase in ACTS:
+        return
+    what = _changed(watched, _bare(subject.trainer))
+    if what and _changed(watched, _made_bare(subject.trainer)):  # the first one may have been made under other settings of torch
+        if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
+            raise ConfigError("two runs of the trainer that was given are not alike; give it a seed")
+        mend = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
+        raise Found(f"{what} are others than without it", mend)
+
+
+def leaves_nothing(subject: Subject, folder: Path) -> None:
+    """After a run, one that failed included, there are no threads, processes, files, handlers or hooks that were not there before."""
+    bare = _bare(subject.trainer)
+    before = Surroundings.now()
+    _things_after(subject, folder, subject.make(), fails=False)  # with the first comes what a package keeps for good
+    settled = Surroundings.now()
+    for fails in (False, True):
+        callback = subject.make()
+        things, model = _things_after(subject, folder, callback, fails=fails)
+        left = [
+            f"{name}: {value!r}, not {bare.things.get(name)!r}"
+            for name, value in things.items()
+            if value != bare.things.get(name) and not (callback.phase == "change" and name.startswith("the mode of"))
+        ]
+        del callback
+        if bare.is_freed and not _is_gone(model):
+            left.append("the model, which something keeps that outlives trainer and callback")
+        left += settings_left(before) + more_left(settled)
+        if left:
+            when = "a run that failed" if fails else "a run"
+            raise Found(
+                f"after {when} there is left: {', '.join(left)}",
+                "undo at on_train_end what was done at on_train_start, and at on_exception",
+            )
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """What a run comes to with nobody in it; its checkpoint is of the step `SAVED_AT`."""
+
+    weights: dict[str, Tensor]
+    losses: list[str]
+    outcome: str
+    things: dict[str, Any]
+    is_freed: bool
+    checkpoint: str
+
+
+def _made_bare(trainer: MakesTrainer) -> _Bare:
+    folder = TemporaryDirectory(prefix="conformance-")
+    atexit.register(folder.cleanup)
+    with Scene(Subject(_nobody, trainer=trainer), Path(folder.name)) as scene:
+        scene.fit()
+    watch = scene.watch
+    things, model = model_things(scene.trainer.model, scene.trainer.optimizer), weakref.ref(scene.trainer.model)
+    weights = scene.weights
+    del scene
+    return _Bare(weights, watch.losses, watch.outcome, things, _is_gone(model), watch.checkpoints[SAVED_AT])
+
+
+_bare = cache(_made_bare)
+"""One for each trainer is enough."""
+
+
+def _nobody() -> Callback:
+    raise NotImplementedError
+
+
+def _changed(watched: Scene, bare: _Bare) -> str:
+    """What is another than in the bare run."""
+    if watched.watch.losses != bare.losses:
+        return "the losses of the steps"
+    if not same_weights(watched.weights, bare.weights):
+        return "the weights"
+    return "the run's outcome, and what comes of it," if watched.watch.outcome != bare.outcome else ""
+
+
+def _new(folder: Path) -> Path:
+    return Path(mkdtemp(dir=folder))
+
+
+def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
+    """The callback's spec in JSON, and its state, which has been through a checkpoint's format."""
+    data = CallbackSpec.of(callback).to_dict()
+    state = data.pop("state", {})
+    try:
+        written = json.dumps(data, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        mend = "take plain options, an import path for a function or an object, and make of them what is needed"
+        raise Found(f"its options cannot be written as JSON: {error}", mend) from error
+    return written, unflatten(*flatten(state))
+
+
+def _named(subject: Subject) -> list[Callback]:
+    both = [subject.make(), subject.make()]
+    for callback, name in zip(both, ("one of them", "the other"), strict=True):
+        callback.name = name
+    return both
+
+
+def _keeps_state(callback: Callback) -> bool:
+    return type(callback).state_dict is not Callback.state_dict
+
+
+def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
+    """A run that `error` ends at that moment, if it comes there."""
+
+    def fail(ctx: Context) -> None:
+        raise error
+
+    caught: BaseException | None = None
+    scene = Scene(subject, _new(folder), subject.make(), at=(event, step), act=fail)
+    try:
+        with scene:
+            scene.fit()
+    except (Planted, KeyboardInterrupt) as raised:
+        caught = raised
+    if scene.moments.has_come and caught is not error:
+        raise Found(f"an exception that was raised at {event} came out as {caught!r}", "leave the exceptions of others alone")
+    for note in getattr(error, "__notes__", ()):
+        if "another error came" in note:
+            raise Found(f"after an exception at {event}: {note}", "be ready for on_exception and on_run_end at any time")
+
+
+def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
+    if SAVED_AT not in whole.watch.checkpoints:
+        raise Found(
+            f"the run ended before its checkpoint at step {SAVED_AT}", "give it options with which it lets a run of 10 steps be"
+        )
+
+    def fail(ctx: Context) -> None:
+        raise Planted("the run is broken off")
+
+    try:
+        with Scene(subject, _new(folder), subject.make(), at=("on_train_step_start", _BROKEN_AT), act=fail) as broken:
+            broken.fit()
+    except Planted:
+        pass
+    path = broken.watch.checkpoints.get(SAVED_AT, "")
+    if not Path(path).exists():
+        raise Found("the checkpoint that another had asked for is gone", "delete only what nobody else holds")
+    with Scene(subject, broken.folder, subject.make(), resume=path) as resumed:
+        resumed.fit()
+    mend = "keep what it needs in state_dict, and take it back; what varies by itself, name in Subject(varies=...)"
+    _compare(subject, resumed, whole, "resumed, and not broken off: ", mend, after=SAVED_AT)
+
+
+def _compare(subject: Subject, one: Scene, other: Scene, what: str, mend: str, *, after: int = 0) -> None:
+    if one.watch.losses != other.watch.losses[after:]:
+        raise Found(f"{what}the losses of the steps differ", mend)
+    records = [steps_of(scene.watch.records, after=after) for scene in (one, other)]
+    if differs := difference_of_records(subject, *records):
+        raise Found(f"{what}{differs}", mend)
+    if not same_weights(one.weights, other.weights):
+        raise Found(f"{what}the weights at the end differ", mend)
+    for state, others in zip(one.states, other.states, strict=True):
+        if differs := difference_of_states(subject, state, others):
+            raise Found(f"{what}{differs}", mend)
+
+
+def _things_after(
+    subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
+) -> tuple[dict[str, Any], weakref.ref[Any]]:
+    """What hangs on the model after a run, and the model itself."""
+
+    def fail(ctx: Context) -> None:
+        raise Planted("on purpose")
+
+    callbacks = [callback] if callback is not None else []
+    try:
+        with Scene(subject, _new(folder), *callbacks, at=("on_forward_end", _BROKEN_AT), act=fail if fails else None) as scene:
+            scene.fit()
+    except Planted:
+        pass
+    return model_things(scene.trainer.model, scene.trainer.optimizer), weakref.ref(scene.trainer.model)
+
+
+def _is_gone(model: weakref.ref[Any]) -> bool:
+    gc.collect()
+    return model() is None

@@ -1,0 +1,126 @@
+"""What every callback has to hold: checks that a test of one can call.
+
+Whether it waits for the device cannot be seen on the CPU, and is not checked here.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Protocol
+from unittest import SkipTest
+
+import torch
+
+from callsheet.randomness import random_state, restore_random_state
+from callsheet.testing import checks
+from callsheet.testing.conformance_on_ranks import find_on_ranks
+from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
+
+
+class Check(Protocol):
+    """A check: called with a factory, or a `Subject` where there is more to say, and a folder to write to."""
+
+    __name__: str
+
+    def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
+        """Raises ConformanceError where the callback does not pass; SkipTest, with the reason, where it cannot be told."""
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """The random states of the process are put back; threads, that would wait for each other in so small a model, are done without."""
+    states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
+    torch.set_num_threads(1)
+    if has_frozen:
+        gc.freeze()  # collections, of which there are many here, then pass by what the program holds
+    try:
+        yield
+    finally:
+        restore_random_state(states)
+        torch.set_num_threads(threads)
+        if has_frozen:
+            gc.unfreeze()
+
+
+def _check(check: Callable[[Subject, Path], None]) -> Check:
+    """Tell what was found with the names of callback and check."""
+
+    @wraps(check)
+    def run(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
+        subject = what if isinstance(what, Subject) else Subject(what)
+        own = Path(folder, check.__name__)
+        own.mkdir(parents=True, exist_ok=True)
+        try:
+            with _apart():
+                check(subject, own)
+        except (SkipTest, ConformanceError):
+            raise
+        except Found as found:
+            raise ConformanceError(subject.name, check.__name__, found.found, found.mend) from found.__cause__
+        except Exception as error:
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            told = f"{type(error).__name__}: {error}{notes}"
+            raise ConformanceError(subject.name, check.__name__, told, "the traceback above says where it comes from") from error
+
+    return run
+
+
+def runs_on_ranks(subject: Subject, folder: Path) -> None:
+    """On two ranks it comes to the same end on both, with the same records, is neutral there too, and can be resumed."""
+    for error in find_on_ranks([subject], folder):
+        if error is not None:
+            raise error
+
+
+CONFORMANCE: tuple[Check, ...] = tuple(
+    map(
+        _check,
+        (
+            checks.constructs,
+            checks.registers,
+            checks.stands_side_by_side,
+            checks.fits_twice,
+            checks.closes_twice,
+            checks.lets_errors_out,
+            checks.makes_way,
+            checks.resumes,
+            checks.is_neutral,
+            checks.leaves_nothing,
+            runs_on_ranks,
+        ),
+    )
+)
+"""All checks, each a function of a factory or `Subject`, and a folder; pytest can parametrise over them."""
+
+
+def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
+    """Hold a callback against all of `CONFORMANCE`: real, short runs on the CPU, at last one on two ranks.
+
+    Args:
+        what: makes a new callback at each call, such as its class; or a `Subject`, which says more. For the run on two ranks it must
+            be importable where it is not in this process: a class, a function or a `functools.partial` of one. A lambda, or what is
+            defined in a function, needs the package `cloudpickle`.
+        folder: to write to, such as pytest's `tmp_path`.
+
+    Raises:
+        ConformanceError: what it does not hold, and the mend.
+        unittest.SkipTest: it holds all that could be checked; the reason says what could not.
+
+    Example:
+        >>> from callsheet.callbacks import LRMonitor
+        >>> def test_lr_monitor(tmp_path):
+        ...     check_callback(LRMonitor, tmp_path)
+    """
+    skipped = []
+    for check in CONFORMANCE:
+        try:
+            check(what, folder)
+        except SkipTest as reason:
+            skipped.append(f"{check.__name__}: {reason}")
+    if skipped:
+        raise SkipTest("; ".join(skipped))

@@ -1,0 +1,215 @@
+"""Conformance on several ranks, many callbacks in one set of processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest import SkipTest
+
+from torch import Tensor
+
+from callsheet.testing.ranks import RankProcesses
+from callsheet.testing.scene import (
+    ACTS,
+    ConformanceError,
+    Factory,
+    Found,
+    Scene,
+    Subject,
+    difference,
+    difference_of_records,
+    difference_of_states,
+)
+from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
+
+_LENGTH = "6ba"
+_GRACE = 10.0  # seconds for the other ranks to say what they found, once one has
+_CHECK = "runs_on_ranks"
+_MEND = "gate what writes and nothing else, let every rank reach each collective, and reduce what goes into a record"
+
+
+def check_on_ranks(
+    factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
+) -> None:
+    """Hold all of these callbacks against the check on ranks, one after the other in one set of processes.
+
+    Args:
+        factories: what makes each; importable in another process.
+        folder: to write to.
+        world_size: how many ranks.
+        timeout: seconds after which a callback that has not come to its end hangs.
+
+    Raises:
+        ConformanceError: the message tells of all that do not pass.
+        unittest.SkipTest: one cannot be taken to another process.
+    """
+    errors = [error for error in find_on_ranks(factories, folder, world_size=world_size, timeout=timeout) if error is not None]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        names = ", ".join(error.callback for error in errors)
+        raise ConformanceError(names, _CHECK, "\n".join(map(str, errors)), "each says its own")
+
+
+def find_on_ranks(
+    factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
+) -> list[ConformanceError | None]:
+    """What `check_on_ranks` finds of each, in their order: None where it passes. So each can be a test of its own."""
+    subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
+    packed = [_packed(subject) for subject in subjects]
+    found: list[ConformanceError | None] = []
+    while len(found) < len(subjects):  # one that fails takes its processes with it
+        first = len(found)
+        own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
+        crash = _run(packed, own, first, world_size, timeout)
+        for subject, ends in zip(subjects[first:], _ends(own, first, len(subjects), world_size), strict=True):
+            what = _judged(ends, crash, timeout)
+            found.append(ConformanceError(subject.name, _CHECK, what, _MEND) if what else None)
+            if any(end is None or end.found for end in ends):
+                break
+    return found
+
+
+@dataclass
+class _End:
+    """What a callback came to on one rank; `found` where it does not pass."""
+
+    found: str = ""
+    steps: int = 0
+    outcome: str = ""
+    records: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+
+
+def _packed(subject: Subject) -> bytes:
+    """The subject for another process."""
+    try:
+        return pickle.dumps(subject)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = error
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+
+        packed: bytes = cloudpickle.dumps(subject)
+        return packed
+    except ImportError:
+        raise SkipTest(
+            f"not checked on several ranks: {subject.name} cannot be taken to another process ({reason}); give a class or a function at "
+            "the top of a module, or a functools.partial of one, or pip install cloudpickle"
+        ) from None
+
+
+def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
+    """Start the ranks, and wait for as long as they come to ends; what a crash said."""
+    last, moment, failed_at = 0, time.monotonic(), 0.0
+    with RankProcesses(_on_this_rank, world_size, packed, str(folder), first) as ranks:
+        while any(process.exitcode is None for process in ranks.processes):
+            now, there = time.monotonic(), len(os.listdir(folder))
+            if there != last:
+                last, moment = there, now
+            if not failed_at and any(path.name.endswith("failed") for path in folder.iterdir()):
+                failed_at = now
+            if now - moment > timeout or (failed_at and now - failed_at > _GRACE):
+                break
+            time.sleep(0.05)
+        ends = ranks.wait(0.2)
+    return next((f"rank {end.rank} crashed: {end.error or end.exitcode}" for end in ends if end.error or end.exitcode), "")
+
+
+def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
+    """One rank's part: leave a file for each callback, and end with the first that does not pass."""
+    bare: dict[Any, dict[str, Tensor]] = {}
+    for number in range(first, len(packed)):
+        end = _End()
+        try:
+            subject: Subject = pickle.loads(packed[number])
+            own = Path(folder, f"run-{number}")
+            if subject.trainer not in bare:
+                with Scene(subject, own / "bare") as scene:
+                    scene.fit(_LENGTH)
+                bare[subject.trainer] = scene.weights
+            end = _looked_at(subject, own / "watched", bare[subject.trainer])
+        except Found as error:
+            end.found = error.found
+        except BaseException:
+            end.found = traceback.format_exc()
+        path = _path(Path(folder), number, int(os.environ["RANK"]))
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(pickle.dumps(end))
+        os.replace(draft, path)
+        if end.found:
+            path.with_suffix(".failed").touch()
+            return
+
+
+def _looked_at(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
+    callback = subject.make()
+    with Scene(subject, folder, callback) as whole:
+        whole.fit(_LENGTH)
+    steps, outcome = whole.comes_to
+    end = _End(steps=steps, outcome=outcome, records=whole.watch.records)
+    if callback.phase not in ACTS and not same_weights(whole.weights, bare):
+        end.found = "the weights are others than without it"
+    if SAVED_AT not in whole.watch.checkpoints:
+        end.found = f"the run ended before its checkpoint at step {SAVED_AT}"
+    if end.found:
+        return end
+    with Scene(subject, folder, subject.make(), resume=whole.watch.checkpoints[SAVED_AT]) as resumed:
+        resumed.fit(_LENGTH)
+    records = [steps_of(scene.watch.records, after=SAVED_AT) for scene in (resumed, whole)]
+    if differs := difference_of_records(subject, *records):
+        end.found = f"resumed, and not broken off: {differs}"
+    elif not same_weights(resumed.weights, whole.weights):
+        end.found = "resumed, and not broken off: the weights at the end differ"
+    elif differs := difference_of_states(subject, resumed.states[0], whole.states[0]):
+        end.found = f"resumed, and not broken off: {differs}"
+    return end
+
+
+def _path(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"{number}-rank{rank}.end"
+
+
+def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
+    """What every rank found, by callback; None where it did not come to an end."""
+    return [
+        [
+            pickle.loads(path.read_bytes()) if (path := _path(folder, number, rank)).exists() else None
+            for rank in range(world_size)
+        ]
+        for number in range(first, count)
+    ]
+
+
+def _judged(ends: list[_End | None], crash: str, timeout: float) -> str:
+    """What is wrong with a callback that came to these ends; empty where nothing is."""
+    for rank, end in enumerate(ends):
+        if end is not None and end.found:
+            return f"on rank {rank} {end.found}"
+    for rank, end in enumerate(ends):
+        if end is None:
+            return crash or f"rank {rank} did not come to its end within {timeout:g} s"
+    told = [end for end in ends if end is not None]
+    one = told[0]
+    for rank, end in enumerate(told[1:], 1):
+        if (end.steps, end.outcome) != (one.steps, one.outcome):
+            return f"rank 0 made {one.steps} steps and {one.outcome}, rank {rank} {end.steps} and {end.outcome}"
+        if differs := _difference(one, end):
+            return f"rank 0's records, and rank {rank}'s: {differs}"
+    return ""
+
+
+def _difference(one: _End, other: _End) -> str:
+    """Nothing may differ here, not even what a clock says: ranks that decide by a record must see the same."""
+    if [step for step, _ in one.records] != [step for step, _ in other.records]:
+        return f"of the steps {[step for step, _ in one.records]} in one, {[step for step, _ in other.records]} in the other"
+    for (step, values), (_, others) in zip(one.records, other.records, strict=True):
+        if differs := difference(None, values, others):
+            return f"at step {step} {differs}"
+    return ""

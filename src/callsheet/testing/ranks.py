@@ -1,0 +1,130 @@
+"""Several ranks on one machine: real processes over gloo, for tests of what runs on many."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank's process ended: what the function returned, or the traceback of what it raised; neither where it was killed."""
+
+    rank: int
+    value: Any = None
+    error: str = ""
+    exitcode: int | None = None
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, was killed or did not end in time; the message holds the tracebacks."""
+
+
+class RankProcesses:
+    """Processes that each run `function(*arguments)` as one rank of `world_size`, with this process's environment and what torchrun adds.
+
+    The function is imported by its name, so it stands at the top of a module; its arguments and result are pickled. The store that
+    the ranks meet at is this process's, and outlives any of them. Leaving the `with` block kills what still runs.
+
+    Example:
+        >>> import os
+        >>> with RankProcesses(os.getpid, 2) as ranks:
+        ...     ends = ranks.wait(60)
+        >>> len({end.value for end in ends})
+        2
+    """
+
+    def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")  # forked from a process that has imported torch and has no threads
+        context.set_forkserver_preload(_PRELOADED)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ends = context.Queue()
+        self.processes = [
+            context.Process(target=_run, args=(function, arguments, _environment(rank, world_size, self._store.port), self._ends))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL one rank."""
+        self.processes[rank].kill()
+
+    def wait(self, timeout: float) -> list[RankEnd]:
+        """Wait up to `timeout` seconds until all have ended, and say how; one that still runs has no exit code."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, RankEnd] = {}
+        while len(found) < len(self.processes) and time.monotonic() < deadline:
+            is_over = all(process.exitcode is not None for process in self.processes)
+            try:
+                end = self._ends.get(timeout=0.05)
+                found[end.rank] = end
+            except queue.Empty:
+                if is_over:
+                    break
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        ends = [found.get(rank, RankEnd(rank)) for rank in range(len(self.processes))]
+        return [RankEnd(end.rank, end.value, end.error, self.processes[end.rank].exitcode) for end in ends]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """What `function(*arguments)` returns on each of `world_size` ranks; see `RankProcesses`.
+
+    Raises:
+        RanksFailed: a rank raised, was killed, or was not done after `timeout` seconds.
+    """
+    with RankProcesses(function, world_size, *arguments) as ranks:
+        ends = ranks.wait(timeout)
+    if any(end.error or end.exitcode != 0 for end in ends):
+        told = [f"rank {end.rank}: {end.error or f'exit code {end.exitcode}'}" for end in ends if end.error or end.exitcode != 0]
+        raise RanksFailed("\n".join(told))
+    return [end.value for end in ends]
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,  # as it is now: the server that forks the ranks has that of the day it was started
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's
+    }
+
+
+def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # a dataloader's workers start as they would in a program of its own
+    torch.set_num_threads(1)
+    rank = int(environment["RANK"])
+    try:
+        ends.put(RankEnd(rank, value=function(*arguments)))
+    except BaseException:
+        ends.put(RankEnd(rank, error=traceback.format_exc()))
+        raise SystemExit(1) from None

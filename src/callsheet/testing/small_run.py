@@ -1,0 +1,164 @@
+"""A small run with a bit of everything, in which callbacks are tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callsheet.context import Context
+from callsheet.manager import CallbackManager
+from callsheet.trainer import Trainer
+
+STEPS = 10
+"""How long the small run is."""
+
+SAVED_AT = 3
+"""The step after which a checkpoint is asked for: in the midst of an epoch, of a record, and between two evaluations."""
+
+TOLD_AT = (2, 7)
+"""The steps at which a table, images, a file and settings are given to the loggers: once before the checkpoint, once after it."""
+
+
+class SmallModel(nn.Module):
+    """Four numbers to one: `body`, `norm`, `dropout` and `head`. It has random draws that matter, and buffers that training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs of shape (batch, 1)."""
+        outputs: Tensor = self.head(self.dropout(torch.relu(self.norm(self.body(inputs)))))
+        return outputs
+
+
+def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
+    """A trainer of a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, records, evaluation; the same each time.
+
+    It trains for 10 steps in epochs of 6, makes a record every 2 steps and evaluates every 4, as `validation`. On several ranks, which
+    share the data, an epoch has fewer steps.
+    """
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(24, 4, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = SmallModel()
+    return Trainer(
+        model,
+        nn.functional.mse_loss,
+        lambda: DataLoader(data, batch_size=4, shuffle=True),
+        lambda: small_batches(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
+        max_duration=f"{STEPS}ba",
+        microbatch_size=2,
+        clip_grad_norm=1.0,
+        eval_interval="4ba",
+        log_interval="2ba",
+        seed=3,
+        device="cpu",
+        run_name="small",
+        runs_folder=folder,
+        resume=resume,
+        timeout_seconds=30,
+        callbacks=callbacks,
+    )
+
+
+def small_batches() -> DataLoader[tuple[Tensor, ...]]:
+    """What the small run evaluates: three batches of inputs and targets."""
+    inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(8))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+
+
+class Moments:
+    """What happens in a small run, before anybody else hears the event: a checkpoint is asked for, and the loggers are told something.
+
+    Called at every event.
+
+    Args:
+        folder: for the file that they are told of.
+        event: at which something more happens,
+        step: in which step, and
+        act: what.
+    """
+
+    def __init__(self, folder: Path, event: str = "", step: int = 0, act: Callable[[Context], Any] | None = None) -> None:
+        self._path = folder / "a file.txt"
+        self._event, self._step, self._act = event, step, act
+        self.has_come = False
+        """Whether `act` was called; it is once."""
+
+    def hear(self, ctx: Context) -> None:
+        """Look whether it is time."""
+        if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
+            ctx.control.save("for the test", replicated=True)
+        if ctx.event == "on_train_step_end" and ctx.step in TOLD_AT:
+            self._tell(ctx)
+        if self._act is not None and not self.has_come and ctx.event == self._event and ctx.step == self._step:
+            self.has_come = True
+            self._act(ctx)
+
+    def _tell(self, ctx: Context) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("something\n", encoding="utf-8")
+        ctx.log({"small/step": float(ctx.step), "small/nothing": float("nan")}, across="same")
+        ctx.log_hyperparameters({"small": {"depth": 2, "name": "small", "list": [1, 2]}})
+        ctx.log_table("small/table", ["step", "word"], [[ctx.step, "one"], [ctx.step, None]])
+        ctx.log_images("small/images", [numpy.full((4, 6, 3), 128, dtype=numpy.uint8)])
+        ctx.log_file("small/file", self._path)
+
+
+class Watch:
+    """What a run comes to, to the last bit: its events, each step's loss, every record and evaluation, where its checkpoints stand.
+
+    Called at every event.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.losses: list[str] = []
+        self.records: list[tuple[int, dict[str, str]]] = []
+        self.checkpoints: dict[int, str] = {}
+        self.outcome = ""
+
+    def hear(self, ctx: Context) -> None:
+        """Write it down."""
+        event = str(ctx.event)
+        self.events.append(event)
+        if event == "on_train_step_end":
+            self.losses.append(float(ctx.loss).hex())
+        elif event == "on_log":
+            self.records.append((ctx.step, {name: float(value).hex() for name, value in ctx.record.values.items()}))
+        elif event == "on_eval_all_end":
+            results = {f"{name}/{metric}": value for name, found in ctx.eval_results.items() for metric, value in found.items()}
+            self.records.append((ctx.step, {name: float(value).hex() for name, value in results.items()}))
+        elif event == "on_checkpoint_published" and ctx.checkpoint is not None:
+            self.checkpoints[ctx.checkpoint.step] = ctx.checkpoint.path
+        elif event == "on_run_end":
+            self.outcome = str(ctx.run.outcome)
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """A copy of the model's weights and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether they are the same to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def steps_of(records: Sequence[tuple[int, dict[str, str]]], *, after: int) -> list[tuple[int, dict[str, str]]]:
+    """The records of later steps."""
+    return [record for record in records if record[0] > after]

@@ -1,0 +1,175 @@
+"""What may happen between steps: the ranks agree, a record is told, evaluations run, checkpoints are saved."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from callsheet.context import CheckpointInfo, Context, Outcome
+from callsheet.control import Request
+from callsheet.events import Event
+from callsheet.lifetime import Lifetime
+from callsheet.manager import CallbackManager
+from callsheet.time import TimeUnit
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.checkpoints import Checkpoints
+from callsheet.trainer.evaluation import Evaluation
+from callsheet.trainer.records import Records
+
+
+class Boundaries:
+    """The boundaries of a run: after a step, an epoch, a round.
+
+    Every decision here is made on values that all ranks share, so that all of them do the same: a rank that looks without a cause finds
+    nothing to do.
+    """
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        ctx: Context,
+        lifetime: Lifetime,
+        agreement: Agreement,
+        records: Records,
+        evaluation: Evaluation,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._manager = manager
+        self._ctx = ctx
+        self._lifetime = lifetime
+        self._agreement = agreement
+        self._records = records
+        self._evaluation = evaluation
+        self._checkpoints = checkpoints
+        self._is_alone = ctx.run.world_size == 1
+        self._is_leaving = False  # `on_preempt` has been told
+
+    @property
+    def is_over(self) -> bool:
+        """Training has reached its duration, was stopped, or is to make way."""
+        return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
+
+    @property
+    def is_making_way(self) -> bool:
+        """A signal asked the run to leave."""
+        return self._is_leaving
+
+    def next_step(self) -> int:
+        """The next step after which something can be due; units but batches only move at log boundaries and the ends of epochs."""
+        ctx = self._ctx
+        step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
+        if self._evaluation.due(ctx, is_over=False):  # a crash left it undone: the first step is a boundary
+            return step + 1
+        if self._checkpoints.is_writing and self._is_alone:  # with others the agreement's word tells when it is over
+            return step + 1
+        steps = [self._agreement.next_step, self._manager.costs.next_step]
+        if longest is not None and longest.unit is TimeUnit.BATCH:
+            steps.append(int(longest.value))
+        for due in (self._records.every, *(schedule.every for schedule in self._evaluation.schedules.values())):
+            if due is not None and due.every.unit is TimeUnit.DURATION:
+                return step + 1
+            if due is not None and due.every.unit is TimeUnit.BATCH:
+                steps.append(int((due.index(ctx.state.timestamp) + 1) * due.every.value))
+        return min(steps, default=sys.maxsize)
+
+    def reach(self, boundary: str) -> bool:
+        """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
+        ctx, records, agreement = self._ctx, self._records, self._agreement
+        if boundary == "step":
+            agreement.look(ctx.step)
+        else:
+            agreement.settle(ctx.step)
+        self._manager.catch_up(ctx)
+        self._checkpoints.publish(agreement.published)
+        self._make_way()
+        logs = records.are_due(ctx)
+        if logs or boundary != "step" or self.is_over or self._due():
+            records.tally.settle(ctx.state)
+        if self.is_over:  # this may be the last record
+            self._manager.settle(ctx)
+        if logs or self.is_over or self._due():  # settling may have reached the end
+            records.tell(ctx)
+            self._make_way()
+        if self._due():
+            self.tell_checkpoint_due("before_eval")
+            with self._training_stopped():
+                self._evaluate()
+            agreement.settle(ctx.step)
+            self._make_way()
+        is_over = self.is_over
+        self.tell_checkpoint_due(boundary)
+        if boundary == "step" and ctx.step >= self._manager.costs.next_step:
+            self._manager.take_time(ctx.step)
+        return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
+
+    def tell_checkpoint_due(self, boundary: str) -> None:
+        """Let callbacks ask for a checkpoint, and save what was asked for."""
+        if self._manager.heard.on_checkpoint_due:
+            self._ctx.boundary = boundary
+            self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
+            self._ctx.close("on_checkpoint_due")
+        if self._ctx.control.save_requested is not None:
+            with self._training_stopped():
+                self._save_as_asked()
+
+    def finish(self) -> None:
+        """After training: what was asked for after the last boundary, such as saving at `on_train_end`; the evaluation that a crash left
+        undone; and every save that is still being written."""
+        self._manager.catch_up(self._ctx)
+        self._agreement.settle(self._ctx.step)
+        self._make_way()
+        if self._due():
+            self._evaluate()
+            self._agreement.settle(self._ctx.step)
+            self._make_way()
+        if self._ctx.control.save_requested is not None:
+            self._save_as_asked()
+        self._checkpoints.finish()
+
+    def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
+        """Evaluate, and tell the record of what was logged meanwhile."""
+        results = self._evaluation.evaluate(loaders, standalone=standalone)
+        self._records.tell_evaluation(self._ctx, self._evaluation.take())
+        return results
+
+    def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo:
+        """Save for these requests, or by hand where there are none."""
+        val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
+        return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
+
+    def _due(self) -> list[str]:
+        return [] if self._is_leaving else self._evaluation.due(self._ctx, self.is_over)
+
+    def _evaluate(self) -> None:
+        due = self._due()
+        self.evaluate({name: self._evaluation.loaders[name] for name in due}, standalone=False)
+        if self._agreement.signal is None:  # else it was cut short, and is made when the run goes on
+            self._evaluation.done(self._ctx, due)
+
+    def _save_as_asked(self) -> None:
+        requests = self._ctx.control.save_requests
+        self._ctx.control.done("save")
+        self.save(requests, waits=self._is_leaving)
+
+    def _make_way(self) -> None:
+        """If a signal came: tell it, once, and ask for a checkpoint."""
+        received = self._agreement.signal
+        if received is None or self._is_leaving:
+            return
+        self._is_leaving = True
+        self._manager.hurry(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
+        self._lifetime.outcome = Outcome.INTERRUPTED if received is signal.SIGINT else Outcome.PREEMPTED
+        self._manager.fire(Event.PREEMPT, self._ctx)
+        request = self._ctx.control.save_requested
+        if request is None or request.kind != "preempt":  # in a callback's name
+            self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
+
+    @contextmanager
+    def _training_stopped(self) -> Iterator[None]:
+        """The clock of training stands still."""
+        self._records.tally.stop()
+        yield
+        self._records.tally.start()

@@ -1,0 +1,108 @@
+"""Dealt: an iterable that is the same on all ranks is drawn whole on each, and its batches are dealt out like cards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from callsheet.errors import ConfigError
+from callsheet.trainer.data.loaders import drop, generators, length_of, samplers, tell_epoch
+from callsheet.trainer.data.seeded import RandomStream, mixed
+from callsheet.trainer.data.ways import CountSamples, SharedBatches
+from callsheet.trainer.world import World
+
+
+class DealtData:
+    """The same iterable on all ranks, dealt out: each rank draws as many batches as there are ranks, and keeps its own.
+
+    It draws from random states of its own, seeded by `seed` and the epoch, so that it is the same on all ranks whatever they draw else.
+    """
+
+    way = "dealt"
+
+    def __init__(self, loader: Any, world: World, seed: int, argument: str, count_samples: CountSamples | None) -> None:
+        self._loader = loader
+        self._world = world
+        self._seed = seed
+        self._count_samples = count_samples
+        self._dealt: _DealtBatches | None = None
+        self.in_all = length_of(loader)
+        self.length = math.ceil(self.in_all / world.size) if self.in_all is not None else None
+        known = -1 if self.in_all is None else self.in_all
+        longest, shortest = world.max([known, -known])
+        if longest != -shortest:
+            raise ConfigError(
+                f"{argument} has {self.in_all} batches on rank {world.rank}, and not the same number on all ranks; "
+                "give the same data everywhere, or shard_data=False where each rank has its own share of it"
+            )
+
+    def begin(self, epoch: int | None) -> Iterator[Any]:
+        """An epoch from its beginning."""
+        return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
+
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
+        """The rest of an epoch: from the dataloader's own state, or drawn again. Any number of ranks may have begun it."""
+        keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
+        if keeps_place:
+            self._loader.load_state_dict(place["loader"])
+        stream = RandomStream(mixed(self._seed, epoch))
+        batches = self._open(epoch, stream, place["drawn"])
+        if keeps_place:
+            stream.state = dict(place["stream"])
+        else:
+            batches.drop(place["drawn"], epoch)
+        return batches
+
+    def place(self, taken: int) -> dict[str, Any]:
+        """How many batches have been dealt out, and the state of the dataloader and of the random states it draws from."""
+        assert self._dealt is not None
+        return {
+            "drawn": self._dealt.drawn,
+            "loader": self._loader.state_dict() if hasattr(self._loader, "state_dict") else None,
+            "stream": self._dealt.stream.state,
+        }
+
+    def left(self, taken: int) -> int | None:
+        """How many turns are left."""
+        drawn = self._dealt.drawn if self._dealt is not None else 0
+        return math.ceil((self.in_all - drawn) / self._world.size) if self.in_all is not None else None
+
+    def _open(self, epoch: int | None, stream: RandomStream, drawn: int) -> _DealtBatches:
+        if epoch is not None:
+            tell_epoch(self._loader, epoch)
+        for generator in generators(self._loader, *samplers(self._loader)):
+            generator.manual_seed(mixed(self._seed, epoch or 0))
+        with stream:
+            batches = iter(self._loader)
+        self._dealt = _DealtBatches(batches, stream, self._world, drawn, self._count_samples)
+        return self._dealt
+
+
+class _DealtBatches(SharedBatches):
+    def __init__(
+        self, batches: Iterator[Any], stream: RandomStream, world: World, drawn: int, count_samples: CountSamples | None
+    ) -> None:
+        super().__init__(batches)
+        self._world = world
+        self._count_samples = count_samples
+        self.stream = stream
+        self.drawn = drawn
+
+    def drop(self, count: int, epoch: int) -> None:
+        with self.stream:
+            drop(self._batches, count, epoch)
+
+    def __next__(self) -> Any:
+        rank = self._world.rank
+        with self.stream:
+            turn = list(islice(self._batches, self._world.size))
+        if not turn:
+            raise StopIteration
+        self.drawn += len(turn)
+        self.is_filler = rank >= len(turn)
+        if self._count_samples is not None:
+            counts = [self._count_samples(batch) for batch in turn]
+            self.samples_here, self.samples_in_all = 0 if self.is_filler else counts[rank], sum(counts)
+        return turn[0 if self.is_filler else rank]

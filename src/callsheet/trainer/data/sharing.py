@@ -1,0 +1,105 @@
+"""Sharing the data: which way is right for a dataloader."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from callsheet.trainer.data.dealt import DealtData
+from callsheet.trainer.data.loaders import batching, datasets, has_items, length_of, no_batches, rebuilt, samplers
+from callsheet.trainer.data.own import OwnData
+from callsheet.trainer.data.split import SplitData
+from callsheet.trainer.data.ways import CountSamples, SharedBatches, Sharing
+from callsheet.trainer.world import World
+
+logger = logging.getLogger("callsheet")
+
+
+def sharing_of(
+    loader: Iterable[Any],
+    world: World,
+    seed: int,
+    *,
+    argument: str,
+    shard: bool = True,
+    alone: bool | None = None,
+    count_samples: CountSamples | None = None,
+) -> Sharing:
+    """The way in which the ranks share what this loader gives. A collective.
+
+    Args:
+        seed: the same on all ranks.
+        shard: False where each rank's loader gives its own share.
+        alone: True for a loader that serves one process as it is; by default where there is one rank only.
+        count_samples: how many samples a batch holds.
+
+    Raises:
+        ConfigError: it cannot be shared, or some rank has no data; on all ranks.
+    """
+    sharing: Sharing
+    if (world.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
+        sharing = OwnData(loader, world, argument)
+    elif isinstance(loader, DataLoader) and has_items(loader) and length_of(batching(loader)[0]) is not None:
+        sharing = SplitData(loader, world, seed, argument)
+    elif (node_loader := _split_by_node(loader, world)) is not None:
+        sharing = OwnData(node_loader, world, argument)
+    else:
+        sharing = DealtData(loader, world, seed, argument, count_samples)
+    if sharing.in_all == 0:
+        raise no_batches(argument)
+    logger.debug("%s, a %s: its batches are %s on %d ranks", argument, type(loader).__name__, sharing.way, world.size)
+    return sharing
+
+
+class SharedLoader:
+    """What `shared` gives."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+
+    @property
+    def length(self) -> int | None:
+        """How many batches each rank takes, fillers included, where that is known."""
+        return self._sharing.length
+
+    def __iter__(self) -> SharedBatches:
+        batches = self._sharing.begin(None)
+        return batches if isinstance(batches, SharedBatches) else SharedBatches(batches)
+
+
+def shared(
+    loader: Iterable[Any],
+    world: World,
+    seed: int,
+    *,
+    argument: str,
+    shard: bool = True,
+    count_samples: CountSamples | None = None,
+) -> SharedLoader:
+    """This rank's share of a loader that is gone through again and again from its beginning, as evaluations do: the same each time,
+    fillers included. Arguments and errors are those of `sharing_of`.
+    """
+    return SharedLoader(sharing_of(loader, world, seed, argument=argument, shard=shard, count_samples=count_samples))
+
+
+def _is_shared_already(loader: Any) -> bool:
+    """It has a DistributedSampler, or a dataset that Hugging Face's `split_dataset_by_node` has split."""
+    has_sampler = any(hasattr(sampler, "num_replicas") for sampler in samplers(loader))
+    return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
+
+
+def _split_by_node(loader: Any, world: World) -> DataLoader[Any] | None:
+    """A DataLoader over a Hugging Face stream, which knows how to give each rank its shards; None for any other."""
+    hugging_face: Any = sys.modules.get("datasets")
+    if hugging_face is None or not isinstance(loader, DataLoader) or not isinstance(loader.dataset, hugging_face.IterableDataset):
+        return None
+    from datasets.distributed import split_dataset_by_node
+
+    dataset = split_dataset_by_node(loader.dataset, rank=world.rank, world_size=world.size)
+    _, batch_size, drop_last = batching(loader)
+    kind = type(loader) if hasattr(loader, "state_dict") else DataLoader
+    return rebuilt(loader, kind, dataset=dataset, batch_size=batch_size, drop_last=drop_last)

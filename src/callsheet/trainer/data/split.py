@@ -1,0 +1,121 @@
+"""Split: a DataLoader over samples with indices is made again with a batch sampler of ours; no rank loads what another trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from callsheet.errors import ConfigError
+from callsheet.trainer.data.loaders import batching, makes_own_batches, rebuilt, tell_epoch
+from callsheet.trainer.data.seeded import SeededDataset
+from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
+from callsheet.trainer.data.ways import SharedBatches
+from callsheet.trainer.world import World
+
+
+class SplitData:
+    """A DataLoader's samples in an order that depends on `seed` and the epoch alone, split between the ranks.
+
+    Its dataset is wrapped in a `SeededDataset`. The place in an epoch is how much of the order all ranks have taken together, so that
+    as many or as few ranks as one likes go on from it, and nothing is loaded to come back to it.
+    """
+
+    way = "split"
+
+    def __init__(self, loader: DataLoader[Any], world: World, seed: int, argument: str) -> None:
+        if makes_own_batches(loader):
+            raise ConfigError(
+                f"{argument} is a {type(loader).__name__}, which makes its batches in a way of its own, and so cannot be split between "
+                "the ranks; let each rank's loader give its own share (with a torch DistributedSampler), and say shard_data=False"
+            )
+        self._world = world
+        self._given = loader
+        self._argument = argument
+        source, batch_size, drop_last = batching(loader)
+        self._split = Split(batch_size, drop_last, world.rank, world.size)
+        self._sampler = ShareSampler(source, self._split, seed)
+        dataset: Any = loader.dataset
+        self._loader = rebuilt(
+            loader,
+            dataset=dataset if isinstance(dataset, SeededDataset) else SeededDataset(dataset, seed),
+            batch_sampler=self._sampler,
+        )
+        self._taken_before = 0
+        """How many batches this rank had taken where the epoch in hand was begun or resumed."""
+        if self.in_all and not self.length:
+            raise ConfigError(
+                f"{argument} has {self.in_all} samples, not enough for one batch of {batch_size} on each of {world.size} ranks, and "
+                "drop_last=True; give more data, smaller batches, fewer ranks, or drop_last=False"
+            )
+
+    @property
+    def length(self) -> int:
+        """How many global batches there are."""
+        return self._split.count(self._sampler.length)
+
+    @property
+    def in_all(self) -> int:
+        """How many samples there are, or batches where a batch sampler of the user's own makes them."""
+        return self._sampler.length
+
+    def begin(self, epoch: int | None) -> Iterator[Any]:
+        """An epoch from its beginning."""
+        self._draw(epoch, 0, 0)
+        return self._opened()
+
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
+        """The rest of an epoch, which any number of ranks may have begun. Raises ConfigError where its order has changed."""
+        self._draw(epoch, taken, place["position"])
+        if place["order"] != digest(self._sampler.order):
+            raise ConfigError(
+                f"{self._argument} has {self._sampler.length} samples in epoch {epoch}, in another order than the {place['in_all']} of the "
+                "checkpoint that was saved in the midst of it: is this the same dataset and sampler?"
+            )
+        return self._opened()
+
+    def place(self, taken: int) -> dict[str, Any]:
+        """How much of the order has been taken, and which order it is."""
+        return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
+
+    def left(self, taken: int) -> int:
+        """How many global batches are left."""
+        return self._split.count(self._sampler.length - self._position(taken))
+
+    def _position(self, taken: int) -> int:
+        position = self._sampler.start + (taken - self._taken_before) * self._split.global_size
+        return min(position, self._sampler.length)
+
+    def _draw(self, epoch: int | None, taken: int, position: int) -> None:
+        if epoch is not None:
+            tell_epoch(self._given, epoch)
+            tell_epoch(self._loader, epoch)
+        self._taken_before = taken
+        self._sampler.begin(epoch, position)
+        self._check_order()
+
+    def _opened(self) -> Iterator[Any]:
+        return _SplitBatches(iter(self._loader), self._sampler.shares())
+
+    def _check_order(self) -> None:
+        """Samplers may look at anything, and datasets may be copied while they grow."""
+        found = digest(self._sampler.order)
+        largest, smallest = self._world.max([found, -found])
+        if largest != -smallest:
+            raise ConfigError(
+                f"{self._argument}: the order of the samples ({self._sampler.length} on rank {self._world.rank}) is not the same on all "
+                "ranks; give the same dataset and sampler everywhere, or shard_data=False where each rank has its own share of the data"
+            )
+
+
+class _SplitBatches(SharedBatches):
+    def __init__(self, batches: Iterator[Any], shares: Iterator[Share]) -> None:
+        super().__init__(batches)
+        self._shares = shares
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        share = next(self._shares)
+        self.samples_here, self.samples_in_all, self.is_filler = share.samples_here, share.samples_in_all, share.is_filler
+        return batch

@@ -1,0 +1,56 @@
+"""What is added to an error that leaves the trainer: what memory held, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+from callsheet.checkpoint.ranks import RankLost
+from callsheet.errors import DistributedError
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
+_OF_A_COLLECTIVE = (
+    "gloo",
+    "nccl",
+    "processgroup",
+    "process group",
+    "connection closed by peer",
+    "connection reset by peer",
+    "timed out waiting",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether it came of talking to the other ranks: ours, or what a backend of torch raises, which has no class of its own."""
+    if isinstance(error, (DistributedError, RankLost)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _OF_A_COLLECTIVE)
+
+
+def out_of_memory_note(device: torch.device, mends: Iterable[str]) -> str:
+    """What was allocated, and what this run has not tried yet."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held = (
+            f"{device}: {_gib(torch.cuda.memory_allocated(device))} allocated now, {_gib(torch.cuda.max_memory_allocated(device))} at the "
+            f"most, {_gib(torch.cuda.memory_reserved(device))} reserved by torch, {_gib(free)} of {_gib(total)} free"
+        )
+    else:
+        memory = psutil.virtual_memory()
+        held = f"this process holds {_gib(psutil.Process().memory_info().rss)}, and {_gib(memory.available)} of {_gib(memory.total)} are free"
+    return f"out of memory; {held}; try {', '.join(mends)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,61 @@
+"""The task's metrics over one dataset, and all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.errors import ConfigError
+from callsheet.trainer.tasks import Task
+
+
+class Judgement:
+    """Updates torchmetrics batch by batch, and computes them at the end: a collective, where there are other ranks.
+
+    A filler counts nothing. A rank that has seen nothing else still has to give the others states of the right types.
+    """
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        self._metrics: dict[str, Any] = {name: metric.to(device) for name, metric in task.metrics.items()}
+        self._is_empty = True
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def add(self, outputs: Any, batch: Any, is_filler: bool) -> None:
+        """Judge one batch."""
+        if not self._metrics or (is_filler and not self._is_empty):
+            return
+        judged = self._task.judged(outputs, batch)
+        for metric in self._metrics.values():
+            metric.update(*judged)
+            if is_filler:
+                _forget(metric)
+        self._is_empty = self._is_empty and is_filler
+
+    def result(self) -> dict[str, float]:
+        """Every metric as a float.
+
+        Raises:
+            ConfigError: a metric that is no scalar.
+        """
+        found: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"the metric {name!r} is of the shape {tuple(value.shape)}; choose an average, or one metric for each class"
+                )
+            found[name] = float(value)
+        return found
+
+
+def _forget(metric: Any) -> None:
+    """Back to its beginning, but with lists of empty tensors, which tell their type; a list without any would not."""
+    for state, default in metric._defaults.items():
+        if isinstance(default, list):
+            setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])
+        else:
+            setattr(metric, state, default.detach().clone().to(metric.device))

@@ -1,0 +1,267 @@
+"""The training loop, written with the lifecycle's spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+from callsheet.signals import SignalWatch
+from callsheet.spans import Heard, Spans
+from callsheet.trainer.batches import TrainBatches, to_device
+from callsheet.trainer.boundaries import Boundaries
+from callsheet.trainer.data import SharedBatches
+from callsheet.trainer.microbatches import Fetched, Portions, added, trained_on
+from callsheet.trainer.parallel import ParallelModel, clip_gradients
+from callsheet.trainer.precision import Precision
+from callsheet.trainer.records import Records
+from callsheet.trainer.tasks import Task
+from callsheet.trainer.world import World
+
+_END: Any = object()  # of the data
+
+
+class TrainLoop:
+    """Trains until its duration is reached or it is asked to stop.
+
+    Args:
+        microbatch_size: samples a microbatch, or None for whole batches.
+        accumulate: how many batches are fetched for a step; the last step of an epoch may have fewer.
+        clip_grad_norm: see the Trainer.
+        epochs_per_round: likewise.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        spans: Spans,
+        world: World,
+        model: ParallelModel,
+        task: Task,
+        optimizer: Optimizer,
+        scheduler: Any,
+        precision: Precision,
+        batches: TrainBatches,
+        records: Records,
+        boundaries: Boundaries,
+        signals: SignalWatch,
+        heard: Heard,
+        device: torch.device,
+        *,
+        microbatch_size: int | None,
+        accumulate: int,
+        clip_grad_norm: float | None,
+        epochs_per_round: int | None,
+    ) -> None:
+        self._ctx = ctx
+        self._spans = spans
+        self._world = world
+        self._model = model
+        self._task = task
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._precision = precision
+        self._batches = batches
+        self._records = records
+        self._boundaries = boundaries
+        self._signals = signals
+        self._heard = heard
+        self._compute = device
+        self._device = device if device.type != "cpu" else None  # where batches must be moved to
+        self._microbatch_size = microbatch_size
+        self.accumulate = accumulate
+        self._clip_grad_norm = clip_grad_norm
+        self._epochs_per_round = epochs_per_round
+
+    def run(self) -> None:
+        """Every round and epoch that is left."""
+        ctx, spans, state, boundaries = self._ctx, self._spans, self._ctx.state, self._boundaries
+        ctx.model.train()
+        try:
+            with spans.train:
+                is_over = boundaries.is_over
+                while not is_over:
+                    with spans.round:
+                        while not is_over and not self._round_is_full:
+                            ctx.epoch = state.timestamp.epoch + 1
+                            with spans.epoch:
+                                is_whole = self._epoch()
+                                self._records.tally.settle(state)
+                                if is_whole:
+                                    self._batches.end_epoch()
+                                    state.timestamp = state.timestamp.next_epoch()
+                            is_over = boundaries.reach("epoch") if is_whole else True
+                        is_full = self._round_is_full
+                        if is_full:
+                            state.timestamp = state.timestamp.next_round()
+                    if is_full:
+                        is_over = boundaries.reach("round") or is_over
+                self._records.tally.settle(state)
+        finally:
+            self._records.tally.stop()
+
+    def _epoch(self) -> bool:
+        """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
+        ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
+        state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
+        precision, batches, size, heard = self._precision, self._batches, self._microbatch_size, self._heard
+        casting, casting_loss = precision.casting, precision.casting_loss
+        epoch = batches.epoch(ctx.epoch)
+        is_shared = isinstance(epoch, SharedBatches)
+        next_boundary = boundaries.next_step()
+        records.tally.start()
+        is_exhausted = False
+        while not is_exhausted:
+            if control.accumulation is not None:
+                self._accumulate(control.accumulation)
+            if not self._fetch(epoch):
+                del ctx.batch
+                if not state.timestamp.batch_in_epoch:
+                    raise ConfigError(f"epoch {ctx.epoch} had no batches; is the dataset empty, or was an iterator used up?")
+                return True
+            if is_shared or size is not None or self.accumulate > 1:
+                fetched, is_exhausted = self._fetch_rest(epoch)
+                if not fetched:
+                    del ctx.batch
+                    return False  # the run is to make way: the batches of the step that was not are fetched again
+                portions = Portions(fetched, size, task, self._world, self._compute, alike=self._model.forward_meets)
+                parts, taken = portions.parts, len(fetched)
+            else:  # one batch, one microbatch, nobody else: nothing to weigh
+                portions, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
+            ctx.step += 1
+            with spans.train_step:
+                with spans.forward_backward:
+                    means: dict[str, Tensor] = {}
+                    left = len(parts)
+                    for ctx.batch, ctx.microbatch, share in parts:
+                        left -= 1
+                        if is_shared:
+                            self._model.gradients_meet(not left)
+                        with spans.microbatch:
+                            with spans.forward:
+                                with casting:
+                                    ctx.outputs = task.forward(module, ctx.microbatch)
+                            with spans.loss:
+                                with casting_loss:
+                                    losses = task.loss(ctx.outputs, ctx.microbatch)
+                                ctx.loss = losses if type(losses) is Tensor and not losses.dim() else trained_on(losses)
+                            if "outputs" not in ctx.kept:
+                                del ctx.outputs
+                            with spans.backward:
+                                precision.scaled(ctx.loss if portions is None else portions.weighed(ctx.loss, share)).backward()
+                            if share is None and type(losses) is Tensor:
+                                means = {"loss": ctx.loss.detach()}
+                            else:
+                                means = added(means, ctx.loss, losses, share)
+                        del ctx.microbatch, ctx.loss
+                    ctx.loss = means["loss"]
+                    # A lone loss keeps its spent graph until the next one, as in a bare loop: the next is made faster beside it.
+                    if type(losses) is not Tensor:
+                        del losses  # some may hold graphs that nothing went backward through
+                    precision.unscale(optimizer)
+                with spans.clip_gradients:
+                    ctx.grad_norm = None
+                    if self._clip_grad_norm is not None:
+                        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                        ctx.grad_norm = clip_gradients(parameters, self._clip_grad_norm)
+                        records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
+                rate: Any = optimizer.param_groups[0]["lr"]
+                if isinstance(rate, Tensor):
+                    rate = rate.clone()  # the scheduler writes over it where it stands
+                ctx.learning_rate = records.learning_rate = rate
+                with spans.optimizer_step:
+                    ctx.step_skipped = not precision.step(optimizer)
+                if self._scheduler is not None and not ctx.step_skipped:
+                    self._scheduler.step()
+                if portions is None:
+                    records.add(means, *task.counts(ctx.batch), moved=not ctx.step_skipped)
+                else:
+                    records.add(means, *portions.counts(task), portions.scale, moved=not ctx.step_skipped)
+                state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
+                if (
+                    ctx.step >= next_boundary and heard.on_log and records.are_due(ctx)
+                ):  # the record's last step: the others need not count
+                    labels = task.label_tokens(ctx.batch) if portions is None else portions.label_tokens(task)
+                    if labels is not None:
+                        records.metrics.log({"train/label_tokens": labels}, across="sum")
+                ctx.loss_dict = means
+            del ctx.batch, ctx.loss, ctx.loss_dict, ctx.grad_norm, ctx.learning_rate, ctx.step_skipped
+            if "outputs" in ctx.kept:
+                del ctx.outputs
+            optimizer.zero_grad()
+            batches.taken += taken
+            if ctx.step >= next_boundary or control.pending or signals.received is not None:
+                if boundaries.reach("step"):
+                    break
+                next_boundary = boundaries.next_step()
+            elif heard.on_checkpoint_due:
+                boundaries.tell_checkpoint_due("step")
+        return is_exhausted or batches.is_at_end
+
+    def _fetch(self, epoch: Iterator[Any]) -> bool:
+        """Put the next batch, or None, into `ctx.batch`; whether there was one."""
+        ctx = self._ctx
+        with self._spans.fetch:
+            batch = next(epoch, _END)
+            if batch is None:  # it would be taken for the end, and the rest of the epoch lost without a word
+                raise ConfigError(
+                    f"the train_dataloader gave None for a batch of epoch {ctx.epoch}; let its collate_fn leave out bad samples, not "
+                    "whole batches"
+                )
+            if batch is _END:
+                ctx.batch = None
+            else:
+                ctx.batch = batch if self._device is None else to_device(batch, self._device)
+        return batch is not _END
+
+    def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
+        """All batches of the step of which `ctx.batch` is the first, fewer at the epoch's end; whether that was reached.
+
+        No batches where a signal came meanwhile, if they can be fetched again: alone, and from data that keeps no place of its own.
+        """
+        ctx = self._ctx
+        fetched = [self._fetched(epoch)]
+        may_leave = not isinstance(epoch, SharedBatches) and not hasattr(self._batches.loader, "state_dict")
+        while len(fetched) < self.accumulate:
+            if may_leave and self._signals.received is not None:
+                return [], False
+            if not self._fetch(epoch):
+                ctx.batch = fetched[-1].batch
+                return fetched, True
+            fetched.append(self._fetched(epoch))
+        return fetched, False
+
+    def _fetched(self, epoch: Iterator[Any]) -> Fetched:
+        if isinstance(epoch, SharedBatches):
+            return Fetched(self._ctx.batch, epoch.is_filler, epoch.samples_here, epoch.samples_in_all)
+        return Fetched(self._ctx.batch)
+
+    def _accumulate(self, batches: int) -> None:
+        """What a callback asked for at the last step begins with this one."""
+        self.accumulate = batches
+        self._ctx.control.accumulation = None
+        self.tell_length()
+
+    def tell_length(self) -> None:
+        """How many steps the epoch has, where the data's length is known."""
+        ctx, length = self._ctx, self._batches.length
+        if length is not None:
+            left = max(0, length - self._batches.taken)
+            ctx.state.epoch_batches = ctx.state.timestamp.batch_in_epoch + -(-left // self.accumulate)
+
+    @property
+    def _round_is_full(self) -> bool:
+        return self._epochs_per_round is not None and self._ctx.state.timestamp.epoch_in_round >= self._epochs_per_round
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches make a step now."""
+        return {"accumulate": self.accumulate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.accumulate = state["accumulate"]

@@ -1,0 +1,222 @@
+"""Parallelism by torch itself: one process, DistributedDataParallel, or FSDP2's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from callsheet.callback import one_of
+from callsheet.errors import ConfigError
+from callsheet.trainer.world import World
+
+KINDS = ("auto", "single", "ddp", "fsdp")
+
+_STATE_PER_PARAMETER = 4
+"""Weights, gradients and the optimizer's two moments, in copies of the weights."""
+_ROOM_FOR_STATE = 0.6
+"""Of a device's memory; the rest is the activations'."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the model is spread over the ranks.
+
+    Args:
+        kind: `"ddp"` keeps all of the model on every rank; `"fsdp"` shards weights, gradients and optimizer state; `"single"` is one
+            process; `"auto"` shards what would not fit a device, and replicates what would.
+        shard_size: for `"fsdp"`: how many ranks hold one copy of the model together; the copies are replicas of each other. None: all.
+        blocks: for `"fsdp"`: class names of the modules that are gathered and freed together. None: those that a Hugging Face model
+            names, else what stands in the model's `ModuleList`s and `Sequential`s.
+        options: passed to `DistributedDataParallel` or `fully_shard` as they are.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    kind: str = "auto"
+    shard_size: int | None = None
+    blocks: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("parallel", self.kind, KINDS)
+        if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
+            raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
+
+    def resolved(self, model: nn.Module, world: World, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
+        """`single`, `ddp` or `fsdp`; `frozen` are models that have to fit beside the one that is trained.
+
+        Raises:
+            ConfigError: it does not go with the number of ranks.
+        """
+        if self.kind == "auto":
+            return "single" if world.size == 1 else "ddp" if _fits(model, device, frozen) else "fsdp"
+        if self.kind == "single" and world.size > 1:
+            raise ConfigError(
+                f"parallel='single' among {world.size} ranks: each would train a model of its own; say 'ddp' or 'fsdp'"
+            )
+        if self.kind != "single" and world.size == 1:
+            return "single"  # the same script on one rank: there is nobody to share with
+        if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
+            raise ConfigError(
+                f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all"
+            )
+        return self.kind
+
+
+class ParallelModel:
+    """The model as it is trained: what a task calls, and how its gradients meet.
+
+    `module` is what forward goes through. The model itself stays what it was, with its own names: under `"fsdp"` its parameters are
+    DTensors from now on, which is why optimizers are made afterwards.
+
+    Args:
+        dtype: what a sharded model computes in; None is the type of its weights.
+        frozen: models beside it that are not trained: they are put into evaluation mode, and sharded where it is, by blocks of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        world: World,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        frozen: Sequence[nn.Module] = (),
+    ) -> None:
+        self.kind = parallel.resolved(model, world, device, frozen)
+        self._model = model
+        self.module: Any = model
+        """What a task calls."""
+        self._wrapped: Any = model
+        self.forward_meets = False
+        """Whether the ranks meet in every forward, and so need to make equally many."""
+        self._meet = True
+        for beside in frozen:
+            beside.eval().requires_grad_(False)
+        if self.kind == "single":
+            return
+        self.forward_meets = self.kind == "fsdp" or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        for one in (model, *frozen):
+            _same_on_all_ranks(one)
+        if self.kind == "ddp":
+            ids = [device.index] if device.type == "cuda" else None
+            self.module = self._wrapped = DistributedDataParallel(model, device_ids=ids, **parallel.options)
+        else:
+            mesh = _mesh(parallel.shard_size or world.size, world, device)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
+            options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
+            _shard(model, parallel.blocks, options)
+            for beside in frozen:  # no backward follows, for which the root would be kept whole
+                _shard(beside, None, {**options, "reshard_after_forward": True})
+            _share_statistics(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's, with the buffers of rank 0 on every rank, as the next forward would have them: a collective."""
+        if self.kind != "single":
+            for buffer in self._model.buffers():
+                distributed.broadcast(buffer, src=0)
+        return self._model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the model its state back."""
+        self._model.load_state_dict(state)
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Compile what a task calls; the model stays as it is. (`Module.compile` would leave out torch's own modules at the top.)"""
+        self.module = torch.compile(self._wrapped, **options)
+
+    def gradients_meet(self, meet: bool) -> None:
+        """Whether the next forward and backward reduce the gradients over the ranks: only a step's last one does."""
+        if meet == self._meet:
+            return
+        self._meet = meet
+        if self.kind == "ddp":
+            self._wrapped.require_backward_grad_sync = meet
+        elif self.kind == "fsdp":
+            self._wrapped.set_requires_gradient_sync(meet)  # fully_shard has made it an FSDPModule
+
+
+def clip_gradients(parameters: Iterable[Tensor], longest: float) -> Tensor:
+    """Scale the gradients to a total norm of at most `longest`; returns the norm before, a scalar tensor, of all shards."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    nn.utils.clip_grads_with_norm_(held, longest, norm)
+    return norm
+
+
+def _fits(model: nn.Module, device: torch.device, frozen: Sequence[nn.Module]) -> bool:
+    if device.type != "cuda":
+        return True
+    needed = _STATE_PER_PARAMETER * _size(model) + sum(map(_size, frozen))
+    return needed <= _ROOM_FOR_STATE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _same_on_all_ranks(model: nn.Module) -> None:
+    """Rank 0's weights for everybody: shards of differently initialised models would make none."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            distributed.broadcast(tensor, src=0)
+
+
+def _share_statistics(model: nn.Module) -> None:
+    """Rank 0's running statistics for everybody at every forward, as DistributedDataParallel has it; `fully_shard` leaves buffers alone."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
+
+    def follow(*_: Any) -> None:
+        for buffer in buffers:
+            distributed.broadcast(buffer, src=0)
+
+    if buffers:
+        model.register_forward_pre_hook(follow)
+
+
+def _mesh(shard: int, world: World, device: torch.device) -> DeviceMesh:
+    if shard == world.size:
+        return init_device_mesh(device.type, (shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(model: nn.Module, blocks: tuple[str, ...] | None, options: dict[str, Any]) -> None:
+    for block in _blocks(model, blocks):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
+    """The modules that are sharded as units, the innermost first."""
+    named = names if names is not None else tuple(getattr(model, "_no_split_modules", None) or ())
+    if named:
+        found = [module for module in model.modules() if type(module).__name__ in named]
+        if missing := set(named) - {type(module).__name__ for module in found}:
+            if names is not None:
+                here = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+                raise ConfigError(f"parallel blocks {', '.join(sorted(missing))}: the model has no such module; it has {here}")
+    else:
+        lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        found = [child for several in lists for child in several.children() if child not in lists]
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    blocks = dict.fromkeys(module for module in reversed(found) if module is not model)
+    return [block for block in blocks if any(True for _ in block.parameters()) and _is_closed(block, uses)]
+
+
+def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
+    """Whether all its parameters are its own: one that is shared with the rest of the model is gathered with that, by the root."""
+    own = Counter(id(parameter) for module in block.modules() for parameter in module._parameters.values())
+    return all(uses[parameter] == number for parameter, number in own.items())

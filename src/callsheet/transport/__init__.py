@@ -1,0 +1,20 @@
+"""How callbacks reach other processes: as data, in a signed file of one launch.
+
+`callsheet.launch` does all of this by itself. With a launcher of your own, such as torchrun:
+
+```python
+with callsheet.transport.pack(callbacks).post() as variables:
+    subprocess.run(["torchrun", "--nproc_per_node=8", "train.py"], env=os.environ | variables, check=True)
+```
+
+and in `train.py`, on every rank:
+
+```python
+callbacks = callsheet.transport.unpack()
+```
+"""
+
+from callsheet.transport.payload import Payload, pack, unpack
+from callsheet.transport.sealed import TransportError
+
+__all__ = ["Payload", "TransportError", "pack", "unpack"]

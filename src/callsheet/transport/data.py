@@ -1,0 +1,371 @@
+"""Callbacks, functions and values as data, and back: what JSON and tensors can say, and, only when allowed, pickles for the rest.
+
+What JSON lacks is an object of one key that starts with `@`:
+
+    {"@callback": {...}}       a class's path, the constructor's arguments, words such as `ranks` that were set on it, and its state
+    {"@import": path}          a class or function by the path at which it is found again
+    {"@dataclass": [path, {field: value}]}   {"@enum": [path, name]}   {"@partial": [function, args, kwargs]}
+    {"@path": text}            {"@set": [...]}   {"@frozenset": [...]}   {"@dtype": name}   {"@device": name}
+    {"@dict": [[key, value], ...]}           a dict with a key that starts with `@`
+    {"@same": n}               the nth container or callback of the document once more: what was shared stays shared
+    {"@pickle": n}             the nth of what went through cloudpickle
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from callsheet.callback import Callback, CallbackSpec, label_of
+from callsheet.checkpoint import plain
+from callsheet.checkpoint.tensors import check_storable
+from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
+from callsheet.extras import load
+from callsheet.transport.names import MAIN, find, main_script, path_of
+from callsheet.transport.portrait import IGNORE, arguments_of, differences, portrait
+from callsheet.transport.refusals import described
+from callsheet.transport.sealed import TransportError
+
+WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
+"""What a callback says about itself by attributes, which may be the instance's own."""
+
+_LENGTH = 8  # bytes
+
+
+def encode(value: object, *, allow_pickle: bool) -> bytes:
+    """`value` as bytes: JSON, tensors as safetensors, and pickles where allowed.
+
+    Raises:
+        TransportError: something in it cannot be carried; the message says what, where, and the mend.
+    """
+    freezing = Freezing(allow_pickle)
+    frozen = freezing.frozen(value, "")
+    pickled = freezing.pickle()
+    document = {"value": frozen, "script": main_script() if freezing.needs_script else ""}
+    try:
+        text, tensors = plain.flatten(document)
+    except CheckpointError as error:
+        raise TransportError(str(error)) from None
+    parts = (plain.dump(text), safetensors.torch.save({name: _alone(tensor) for name, tensor in tensors.items()}), pickled)
+    return b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in parts)
+
+
+def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script: None) -> Any:
+    """What `encode` was given. This imports, calls constructors, and unpickles: only for content whose seal holds.
+
+    `on_script` is called with the path of the script that the content refers to, if it does, before anything is made.
+    """
+    parts = []
+    while content:
+        end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+        parts.append(content[_LENGTH:end])
+        content = content[end:]
+    text, tensors, pickled = parts
+    document = plain.unflatten(plain.parse(text, "the payload"), safetensors.torch.load(tensors))
+    if script := document["script"]:
+        on_script(script)
+    pickles = _Unpickler(io.BytesIO(pickled), script).load() if pickled else []
+    return Thawing(script, pickles).thawed(document["value"])
+
+
+class Freezing:
+    """One walk over what is to be sent."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.needs_script = False
+        self._allow_pickle = allow_pickle
+        self._pickled: list[tuple[Any, str]] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no id is given twice
+        self._callbacks: set[int] = set()
+
+    def frozen(self, value: Any, at: str) -> Any:
+        """`value` as plain data; `at` says where it stands, for errors."""
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str, bytes):
+            return value
+        if id(value) in self._numbers:
+            return {"@same": self._numbers[id(value)]}
+        if isinstance(value, Callback):
+            return self._callback(value, at)
+        if kind in (list, set) or (kind is dict and all(map(_is_key, value))) or self._is_simple(value):
+            self._number(value)
+            return self._container(value, at)
+        if kind is tuple:
+            return tuple(self.frozen(item, f"{at}[{i}]") for i, item in enumerate(value))
+        if kind is frozenset:
+            return {"@frozenset": [self.frozen(item, at) for item in value]}
+        if kind is type(Path()):
+            return {"@path": str(value)}
+        if isinstance(value, Enum) and value.name in kind.__members__ and (path := self._path(kind)):
+            return {"@enum": [path, value.name]}
+        if kind is functools.partial and not vars(value):
+            return {"@partial": [self.frozen(part, at) for part in (value.func, list(value.args), dict(value.keywords))]}
+        if isinstance(value, torch.dtype | torch.device):
+            return {f"@{kind.__name__}": str(value).removeprefix("torch.")}
+        if kind is torch.Tensor and _is_plain(value):
+            return value
+        if _is_numpy(value):
+            self._number(value)
+            return value
+        if path := self._path(value):
+            return {"@import": path}
+        return self._pickle(value, at)
+
+    def pickle(self) -> bytes:
+        """What data cannot say, in one pickle, so that what the functions share stays shared; empty where there is nothing."""
+        if not self._pickled:
+            return b""
+        cloudpickle = load("cloudpickle", extra="train", wanted_by="allow_pickle=True")
+        file = io.BytesIO()
+        try:
+            _pickler(cloudpickle, file, self._refuse_callback, self._note_script).dump([value for value, _ in self._pickled])
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportError(self._unpicklable(cloudpickle, error)) from None
+        return file.getvalue()
+
+    def _container(self, value: Any, at: str) -> Any:
+        if isinstance(value, list):
+            return [self.frozen(item, f"{at}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, set):
+            return {"@set": [self.frozen(item, at) for item in value]}
+        if isinstance(value, dict):
+            items = {key: self.frozen(item, f"{at}[{key!r}]" if at else str(key)) for key, item in value.items()}
+            return {"@dict": [list(pair) for pair in items.items()]} if any(str(key).startswith("@") for key in items) else items
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            "@dataclass": [self._path(type(value)), {name: self.frozen(item, f"{at}.{name}") for name, item in fields.items()}]
+        }
+
+    def _callback(self, callback: Callback, at: str) -> Any:
+        """How it was made, what was set on it, and the state it has now."""
+        self._number(callback)
+        self._callbacks.add(id(callback))
+        label = label_of(callback)
+        at = f"{at} ({label})" if at else label
+        try:
+            spec = CallbackSpec.of(callback)
+        except (CallsheetError, TypeError) as error:
+            raise TransportError(f"{at}: {error}") from None
+        given = arguments_of(callback)
+        kind = type(callback)
+        path = self._path(kind)
+        return {
+            "@callback": {
+                "class_path": path or self._pickle(kind, at),
+                "init_args": {name: self.frozen(given[name], f"{at}: its argument {name}") for name in spec.init_args},
+                "words": {
+                    word: self.frozen(vars(callback)[word], f"{at}: its {word}") for word in WORDS if word in vars(callback)
+                },
+                "state": self.frozen(_on_cpu(spec.state), f"{at}: its state"),
+            }
+        }
+
+    def _is_simple(self, value: Any) -> bool:
+        """A dataclass that is all in its fields, and is found again."""
+        kind: Any = type(value)
+        if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
+            return False
+        names = {field.name for field in dataclasses.fields(value)}
+        return getattr(value, "__dict__", {}).keys() <= names and all(hasattr(value, name) for name in names)
+
+    def _number(self, value: Any) -> None:
+        self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+
+    def _path(self, thing: Any) -> str:
+        path = path_of(thing)
+        self.needs_script |= path.startswith(f"{MAIN}.")
+        return path
+
+    def _note_script(self) -> None:
+        self.needs_script = True
+
+    def _pickle(self, value: Any, at: str) -> Any:
+        what, mend, ever = described(value)
+        if not (self._allow_pickle and ever):
+            raise TransportError(f"{at}: {'' if isinstance(value, type) else 'it is '}{what}; {mend}")
+        self._pickled.append((value, at))
+        return {"@pickle": len(self._pickled) - 1}
+
+    def _refuse_callback(self, value: object) -> None:
+        if id(value) in self._callbacks:
+            assert isinstance(value, Callback)
+            raise TransportError(
+                f"a function that is pickled refers to the callback {label_of(value)}, which is sent as well: over there they would be two; "
+                "give it the callback as an argument, or leave the callback out of the list"
+            )
+
+    def _unpicklable(self, cloudpickle: Any, error: Exception) -> str:
+        for value, at in self._pickled:  # which one it was
+            try:
+                cloudpickle.dumps(value)
+            except Exception as own:
+                return f"{at}: cloudpickle cannot send it: {own}; {described(value)[1]}"
+        return f"cloudpickle cannot send it: {error}"
+
+
+class Thawing:
+    """One walk over what has arrived."""
+
+    def __init__(self, script: str, pickles: list[Any]) -> None:
+        self._script = script
+        self._pickles = pickles
+        self._numbered: list[Any] = []
+
+    def thawed(self, value: Any) -> Any:
+        """The value that `frozen` was given."""
+        if isinstance(value, list):
+            items = self._numbered_as([])
+            items.extend(self.thawed(item) for item in value)
+            return items
+        if isinstance(value, tuple):
+            return tuple(self.thawed(item) for item in value)
+        if isinstance(value, dict):
+            tag = next(iter(value), None)
+            if isinstance(tag, str) and tag.startswith("@"):
+                return self._tagged(tag, value[tag])
+            mapping = self._numbered_as({})
+            mapping.update((key, self.thawed(item)) for key, item in value.items())
+            return mapping
+        if _is_numpy(value):
+            return self._numbered_as(value)
+        return value
+
+    def _tagged(self, tag: str, content: Any) -> Any:
+        match tag:
+            case "@same":
+                if self._numbered[content] is _UNDER_WAY:
+                    raise TransportError("something that is sent is an argument of itself")
+                return self._numbered[content]
+            case "@pickle":
+                return self._pickles[content]
+            case "@import":
+                return find(content, self._script)
+            case "@callback":
+                place = len(self._numbered)  # before its arguments, as when it was sent
+                self._numbered.append(_UNDER_WAY)
+                self._numbered[place] = self._callback(**content)
+                return self._numbered[place]
+            case "@dataclass":
+                path, fields = content
+                made = self._numbered_as(
+                    object.__new__(find(path, self._script))
+                )  # its constructor might change what it is given
+                for name, item in fields.items():
+                    object.__setattr__(made, name, self.thawed(item))
+                return made
+            case "@enum":
+                return find(content[0], self._script)[content[1]]
+            case "@partial":
+                function, args, kwargs = (self.thawed(part) for part in content)
+                return functools.partial(function, *args, **kwargs)
+            case "@path":
+                return Path(content)
+            case "@set":
+                members = self._numbered_as(set())
+                members.update(self.thawed(item) for item in content)
+                return members
+            case "@frozenset":
+                return frozenset(self.thawed(item) for item in content)
+            case "@dtype":
+                return getattr(torch, content)
+            case "@device":
+                return torch.device(content)
+            case "@dict":
+                mapping = self._numbered_as({})
+                mapping.update((key, self.thawed(item)) for key, item in content)
+                return mapping
+        raise TransportError(f"the payload has a {tag}, which this version of callsheet does not know")
+
+    def _callback(self, class_path: Any, init_args: Mapping[str, Any], words: Mapping[str, Any], state: Any) -> Callback:
+        kind = find(class_path, self._script) if isinstance(class_path, str) else self.thawed(class_path)
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise NotACallbackError(f"{class_path} is not a subclass of callsheet.Callback")
+        callback = kind(**{name: self.thawed(item) for name, item in init_args.items()})
+        for word, value in words.items():
+            setattr(callback, word, self.thawed(value))
+        state = self.thawed(state)
+        if differences(portrait({"state": dict(callback.state_dict())}), portrait({"state": state})):
+            callback.load_state_dict(state)  # only then: to many it means that a run is resumed
+        return callback
+
+    def _numbered_as(self, value: Any) -> Any:
+        self._numbered.append(value)
+        return value
+
+
+_UNDER_WAY = object()
+
+
+def _on_cpu(value: Any) -> Any:
+    """A state with its tensors in host memory, as a checkpoint would have it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if type(value) is dict:
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_cpu(item) for item in value)
+    return value
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    try:
+        check_storable("it", tensor)
+    except CheckpointError:
+        return False
+    return tensor.device.type == "cpu" and not tensor.requires_grad
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # where nobody imported it, nothing is an array
+    is_one = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+    return is_one and value.dtype.kind in "biufcmM"
+
+
+def _is_key(key: object) -> bool:
+    return all(map(_is_key, key)) if type(key) is tuple else key is None or type(key) in (bool, int, float, str, bytes)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+
+
+def _pickler(cloudpickle: Any, file: io.BytesIO, refuse: Callable[[object], None], note_script: Callable[[], None]) -> Any:
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without types
+        """What stands in the script goes by its name, so that over there it is the same object for pickles and for data."""
+
+        def persistent_id(self, obj: Any) -> Any:
+            refuse(obj)
+            if isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO):
+                raise TransportError(
+                    "a function that is pickled holds an open file, which stays in this process; have it open the path"
+                )
+            path = path_of(obj) if isinstance(obj, type | FunctionType) and obj.__module__ == MAIN else ""
+            if path.startswith(f"{MAIN}."):
+                note_script()
+            return path or None
+
+    return Pickler(file)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, script: str) -> None:
+        super().__init__(file)
+        self._script = script
+
+    def persistent_load(self, pid: Any) -> Any:
+        return find(pid, self._script)

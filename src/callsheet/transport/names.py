@@ -1,0 +1,112 @@
+"""Where a class or a function is found again by another process; also what stands in the script that was started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from callsheet.callback import import_path
+from callsheet.errors import ConfigError, did_you_mean
+
+MAIN = "__main__"
+_IMPORTED_MAIN = "__mp_main__"  # the name that multiprocessing gives it, so that one guard serves both
+
+
+def main_script() -> str:
+    """The path of the script that this process runs; empty in a notebook, at a prompt, and with `python -m` or `-c`."""
+    main = sys.modules[MAIN]
+    spec = getattr(main, "__spec__", None)
+    file = getattr(main, "__file__", None)
+    if (
+        not isinstance(file, str)
+        or (spec is not None and spec.name != MAIN)
+        or not Path(file).is_file()
+        or not file.endswith(".py")
+    ):
+        return ""
+    return os.path.abspath(file)
+
+
+def path_of(thing: object) -> str:
+    """The path at which `find` gives just this class or function; empty where there is none.
+
+    `__main__.Name` is what stands in the script that was started.
+    """
+    if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
+        return ""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if not isinstance(module, str) or not name or "<" in name:
+        return ""
+    holder: Any = sys.modules.get(module)
+    if module in (MAIN, _IMPORTED_MAIN):
+        spec = getattr(holder, "__spec__", None)
+        if spec is not None and spec.name != MAIN:
+            module = spec.name  # python -m package.module
+        elif main_script():
+            module = MAIN
+        else:
+            return ""
+    for part in name.split("."):
+        holder = getattr(holder, part, None)
+    return f"{module}.{name}" if holder is thing else ""
+
+
+def name_of(kind: Any) -> str:
+    """What a class or function is called, the same in the process that runs a script and in one that imports it."""
+    module = getattr(kind, "__module__", None) or ""
+    if module in (MAIN, _IMPORTED_MAIN):
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+        module = spec.name if spec is not None else MAIN
+    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]  # which cloudpickle forgets
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+def find(path: str, script: str) -> Any:
+    """The class or function at `path`, as `path_of` gave it in a process that ran `script`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    module, _, name = path.partition(".")
+    if module != MAIN:
+        return import_path(path)
+    found: Any = main_module(script)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(
+                f"{script} has no {part!r}{did_you_mean(part, dir(found))} when it is imported: define it at the top level, outside "
+                "`if __name__ == '__main__'`"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def main_module(script: str) -> ModuleType:
+    """The script as a module: the running one where this process runs it itself, else imported, without its `__main__` part."""
+    if not script:
+        raise ConfigError("the payload has names of a script, and does not say of which")
+    for name in (MAIN, _IMPORTED_MAIN):
+        module = sys.modules.get(name)
+        if module is not None and os.path.abspath(getattr(module, "__file__", None) or "") == script:
+            return module
+    spec = importlib.util.spec_from_file_location(_IMPORTED_MAIN, script)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{script} cannot be imported: it is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_IMPORTED_MAIN] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_IMPORTED_MAIN]
+        raise
+    module.__spec__ = None  # as of a script: multiprocessing goes by its path then
+    return module
+
+
+def become(script: str) -> None:
+    """Make the script this process's `__main__`, as in the process that was started with it."""
+    sys.modules[MAIN] = main_module(script)

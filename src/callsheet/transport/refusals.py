@@ -1,0 +1,55 @@
+"""Why a value is no data, and what to do about it."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+from types import FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+
+from callsheet.transport.names import MAIN
+
+_MEND = "give plain data or something that has an import path, or say allow_pickle=True to send it as signed cloudpickle"
+_LOCKS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    threading.Barrier,
+)
+
+
+def described(value: Any) -> tuple[str, str, bool]:
+    """What a value is that is no data, the mend, and whether cloudpickle may be tried."""
+    what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
+        return "an open file, which stays in this process", "give its path, and open it in on_run_start", False
+    if isinstance(value, _LOCKS):
+        return "a lock, which stays in this process", "make one in the constructor, so that each process has its own", False
+    if isinstance(value, threading.Thread | socket.socket | GeneratorType | ModuleType):
+        return f"{what}, which stays in this process", "make it in the constructor or in on_run_start", False
+    if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        return f"a tensor on {value.device}", "give it on the CPU, and move it to the rank's device in on_train_start", False
+    name = getattr(value, "__qualname__", "")
+    if isinstance(value, type | FunctionType):
+        often = "or say allow_pickle=True to send its code as signed cloudpickle"
+        if name.endswith("<lambda>"):
+            return "a lambda, which has no import path", f"give a function that stands in a module, {often}", True
+        if "<locals>" in name:
+            return (
+                f"{name} is made inside a function, where it has no import path",
+                f"define it at the top level of a module, {often}",
+                True,
+            )
+        if value.__module__ == MAIN:
+            return (
+                f"{name} is defined in a notebook or at a prompt, where a worker cannot import it",
+                f"put it into a module, {often}",
+                True,
+            )
+        return f"{value.__module__}.{name} is not what is found under that name", f"give what is, {often}", True
+    return what, _MEND, True

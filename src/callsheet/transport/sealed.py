@@ -1,0 +1,199 @@
+"""Signed files in a private folder, for one launch: who else may write where they lie is found out before a byte of them is believed.
+
+A sealed file is a magic word, the launch, the kind of what is in it, the content, and an HMAC-SHA-256 over all of that. The key is
+drawn for each launch and stands in no file. This guards against other users and against files of earlier launches, not against a program
+of the same user, which could as well read the memory of this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from callsheet.errors import CallsheetError
+
+LARGEST = 256 * 2**20
+"""Bytes: what is larger is data, and belongs into a file of its own."""
+
+_MAGIC = b"callsheet sealed 1\n"
+_LAUNCH, _KIND, _MAC = 16, 16, 32  # bytes
+_SECRET = 32
+
+_PREFIX = "callsheet-launch-"
+_LOCK = "lock"
+
+
+class TransportError(CallsheetError, ValueError):
+    """Something that cannot be carried into another process as it is, or did not arrive as it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a launch signs with: its number, and a secret that is in no file, on no command line and in no text."""
+
+    launch: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Self:
+        """Drawn anew."""
+        return cls(secrets.token_bytes(_LAUNCH), secrets.token_bytes(_SECRET))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The key that `text()` gave; a `TransportError`, which does not repeat it, where it is none."""
+        try:
+            raw = bytes.fromhex(text)
+        except ValueError:
+            raw = b""
+        if len(raw) != _LAUNCH + _SECRET:
+            raise TransportError(
+                "the launch's key is not one that callsheet made; pass on the environment that post() gives, unchanged"
+            )
+        return cls(raw[:_LAUNCH], raw[_LAUNCH:])
+
+    def text(self) -> str:
+        """For the environment of the workers."""
+        return (self.launch + self.secret).hex()
+
+
+def seal(key: Key, kind: str, content: bytes) -> bytes:
+    """`content`, signed as being of this kind and of the key's launch."""
+    signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
+    return signed + hmac.digest(key.secret, signed, "sha256")
+
+
+def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
+    """The content of `sealed`. Nothing of it is looked at before its signature holds.
+
+    Raises:
+        TransportError: it is cut short, was changed, or belongs to another launch; the message says which, and nothing of what is in it.
+    """
+    head = len(_MAGIC) + _LAUNCH + _KIND
+    if len(sealed) < head + _MAC:
+        raise TransportError(f"{source} is cut short: {len(sealed)} bytes are less than its frame alone")
+    signed, mac = sealed[:-_MAC], sealed[-_MAC:]
+    launch = signed[len(_MAGIC) : len(_MAGIC) + _LAUNCH]
+    holds = hmac.compare_digest(hmac.digest(key.secret, signed, "sha256"), mac)
+    if not hmac.compare_digest(launch, key.launch):
+        raise TransportError(f"{source} is not of this launch: it was made for another, earlier one; pack again for each launch")
+    if not holds:
+        raise TransportError(f"{source} was changed or cut short after it was signed: its signature does not hold")
+    if signed[len(_MAGIC) + _LAUNCH : head] != kind.encode().ljust(_KIND):
+        raise TransportError(f"{source} is not a {kind}")
+    return signed[head:]
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A new file that only this user may read or write, whatever the umask."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(content)
+
+
+def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
+    """The bytes of a file that only this user could have written.
+
+    Owner and mode are those of what was opened, folder and file, so that nothing can be put in its place between the look and the reading.
+
+    Raises:
+        TransportError: it is not there, is a link or no file, belongs to somebody else, others may read or write it, or it is too large.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"{path.parent}: {_why(error)}") from None
+    try:
+        _check_private(os.fstat(folder), path.parent)
+        try:
+            descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            raise TransportError(f"{path}: {_why(error)}") from None
+    finally:
+        os.close(folder)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise TransportError(f"{path} is no plain file")
+        _check_private(status, path)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(largest + 1) if status.st_size <= largest else b""
+    finally:
+        os.close(descriptor)
+    if status.st_size > largest or len(content) > largest:
+        raise TransportError(f"{path} is larger than {largest} bytes")
+    return content
+
+
+def _check_private(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.geteuid():
+        raise TransportError(f"{path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}")
+    if status.st_mode & 0o077:
+        raise TransportError(
+            f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o}); it should be theirs alone who launch"
+        )
+
+
+def _why(error: OSError) -> str:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return "it is a symbolic link, or not what it should be"
+    if error.errno == errno.ENOENT:
+        return "it is not there: the launch that it belongs to has ended"
+    return os.strerror(error.errno or 0)
+
+
+class PrivateFolder:
+    """A folder of mode 0700 for the time of one launch, removed when the block is left.
+
+    A launcher that is killed removes nothing. So each folder holds a lock that its owner has, and whoever makes the next folder removes
+    those of this user whose lock nobody has any more.
+    """
+
+    def __init__(self) -> None:
+        import fcntl
+
+        _sweep()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with contextlib.ExitStack() as undo:  # without a lock nobody would ever remove it
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, self._lock)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(self.path / "lock.new", self.path / _LOCK)  # seen by others only once it is held
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _sweep() -> None:
+    """Remove the folders of launchers that were killed."""
+    import fcntl
+
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+        for entry in found:
+            if not entry.name.startswith(_PREFIX):
+                continue
+            with contextlib.suppress(OSError):  # somebody else's, or just being removed
+                if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    finally:
+                        os.close(lock)

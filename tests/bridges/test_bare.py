@@ -1,0 +1,407 @@
+"""A loop written by hand, with callbacks attached: it trains what it trained, and tells the lifecycle."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callsheet import Callback, CallbackManager, ConfigError, Context, NotCarried, RequestRefused, attach, every
+from callsheet.bridges.bare import AttachedRun
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events, run_ranks
+
+BATCHES = 5
+
+
+def parts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    inputs = torch.randn(4 * BATCHES, 3)
+    return model, optimizer, DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+
+def bare(epochs: int, accumulate: int = 1) -> tuple[nn.Module, list[float]]:
+    """The loop as it was."""
+    model, optimizer, data = parts()
+    losses = []
+    for _ in range(epochs):
+        for number, (inputs, targets) in enumerate(data, 1):
+            loss = nn.functional.mse_loss(model(inputs), targets) / accumulate
+            loss.backward()
+            losses.append(loss.item())
+            if number % accumulate == 0 or number == BATCHES:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, losses
+
+
+def attached(
+    epochs: int, callbacks: Any, accumulate: int = 1, folder: Path | None = None, **options: Any
+) -> tuple[nn.Module, AttachedRun]:
+    """The same loop, attached."""
+    model, optimizer, data = parts()
+    if folder is not None:
+        options = {"run_name": "run", "runs_folder": folder, **options}
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, accumulate=accumulate, log_interval=1, **options) as run:
+        for _ in run.epochs(epochs):
+            for number, (inputs, targets) in enumerate(run.steps(data), 1):
+                loss = nn.functional.mse_loss(model(inputs), targets) / accumulate
+                loss.backward()
+                if number % accumulate == 0 or number == BATCHES:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return model, run
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loop_trains_what_it_trained_and_tells_every_event(accumulate: int) -> None:
+    recorder, history = Recorder(fields=("loss", "learning_rate", "batch")), History()
+    model, losses = bare(2, accumulate)
+    other, run = attached(2, [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor()], accumulate)
+    assert same(model, other)
+    check_events(recorder.events)
+    steps = -(-BATCHES // accumulate)
+    assert recorder.events.count("on_train_step_end") == 2 * steps
+    assert recorder.events.count("on_backward_end") == 2 * BATCHES
+    assert recorder.events.count("on_epoch_end") == 2
+    assert run.ctx.run.outcome == "finished"
+    told = [
+        losses[at : at + accumulate]
+        for epoch in (losses[:BATCHES], losses[BATCHES:])
+        for at in range(0, BATCHES, accumulate)
+        for losses in (epoch,)
+    ]
+    assert history["train/loss"] == pytest.approx([sum(step) for step in told])
+    assert history["time/sample"][-1] == 8 * BATCHES
+
+
+def test_the_model_the_optimizer_and_torch_are_left_as_they_were() -> None:
+    before = Tensor.backward
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[Recorder()], strict=False) as run:
+        assert Tensor.backward is not before
+        next(run.steps(data))
+    assert Tensor.backward is before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+class Stopper(Callback):
+    """Asks for a stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            ctx.control.stop("enough")
+
+
+def test_a_callback_stops_the_loop() -> None:
+    recorder = Recorder()
+    _, run = attached(4, [recorder, Stopper(7)])
+    assert recorder.told[-1].batch == 7
+    assert run.ctx.run.outcome == "stopped"
+    check_events(recorder.events)
+
+
+def test_the_duration_ends_the_loop() -> None:
+    recorder = Recorder()
+    attached(4, [recorder], max_duration="1ep")
+    assert recorder.told[-1].batch == BATCHES
+    check_events(recorder.events)
+
+
+@pytest.mark.parametrize("step", [3, 5, 7])
+def test_saved_and_resumed_it_goes_on_exactly(step: int, tmp_path: Path) -> None:
+    whole, _ = bare(3)
+    history = History()
+    attached(3, [Stopper(step), CheckpointSaver(save_interval="1ba"), History()], folder=tmp_path)
+    model, run = attached(3, [CheckpointSaver(save_interval="1ba"), history], folder=tmp_path, resume="auto")
+    assert run.ctx.state.timestamp.batch == 3 * BATCHES
+    assert len(history["train/loss"]) == 3 * BATCHES
+    assert same(model, whole)
+
+
+def test_a_signal_saves_and_makes_way(tmp_path: Path) -> None:
+    class Kill(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    recorder = Recorder()
+    _, run = attached(3, [Kill(), recorder], folder=tmp_path)
+    assert run.preempted
+    assert run.ctx.run.outcome == "preempted"
+    assert recorder.events.count("on_preempt") == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["ep0-ba4"]
+    check_events(recorder.events)
+
+
+def test_ctrl_c_saves_and_is_raised_then(tmp_path: Path) -> None:
+    class Interrupt(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        attached(3, [Interrupt()], folder=tmp_path)
+    assert (tmp_path / "run" / "checkpoints" / "ep0-ba2").is_dir()
+
+
+def test_an_exception_of_the_loop_is_told_and_comes_out() -> None:
+    recorder = Recorder(fields=("exception", "span"))
+    model, optimizer, data = parts()
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run,
+    ):
+        for number, (inputs, _) in enumerate(run.steps(data)):
+            model(inputs).sum().backward()
+            optimizer.step()
+            _ = 1 / (2 - number)
+    assert run.ctx.run.outcome == "failed"
+    assert recorder.events[-2:] == ["on_exception", "on_run_end"]
+    assert isinstance(recorder.values["exception"][0][1], ZeroDivisionError)
+    check_events(recorder.events)
+    assert Tensor.backward.__name__ == "backward"
+
+
+def test_a_break_ends_the_epoch() -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
+        for _ in range(2):
+            for number, (inputs, _) in enumerate(run.steps(data), 1):
+                model(inputs).sum().backward()
+                optimizer.step()
+                if number == 2:
+                    break
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == 4
+    assert recorder.events.count("on_epoch_end") == 2
+    assert run.ctx.run.outcome == "finished"
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_the_loop_s_evaluations_are_told(within: bool, tmp_path: Path) -> None:
+    """In the midst of a step, or between epochs; what callbacks make of them acts."""
+    recorder, history = Recorder(fields=("eval_results",)), History()
+    saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", keep=1)
+    callbacks = [recorder, history, saver, EarlyStopper(monitor="validation/loss", patience="1ep")]
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=tmp_path) as run:
+        for epoch in run.epochs(9):
+            for number, (inputs, targets) in enumerate(run.steps(data), 1):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if within and number == BATCHES:
+                    run.evaluated({"validation": {"loss": float(epoch)}})
+            if not within:
+                run.evaluated({"validation": {"loss": float(epoch)}})
+    check_events(recorder.events)
+    assert history["validation/loss"][:2] == [0.0, 1.0]
+    assert run.ctx.run.outcome == "stopped"
+    assert recorder.told[-1].epoch < 5
+
+
+def test_a_callback_asks_for_an_evaluation() -> None:
+    class Asks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 3:
+                ctx.control.evaluate("now", replicated=True)
+
+    recorder = Recorder(fields=("eval_results",))
+    attached(1, [Asks(), recorder], evaluate=lambda: {"held out": {"accuracy": 0.5}})
+    assert recorder.values["eval_results"] == [("on_eval_all_end", {"held out": {"accuracy": 0.5}})]
+    check_events(recorder.events)
+    with pytest.raises(RequestRefused, match="cannot evaluate"):
+        attached(1, [Asks()])
+
+
+class Nothing(Callback):
+    """Changes what the loop goes backward through."""
+
+    phase = "change"
+
+    def on_loss_end(self, ctx: Context) -> None:
+        ctx.loss = ctx.loss * 0
+
+    def on_forward_end(self, ctx: Context) -> None:
+        ctx.outputs = ctx.outputs + 0
+
+
+def test_what_a_callback_writes_takes_effect() -> None:
+    model, _, _ = parts()
+    other, _ = attached(1, [Nothing()])
+    assert same(model, other)
+
+
+def test_a_batch_that_is_replaced_is_handed_out() -> None:
+    class Other(Callback):
+        phase = "change"
+
+        def on_microbatch_start(self, ctx: Context) -> None:
+            ctx.microbatch = [torch.ones(1, 3), torch.ones(1, 1)]
+
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[Other()]) as run:
+        for inputs, targets in run.steps(data):
+            assert inputs.shape == (1, 3)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+def test_a_scaled_loss_is_told_without_its_scale() -> None:
+    history = History()
+    model, optimizer, data = parts()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with attach(model=model, optimizer=optimizer, callbacks=[history, Recorder()], scaler=scaler, log_interval=1) as run:
+        expected = []
+        for inputs, targets in run.steps(data):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            expected.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert history["train/loss"] == pytest.approx(expected)
+
+
+def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
+        for inputs, targets in run.steps(data):
+            model.eval()
+            with torch.no_grad():
+                model(inputs)
+            model.train()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert recorder.events.count("on_forward_end") == BATCHES
+
+
+# --- what cannot be carried ---
+
+
+def untold(strict: bool, callbacks: list[Callback], accumulate: int = 1) -> None:
+    """A loop that never calls the model, but its parts."""
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, strict=strict, accumulate=accumulate) as run:
+        for inputs, _ in run.steps(data):
+            model[2](model[0](inputs)).sum().backward()  # type: ignore[index]
+            optimizer.step()
+
+
+class Listens(Callback):
+    def on_forward_end(self, ctx: Context) -> None: ...
+
+
+def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NotCarried, match=r"Listens hears on_forward_end, and this loop has not told it.*strict=False"):
+        untold(True, [Listens()])
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        untold(False, [Listens()])
+    assert "Listens hears on_forward_end" in caplog.text
+    untold(True, [Stopper(100)])  # nobody hears it
+
+
+def test_a_loop_that_steps_less_often_than_it_says_is_refused() -> None:
+    model, optimizer, data = parts()
+    with pytest.raises(NotCarried, match="in its first batch; say with accumulate="):  # noqa: PT012
+        with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
+            for number, (inputs, _) in enumerate(run.steps(data), 1):
+                model(inputs).sum().backward()
+                if number % 2 == 0:
+                    optimizer.step()
+
+
+@pytest.mark.parametrize("accumulate", [0, True, "2"])
+def test_bad_arguments_are_refused(accumulate: Any) -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(ConfigError, match="accumulate="):
+        attach(model=model, optimizer=optimizer, callbacks=[], accumulate=accumulate)
+
+
+def test_steps_inside_steps_are_refused() -> None:
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[], strict=False) as run:
+        outer = run.steps(data)
+        next(outer)
+        with pytest.raises(RequestRefused, match="an epoch has to be over"):
+            next(run.steps(data))
+
+
+def test_function_callbacks_and_a_manager() -> None:
+    manager, seen = CallbackManager(), []
+
+    @manager.register("on_train_step_end", every="2ba")
+    def look(ctx: Context) -> None:
+        seen.append(ctx.step)
+
+    class Every(Callback):
+        @every("2ba")
+        def on_train_step_end(self, ctx: Context) -> None:
+            seen.append(-ctx.step)
+
+    manager.add(Every())
+    attached(1, manager)
+    assert seen == [2, -2, 4, -4]
+
+
+# --- many ranks ---
+
+
+def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
+    """Each rank trains on its half; one asks for a stop, and all stop together."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model, optimizer, _ = parts()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(40)]
+
+    class One(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.run.rank == stop_on and ctx.step == 5:
+                ctx.control.stop("one rank is enough")
+
+    recorder = Recorder()
+    saver = CheckpointSaver(save_interval="4ba")
+    with attach(
+        model=wrapped, optimizer=optimizer, callbacks=[One(), recorder, saver], run_name="run", runs_folder=folder
+    ) as run:
+        for inputs, targets in run.steps(data):
+            nn.functional.mse_loss(wrapped(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    check_events(recorder.events)
+    torch.distributed.destroy_process_group()
+    return [parameter.sum().item() for parameter in model.parameters()], str(run.ctx.run.outcome), run.ctx.step
+
+
+def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None:
+    (one, outcome, step), (other, its_outcome, its_step) = run_ranks(ddp, 2, str(tmp_path), 1)
+    assert one == other
+    assert outcome == its_outcome == "stopped"
+    assert step == its_step
+    assert 5 <= step < 40
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    assert saved  # of both ranks together; earlier ones have gone
+    assert all(int(name.removeprefix("ep0-ba")) in (*range(4, 40, 4), step) for name in saved)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet.callbacks.activation_monitor import ActivationMonitor
+from callsheet.testing import run_ranks
+
+
+class Two(nn.Module):
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        return {"scaled": inputs * 2, "more": [inputs * 0, torch.ones(3, dtype=torch.long)], "none": None}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.act = nn.ReLU()
+        self.two = Two()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.two(self.act(self.layer(inputs)))["scaled"])  # type: ignore[no-any-return]
+
+
+class Watch(Callback):
+    """Keeps the records, the hooks that are on after every step, and what a plain forward gives at step 4."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+        self.hooks: list[int] = []
+        self.layer: list[Tensor] = []
+
+    def on_microbatch_start(self, ctx: Context) -> None:
+        if ctx.step == 4:
+            weight, bias = ctx.model.layer.weight.detach(), ctx.model.layer.bias.detach()
+            if isinstance(weight, DTensor):
+                weight, bias = weight.full_tensor(), bias.full_tensor()
+            self.layer.append(nn.functional.linear(ctx.microbatch[0], weight, bias))
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.hooks.append(hooks_on(ctx.model))
+
+    def on_log(self, ctx: Context) -> None:
+        self.records.append({name: value for name, value in ctx.record.values.items() if name.startswith(("activ", "few"))})
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def fit(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Watch:
+    watch = Watch()
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(8)]
+    with Trainer(
+        model or Model(),
+        nn.functional.mse_loss,
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        callbacks=[*callbacks, watch],
+        runs_folder=folder,
+        log_interval="2ba",
+        device="cpu",
+        **options,
+    ) as trainer:
+        trainer.fit()
+    return watch
+
+
+def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None:
+    watch = fit(tmp_path, ActivationMonitor(batch_log_interval=4), microbatch_size=2)
+    assert [bool(record) for record in watch.records] == [False, True, False, True]
+    told = watch.records[1]
+    halves = watch.layer
+    assert len(halves) == 2
+    wanted = {
+        "mean": sum(float(half.mean()) for half in halves) / 2,
+        "std": sum(float(half.std(correction=0)) for half in halves) / 2,
+        "l2_norm": sum(float(half.norm(dim=-1).mean()) for half in halves) / 2,
+        "max": max(float(half.abs().max()) for half in halves),
+        "zeros": 0.0,
+    }
+    assert {kind: told[f"activations/{kind}/layer"] for kind in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert told["activations/zeros/act"] == sum(float((half <= 0).float().mean()) for half in halves) / 2
+    assert told["activations/mean/two.0"] == pytest.approx(2 * told["activations/mean/act"])
+    assert told["activations/zeros/two.1"] == 1.0  # and no whole numbers
+    assert "activations/mean/(model)" in told
+    assert watch.hooks == [0] * 8
+
+
+def test_a_normal_distribution_has_kurtosis_3(tmp_path: Path) -> None:
+    class Noise(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.randn(1000, 1000, generator=torch.Generator().manual_seed(1))
+
+    class WithNoise(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = Noise()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.noise(inputs)
+            return super().forward(inputs)
+
+    told = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=WithNoise()).records[0]
+    assert told["activations/kurtosis/noise"] == pytest.approx(3, abs=0.05)
+    assert told["activations/std/noise"] == pytest.approx(1, abs=0.01)
+
+
+def test_chosen_modules_alone_and_two_side_by_side(tmp_path: Path) -> None:
+    few = ActivationMonitor(batch_log_interval=2, modules=["l*"])
+    few.name = "few"
+    watch = fit(tmp_path, few, ActivationMonitor(batch_log_interval=4, ignore_types=["ReLU", "Model", "Two"]))
+    assert {name.rsplit("/", 1)[1] for name in watch.records[0]} == {"layer"}
+    assert {name.rsplit("/", 1)[1] for name in watch.records[1] if name.startswith("activ")} == {"layer", "head"}
+
+
+def test_no_hook_is_left_after_an_exception(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise RuntimeError("broken")
+
+    model = Model()
+    model.act = Broken()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(tmp_path, ActivationMonitor(batch_log_interval=1), model=model)
+    assert hooks_on(model) == 0
+
+
+def test_an_infinite_activation_is_seen(tmp_path: Path) -> None:
+    class Spoil(Callback):
+        phase = "change"
+
+        def on_forward_backward_start(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                with torch.no_grad():
+                    ctx.model.layer.bias.fill_(float("inf"))
+
+    told = fit(tmp_path, Spoil(), ActivationMonitor(batch_log_interval=2)).records[0]
+    assert told["activations/max/layer"] == float("inf")
+
+
+def test_recomputation_is_not_seen_twice(tmp_path: Path) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.layer, inputs, use_reentrant=False)  # type: ignore[no-any-return]
+
+    calls: list[str] = []
+
+    class Counting(ActivationMonitor):
+        def _add(self, name: str, tensor: Tensor) -> None:
+            calls.append(name)
+            super()._add(name, tensor)
+
+    fit(tmp_path, Counting(batch_log_interval=8), model=Recomputing())
+    assert calls == ["layer", "(model)"]
+
+
+def test_a_compiled_model_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        watch = fit(tmp_path, ActivationMonitor(batch_log_interval=2), compile={"backend": "eager"})
+    assert caplog.text.count("no module in the model ran its hooks") == 1
+    assert {name.rsplit("/", 1)[1] for name in watch.records[0]} == {"(model)"}
+
+
+def on_ranks(folder: str, parallel: str) -> tuple[list[dict[str, float]], list[Any]]:
+    watch = fit(folder, ActivationMonitor(batch_log_interval=4), parallel=parallel)
+    return watch.records, [half.tolist() for half in watch.layer]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_ranks_tell_the_same(parallel: str, tmp_path: Path) -> None:
+    (first, layer), (second, layer_of_second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
+    assert first == second
+    assert layer != layer_of_second
+    both = torch.tensor([*layer, *layer_of_second])
+    assert first[1]["activations/max/layer"] == pytest.approx(float(both.abs().max()))
+    assert first[1]["activations/mean/layer"] == pytest.approx(float(both.mean()), rel=1e-4)
+
+
+def test_refuses_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="batch_log_interval=0"):
+        ActivationMonitor(batch_log_interval=0)
+    with pytest.raises(ConfigError, match="put one name into a list"):
+        ActivationMonitor(modules="layer")
+    with pytest.raises(ConfigError, match=r"'lay\.\*'; this model has layer, act"):
+        fit(tmp_path, ActivationMonitor(modules=["lay.*"]))
+
+
+class Wanders(nn.Module):
+    """Calls one layer twice, and another for some samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seldom = nn.Identity()
+        self.head = nn.Linear(3, 1)
+        self.layers: list[list[Tensor]] = []
+        self.passed: list[list[Tensor]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = self.layer(inputs)
+        second = self.layer(first)
+        goes = float(inputs[0, 0]) > 0
+        self.layers.append([first.detach(), second.detach()])
+        self.passed.append([second.detach()] if goes else [])
+        return self.head(self.seldom(second) if goes else second)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("step", [2, 4, 6, 8])
+def test_a_module_may_be_called_twice_or_not_at_all(step: int, tmp_path: Path) -> None:
+    model = Wanders()
+    told = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=model, microbatch_size=1).records[step // 2 - 1]
+    forwards = slice(4 * (step - 1), 4 * step)  # the step's four microbatches
+    for name, forwards_seen in (("layer", model.layers), ("seldom", model.passed)):
+        seen = [each for several in forwards_seen[forwards] for each in several]
+        assert (f"activations/mean/{name}" in told) == bool(seen)
+        if seen:
+            means, stds = [float(each.mean()) for each in seen], [float(each.std(correction=0)) for each in seen]
+            assert told[f"activations/mean/{name}"] == pytest.approx(sum(means) / len(seen), rel=1e-4)
+            assert told[f"activations/std/{name}"] == pytest.approx(sum(stds) / len(seen), rel=1e-4)
+            assert told[f"activations/max/{name}"] == pytest.approx(max(float(each.abs().max()) for each in seen))
+
+
+def test_another_run_begins_anew(tmp_path: Path) -> None:
+    monitor = ActivationMonitor(batch_log_interval=8)
+    large = Model()
+    with torch.no_grad():
+        large.layer.bias.fill_(1000.0)
+    assert not fit(tmp_path, monitor, model=large).records[3]["activations/max/layer"] < 100  # or it is NaN by then
+    assert fit(tmp_path, monitor).records[3]["activations/max/layer"] < 100

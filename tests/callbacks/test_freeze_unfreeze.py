@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet.callbacks import CheckpointSaver
+from callsheet.callbacks.freeze_unfreeze import FreezeUnfreeze
+from callsheet.checkpoint import find_checkpoints
+from callsheet.testing import run_ranks
+
+Weights = dict[str, list[float]]
+STEPS_PER_EPOCH = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.body(inputs))
+
+
+def weights_of(model: nn.Module) -> Weights:
+    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).flatten().tolist()
+        for name, tensor in state.items()
+    }
+
+
+class Steps(Callback):
+    """The weights after every step, and what else frozen parts have a say in."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+        self.norms: list[float] = []
+        self.wants: list[bool] = []
+        self.has_gradient: list[bool] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.weights.append(weights_of(ctx.model))
+        self.norms.append(float(ctx.grad_norm))
+        self.has_gradient.append(ctx.model.state_dict(keep_vars=True)["body.0.weight"].grad is not None)
+        self.wants.append(ctx.model.body[0].weight.requires_grad)
+
+
+def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    torch.manual_seed(2)
+    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    data = [(part, part.sum(1, keepdim=True)) for part in inputs.split(4)]
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+        "max_duration": "3ep",
+        "run_name": "run",
+    }
+    return Trainer(
+        Net(),
+        nn.functional.mse_loss,
+        data,
+        data[:1],
+        clip_grad_norm=0.1,
+        callbacks=CallbackManager(callbacks, checking=True),
+        runs_folder=folder,
+        device="cpu",
+        **(arguments | options),
+    )
+
+
+def fit(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Steps, Weights]:
+    steps = Steps()
+    with trainer(folder, *callbacks, steps, **options) as trained:
+        first = weights_of(trained.model)
+        trained.fit()
+    return steps, first
+
+
+def moves(steps: Steps, first: Weights) -> dict[str, int | None]:
+    """The first step that moves each weight."""
+    return {name: next((i for i, weights in enumerate(steps.weights, 1) if weights[name] != first[name]), None) for name in first}
+
+
+@pytest.mark.parametrize(
+    ("modules", "still"),
+    [
+        ("body", ["body.0", "body.1", "body.2"]),
+        (["body.0"], ["body.0"]),
+        ("body.[02]", ["body.0", "body.2"]),
+        (["head", "body.1"], ["head", "body.1"]),
+    ],
+)
+@pytest.mark.parametrize(("until", "step"), [("1ep", 4), (1, 4), ("5ba", 6), ("0.5dur", 7), (None, None)])
+def test_what_is_named_stands_still_until_its_time(
+    tmp_path: Path, modules: Any, still: list[str], until: Any, step: int | None
+) -> None:
+    steps, first = fit(tmp_path, FreezeUnfreeze(modules=modules, until=until))
+    for name, moved in moves(steps, first).items():
+        assert moved == (step if name.rpartition(".")[0] in still else 1), name
+
+
+def test_statistics_go_on_if_they_are_to(tmp_path: Path) -> None:
+    moved = moves(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
+    assert (moved["body.1.running_mean"], moved["body.1.weight"]) == (1, 4)
+
+
+def test_it_is_the_training_of_the_rest(tmp_path: Path) -> None:
+    """Steps, their clipping and their moments are those of a run whose optimizer never held the frozen part."""
+    steps, _ = fit(tmp_path / "frozen", FreezeUnfreeze(modules="body", statistics=True))
+    bare = Steps()
+    with trainer(
+        tmp_path / "bare", bare, optimizer=lambda given: torch.optim.AdamW(given[-2:], lr=0.05, weight_decay=0.1)
+    ) as trained:
+        trained.fit()
+    for one, other in zip(steps.weights, bare.weights, strict=True):
+        for name in ("head.weight", "head.bias"):
+            assert one[name] == pytest.approx(other[name])
+    assert steps.norms == pytest.approx(bare.norms)
+
+
+def test_one_rank_computes_no_gradients_for_it(tmp_path: Path) -> None:
+    steps, _ = fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep"))
+    assert steps.wants == [False] * 3 + [True] * 6
+    assert steps.has_gradient == steps.wants
+
+
+def test_evaluation_does_not_thaw_it_and_the_end_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    with trainer(tmp_path, FreezeUnfreeze(modules="body"), eval_interval="1ba") as trained:
+        first = weights_of(trained.model)
+        trained.fit()
+        assert weights_of(trained.model)["body.1.running_mean"] == first["body.1.running_mean"]
+    assert all(parameter.requires_grad for parameter in trained.model.parameters())
+    assert all(module.training for module in trained.model.modules())
+
+
+@pytest.mark.parametrize("until", ["1ep", "4ba", None])
+def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, until: str | None) -> None:
+    def frozen() -> FreezeUnfreeze:
+        return FreezeUnfreeze(modules="body", until=until)
+
+    whole, _ = fit(tmp_path, frozen(), CheckpointSaver(save_interval="1ba", keep=None))
+    found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert {checkpoint.step for checkpoint in found} == set(range(1, 10))
+    for checkpoint in found:
+        steps, _ = fit(tmp_path, frozen(), resume=checkpoint.path, run_name=Path(checkpoint.path).name)
+        assert steps.weights == whole.weights[checkpoint.step :]
+
+
+def test_two_stand_side_by_side(tmp_path: Path) -> None:
+    first, second = FreezeUnfreeze(modules="body.0", until="2ep"), FreezeUnfreeze(modules="body.2", until="1ep")
+    moved = moves(*fit(tmp_path, first, second))
+    assert (moved["body.0.weight"], moved["body.2.weight"], moved["head.weight"]) == (7, 4, 1)
+
+
+def test_a_module_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'boddy'; did you mean 'body'\?"):
+        fit(tmp_path, FreezeUnfreeze(modules=["head", "boddy"]))
+
+
+def test_what_is_to_be_trained_later_must_be_in_the_optimizer(tmp_path: Path) -> None:
+    def last_two(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[-2:], lr=0.1)
+
+    with pytest.raises(ConfigError, match=r"does not hold body.0.weight"):
+        fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep"), optimizer=last_two)
+    fit(tmp_path, FreezeUnfreeze(modules="body"), optimizer=last_two, run_name="never")
+
+
+@pytest.mark.parametrize("options", [{"modules": []}, {"modules": ""}, {"modules": "body", "until": "0ep"}])
+def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        FreezeUnfreeze(**options)
+
+
+def on_a_rank(folder: str, parallel: str) -> dict[str, Any]:
+    steps = Steps()
+    options: dict[str, Any] = {"parallel": parallel, "max_duration": "6ep"}
+    with trainer(Path(folder), FreezeUnfreeze(modules="body", until="2ep"), steps, **options) as trained:
+        first = weights_of(trained.model)
+        trained.fit()
+    return {"moves": moves(steps, first), "last": steps.weights[-1], "norms": steps.norms}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_freeze_alike_and_stay_together(tmp_path: Path, parallel: str) -> None:
+    one, other = run_ranks(on_a_rank, 2, str(tmp_path), parallel)
+    assert one["norms"] == other["norms"]
+    for name in one["moves"]:
+        assert one["moves"][name] == other["moves"][name] == (1 if name.startswith("head") else 5)
+        if "running" not in name:
+            assert one["last"][name] == other["last"][name]

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet.callbacks import hang_detector
+from callsheet.callbacks.hang_detector import HangDetector
+from callsheet.costs import PATH_EVENTS
+from callsheet.errors import HangError
+from callsheet.testing import RankProcesses, run_ranks
+
+
+def stuck_here(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+class Hangs(Callback):
+    """Every step takes a while; one of one rank, a save or an evaluation takes long."""
+
+    def __init__(self, where: str = "step", *, at: int = 12, seconds: float = 1.2, rank: int = 0) -> None:
+        self.where, self.at, self.seconds, self.rank = where, at, seconds, rank
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        time.sleep(0.02)
+        if ctx.step == self.at and self.where == "step" and ctx.run.rank == self.rank:
+            stuck_here(self.seconds)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 14:
+            ctx.control.save("once", replicated=True)
+
+    def on_eval_step_start(self, ctx: Context) -> None:
+        if self.where == "evaluation":
+            stuck_here(self.seconds)
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None:
+        if self.where == "save":
+            stuck_here(self.seconds)
+
+
+def fit(folder: Path | str, *callbacks: Callback, **options: Any) -> Trainer:
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        data,
+        data[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        callbacks=callbacks,
+        runs_folder=folder,
+        run_name="run",
+        eval_interval="16ba",
+        max_duration="20ba",
+        device="cpu",
+        **options,
+    ) as trainer:
+        trainer.fit()
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "callsheet-hangs" and thread.is_alive() and _lives(thread)
+    ]
+    return trainer
+
+
+def _lives(thread: threading.Thread) -> bool:
+    thread.join(2)
+    return thread.is_alive()
+
+
+def detector(**options: Any) -> HangDetector:
+    return HangDetector(**({"min_seconds": 0.3, "factor": 3.0} | options))
+
+
+def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        assert fit(tmp_path, detector(), Hangs()).run.outcome == "finished"
+    (file,) = (tmp_path / "run" / "hangs").iterdir()
+    assert file.name == "rank0-step12.txt"
+    text = file.read_text()
+    assert "in stuck_here" in text
+    assert "callsheet-hangs" in text or "in _watch" in text  # all threads
+    assert caplog.text.count("no sign of life") == 1
+    assert caplog.text.count("rank 0 goes on, after 1.") == 1
+
+
+@pytest.mark.parametrize("where", ["evaluation", "save"])
+def test_evaluating_and_saving_are_life(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, detector(), Hangs(where))
+    assert "sign of life" not in caplog.text
+
+
+def test_they_hang_too_after_their_own_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, detector(pause_seconds=0.6), Hangs("evaluation"))
+    assert "sign of life" in caplog.text
+
+
+def test_the_first_step_may_take_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, detector(), Hangs(at=1))
+    assert "sign of life" not in caplog.text
+
+
+def test_the_learned_time_stretches_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, detector(factor=200.0), Hangs())  # 200 times 20 ms
+    assert "sign of life" not in caplog.text
+
+
+def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stops(Callback):
+        def on_checkpoint_published(self, ctx: Context) -> None:
+            ctx.control.stop("to resume")
+
+    fit(tmp_path, detector(), Hangs(at=0), Stops())
+    resumed = detector()
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, resumed, Hangs(at=18), resume="auto")  # too soon to have learned anew
+    assert "no sign of life" in caplog.text
+    assert "around step 18" in caplog.text
+
+
+def test_raises_in_the_midst_of_a_sleep(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(HangError, match="around step 12 on rank 0"):
+        fit(tmp_path, detector(action="raise"), Hangs(seconds=60))
+    assert time.monotonic() - began < 20
+    assert "in stuck_here" in (tmp_path / "run" / "hangs" / "rank0-step12.txt").read_text()
+    assert signal.getsignal(signal.SIGRTMAX - 3) == signal.SIG_DFL
+
+
+def test_raises_off_the_main_thread_where_python_runs(tmp_path: Path) -> None:
+    class Spins(Callback):
+        def on_train_step_start(self, ctx: Context) -> None:
+            until = time.monotonic() + (60 if ctx.step == 12 else 0.02)
+            while time.monotonic() < until:
+                time.sleep(0.001)
+
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            fit(tmp_path, detector(action="raise"), Spins())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert [type(error) for error in errors] == [HangError]
+
+
+def killed(folder: str) -> None:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    fit(folder, detector(action="kill", exit_code=77), Hangs(seconds=60, rank=1))
+
+
+def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
+    with RankProcesses(killed, 2, str(tmp_path)) as ranks:
+        ends = ranks.wait(60)
+    assert [end.exitcode for end in ends] == [77, 77]
+    folder = tmp_path / "run" / "hangs"
+    assert "in stuck_here" in (folder / "rank1-step12.txt").read_text()
+    waiting = (folder / "rank0-step12.txt").read_text()  # for the other
+    assert "stuck_here" not in waiting
+    assert "in _epoch" in waiting
+    for rank in (0, 1):
+        assert json.loads((folder / f"rank{rank}-step12-collectives.json").read_text())["entries"]
+
+
+class HoldsTheLog(Callback):
+    """Hangs with a log handler's lock, as within a write to a terminal that nobody reads."""
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        time.sleep(0.02)
+        if ctx.step == 12:
+            handler = logging.StreamHandler()
+            logging.getLogger("callsheet").addHandler(handler)
+            try:
+                with handler.lock or threading.RLock():
+                    stuck_here(120)
+            finally:
+                logging.getLogger("callsheet").removeHandler(handler)
+
+
+def killed_with_the_log(folder: str) -> None:
+    hang_detector._PATIENCE = 1.0
+    fit(folder, detector(action="kill", exit_code=77), HoldsTheLog())
+
+
+def test_kills_though_nothing_can_be_logged(tmp_path: Path) -> None:
+    with RankProcesses(killed_with_the_log, 1, str(tmp_path)) as ranks:
+        ends = ranks.wait(60)
+    assert [end.exitcode for end in ends] == [77]
+    assert "in stuck_here" in (tmp_path / "run" / "hangs" / "rank0-step12.txt").read_text()
+
+
+def test_raises_though_nothing_can_be_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_detector, "_PATIENCE", 1.0)
+    began = time.monotonic()
+    with pytest.raises(HangError, match="around step 12 on rank 0"):
+        fit(tmp_path, detector(action="raise"), HoldsTheLog())
+    assert time.monotonic() - began < 60
+    for thread in threading.enumerate():
+        if thread.name == "callsheet-hangs-word":
+            thread.join(60)  # it has its word after all
+
+
+def two_of_them(folder: str) -> None:
+    other = detector(folder=Path(folder, "other"), min_seconds=0.5)
+    other.name = "other"
+    logging.disable(logging.CRITICAL)
+    fit(folder, detector(), other, Hangs(rank=1))
+
+
+def test_two_stand_side_by_side_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(two_of_them, 2, str(tmp_path))
+    for folder in (tmp_path / "run" / "hangs", tmp_path / "other"):
+        assert sorted(path.name for path in folder.glob("*.txt")) == ["rank0-step12.txt", "rank1-step12.txt"]
+
+
+def test_no_step_is_told_to_it() -> None:
+    heard = {line[0] for line in CallbackManager([HangDetector()]).call_sheet().rows()}
+    assert not heard & (PATH_EVENTS - {"on_eval_step_end"})
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="factor=1"):
+        HangDetector(factor=1)
+    with pytest.raises(ConfigError, match="exit_code=0"):
+        HangDetector(exit_code=0)
+    with pytest.raises(ConfigError, match="did you mean 'raise'"):
+        HangDetector(action="rais")
+
+
+def test_the_main_thread_is_told_among_many_others(tmp_path: Path) -> None:
+    release = threading.Event()
+    others = [threading.Thread(target=release.wait, args=(60,), daemon=True) for _ in range(120)]
+    for thread in others:
+        thread.start()
+    try:
+        fit(tmp_path, detector(), Hangs())
+    finally:
+        release.set()
+    (file,) = (tmp_path / "run" / "hangs").iterdir()
+    assert "in stuck_here" in file.read_text()

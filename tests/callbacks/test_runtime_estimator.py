@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet.callbacks.runtime_estimator import RuntimeEstimator
+from callsheet.testing import run_ranks
+
+STEP, EVALUATION = 0.02, 0.2
+
+
+class Sleepy(Callback):
+    """Steps, the first step and evaluations take as long as they are told; keeps the estimates and when they were made."""
+
+    def __init__(self, first: float = 0.0, evaluation: float = 0.0, *, stop_at: int = 0) -> None:
+        self.first, self.evaluation, self.stop_at = first, evaluation, stop_at
+        self.is_first = True
+        self.told: list[tuple[int, float, dict[str, float]]] = []
+        self.ended = 0.0
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        time.sleep(self.first if self.is_first and self.first else STEP)
+        self.is_first = False
+
+    def on_eval_step_start(self, ctx: Context) -> None:
+        time.sleep(self.evaluation)
+
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if ctx.step == self.stop_at:
+            ctx.control.save("to resume", replicated=True)
+            ctx.control.stop("to resume", replicated=True)
+
+    def on_train_end(self, ctx: Context) -> None:
+        self.ended = time.monotonic()
+
+
+class Keep(Callback):
+    phase = "report"
+
+    def __init__(self, into: Sleepy) -> None:
+        self.into = into
+
+    def on_log(self, ctx: Context) -> None:
+        values = {name: value for name, value in ctx.record.values.items() if "remaining" in name}
+        self.into.told.append((ctx.step, time.monotonic(), values))
+
+
+def fit(folder: Path | str, sleepy: Sleepy, *estimators: Callback, **options: Any) -> Sleepy:
+    data = [(torch.ones(4, 2), torch.ones(4, 1))] * 10
+    arguments: dict[str, Any] = {"log_interval": "2ba", "eval_interval": None, "max_duration": "20ba"}
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        data,
+        data[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        callbacks=[sleepy, *(estimators or [RuntimeEstimator()]), Keep(sleepy)],
+        runs_folder=folder,
+        run_name="run",
+        device="cpu",
+        **(arguments | options),
+    ) as trainer:
+        trainer.fit()
+    return sleepy
+
+
+def test_the_warm_up_is_left_out_and_the_estimate_comes_true(tmp_path: Path) -> None:
+    told = fit(tmp_path, Sleepy(first=1.0)).told
+    for step, _, values in told:
+        assert values["time/remaining_estimate"] == pytest.approx((20 - step) * STEP, rel=0.5, abs=1e-9)  # with the first: 9 s
+    assert told[-1][2] == {"time/remaining_estimate": 0.0}
+
+
+def test_within_an_epoch_progress_is_seen(tmp_path: Path) -> None:
+    step, _, values = fit(tmp_path, Sleepy(), max_duration="2ep").told[1]
+    assert step == 4
+    assert values["time/remaining_estimate"] == pytest.approx(16 * STEP, rel=0.5)
+
+
+def test_evaluations_to_come_are_counted(tmp_path: Path) -> None:
+    sleepy = fit(tmp_path, Sleepy(evaluation=EVALUATION), max_duration="40ba", eval_interval="10ba", log_interval="5ba")
+    by_step = {step: values["time/remaining_estimate"] for step, _, values in sleepy.told if values}
+    assert by_step[15] == pytest.approx(25 * STEP + 3 * EVALUATION, rel=0.3)
+    assert by_step[35] == pytest.approx(5 * STEP + EVALUATION, rel=0.4)
+
+
+def test_a_resumed_run_knows_the_pace_at_its_first_record(tmp_path: Path) -> None:
+    fit(tmp_path, Sleepy(evaluation=EVALUATION, stop_at=10), eval_interval="5ba", max_duration="20ba")
+    sleepy = Sleepy(first=0.5, evaluation=EVALUATION)
+    estimator = RuntimeEstimator(skip_batches=5)
+    fit(tmp_path, sleepy, estimator, eval_interval="5ba", max_duration="40ba", resume="auto")
+    step, _, values = sleepy.told[0]
+    assert step == 12  # still in its warm-up; twice as long a run as when it began
+    assert values["time/remaining_estimate"] == pytest.approx(28 * STEP + 6 * EVALUATION, rel=0.4)
+
+
+def test_the_unit_is_in_the_name_and_two_stand_side_by_side(tmp_path: Path) -> None:
+    hours = RuntimeEstimator(time_unit="hours")
+    hours.name = "time/coarse"
+    values = fit(tmp_path, Sleepy(), RuntimeEstimator(), hours).told[2][2]
+    assert set(values) == {"time/remaining_estimate", "time/coarse/remaining_estimate_hours"}
+    assert values["time/coarse/remaining_estimate_hours"] * 3600 == pytest.approx(values["time/remaining_estimate"], rel=0.2)
+
+
+def on_ranks(folder: str) -> list[dict[str, float]]:
+    return [values for _, _, values in fit(folder, Sleepy()).told]
+
+
+def test_all_ranks_tell_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(on_ranks, 2, str(tmp_path))
+    assert first == second
+    assert first[-1]["time/remaining_estimate"] == 0.0
+    assert first[1]["time/remaining_estimate"] > 0
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="skip_batches=-1"):
+        RuntimeEstimator(skip_batches=-1)
+    with pytest.raises(ConfigError, match="did you mean 'hours'"):
+        RuntimeEstimator(time_unit="hour")

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet.callbacks.system_metrics_monitor import SystemMetricsMonitor
+from callsheet.testing import run_ranks
+
+
+class Busy(Callback):
+    """Idles until step 4, then computes and sends; on one rank."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        until = time.monotonic() + 0.05
+        if ctx.step <= 4 or ctx.run.rank != self.rank:
+            time.sleep(0.05)
+            return
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            while time.monotonic() < until:
+                sender.sendto(b"x" * 10_000, ("127.0.0.1", 9))
+
+
+class Records(Callback):
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+
+    def on_log(self, ctx: Context) -> None:
+        self.records.append({name: value for name, value in ctx.record.values.items() if name.startswith("system")})
+
+
+def fit(folder: Path | str, *callbacks: Callback) -> list[dict[str, float]]:
+    records = Records()
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        [(torch.ones(2, 2), torch.ones(2, 1))] * 16,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        callbacks=[*callbacks, records],
+        runs_folder=folder,
+        log_interval="4ba",
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+    return records.records
+
+
+def test_tells_what_the_process_and_the_machine_did_since_the_last_record(tmp_path: Path) -> None:
+    idle, busy, *_ = fit(tmp_path, Busy(), SystemMetricsMonitor(seconds=0))
+    assert 2 * idle["system/process_cpu_percent"] < busy["system/process_cpu_percent"]
+    assert busy["system/network_sent_per_second"] > 1e6 + idle["system/network_sent_per_second"]
+    assert 0 < busy["system/memory_percent"] < 100
+    assert 0 < busy["system/disk_used_percent"] < 100
+    assert busy["system/memory_used"] > 1e8
+    assert not [name for name in idle if "gpu" in name]
+
+
+def test_looks_at_the_first_record_and_then_now_and_then(tmp_path: Path) -> None:
+    first, *rest = fit(tmp_path, Busy(), SystemMetricsMonitor(seconds=0.35))  # records are 0.2 s apart
+    assert rest[0] == first
+    assert rest[1]["system/process_cpu_percent"] > 2 * first["system/process_cpu_percent"]
+    assert rest[2] == rest[1]
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="seconds=-1"):
+        SystemMetricsMonitor(seconds=-1)
+
+
+def test_two_stand_side_by_side(tmp_path: Path) -> None:
+    other = SystemMetricsMonitor()
+    other.name = "system/again"
+    names = set(fit(tmp_path, SystemMetricsMonitor(), other)[0])
+    assert {"system/cpu_percent", "system/again/cpu_percent"} <= names
+
+
+def on_ranks(folder: str) -> list[dict[str, float]]:
+    return fit(folder, Busy(rank=1), SystemMetricsMonitor(seconds=0))
+
+
+def test_all_ranks_tell_the_busiest(tmp_path: Path) -> None:
+    first, second = run_ranks(on_ranks, 2, str(tmp_path))
+    assert first == second
+    assert first[1]["system/process_cpu_percent"] > 20
+
+
+def test_an_evaluation_alone_says_nothing(tmp_path: Path) -> None:
+    records = Records()
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        None,
+        [(torch.ones(2, 2), torch.ones(2, 1))],
+        callbacks=[SystemMetricsMonitor(), records],
+        runs_folder=tmp_path,
+        device="cpu",
+    ) as trainer:
+        trainer.evaluate()
+    assert records.records == [{}]
+
+
+pytestmark = pytest.mark.filterwarnings("error")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet.callbacks import CheckpointSaver
+from callsheet.callbacks.time_limit import TimeLimit
+from callsheet.checkpoint import find_checkpoints
+from callsheet.testing import run_ranks
+
+BATCH = (torch.ones(2, 2), torch.ones(2, 1))
+
+
+class Slow(Callback):
+    """Makes an event take some time."""
+
+    def __init__(self, event: str, seconds: float, *, rank: int | None = None) -> None:
+        self.event = event
+        self.seconds = seconds
+        self.rank = rank
+
+    def on_event(self, ctx: Context) -> None:
+        if ctx.event == self.event and self.rank in (None, ctx.run.rank):
+            time.sleep(self.seconds)
+
+
+def endless() -> Iterator[Any]:
+    while True:
+        yield BATCH
+
+
+def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        [BATCH] * 1000,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        callbacks=callbacks,
+        runs_folder=folder,
+        device="cpu",
+        **({"max_duration": "1ep", "run_name": "run"} | options),
+    )
+
+
+def kinds(folder: Path) -> dict[int, str]:
+    found = find_checkpoints(folder / "run" / "checkpoints").checkpoints
+    return {checkpoint.step: checkpoint.seal.info["kind"] for checkpoint in found}
+
+
+def test_stops_in_time_with_a_checkpoint(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with trainer(tmp_path, TimeLimit(limit=2.0, margin=1.6), Slow("on_train_step_end", 0.02)) as trained:
+        trained.fit()
+    assert 0.4 < time.monotonic() - began < 2.0
+    assert trained.run.outcome == "stopped"
+    assert kinds(tmp_path) == {trained.state.timestamp.batch: "final"}
+
+
+def test_a_run_that_is_done_in_time_is_left_alone(tmp_path: Path) -> None:
+    with trainer(tmp_path, TimeLimit(limit="1h")) as trained:
+        trained.fit()
+    assert (trained.run.outcome, trained.state.timestamp.batch) == ("finished", 1000)
+    assert kinds(tmp_path) == {}
+
+
+def test_leaves_saving_to_others(tmp_path: Path) -> None:
+    with trainer(tmp_path, TimeLimit(limit=0.1, save=False), Slow("on_train_step_end", 0.02)) as trained:
+        trained.fit()
+    assert trained.run.outcome == "stopped"
+    assert kinds(tmp_path) == {}
+
+
+def test_the_set_up_counts(tmp_path: Path) -> None:
+    with trainer(tmp_path, TimeLimit(limit=0.2), Slow("on_data_init_start", 0.25)) as trained:
+        trained.fit()
+    assert trained.state.timestamp.batch == 0
+    assert kinds(tmp_path) == {}  # there is nothing new to save
+
+
+def test_an_evaluation_counts(tmp_path: Path) -> None:
+    limit, slow = TimeLimit(limit=0.4), Slow("on_eval_step_end", 0.5)
+    with trainer(tmp_path, limit, slow, eval_dataloader=[BATCH], eval_interval="5ba") as trained:
+        trained.fit()
+    assert trained.state.timestamp.batch == 5
+    assert kinds(tmp_path) == {5: "final"}
+
+
+def saved_after(folder: Path, seconds: float) -> None:
+    """A run that took at least so long, and was saved and stopped after a step."""
+    with trainer(folder, TimeLimit(limit="1h"), CheckpointSaver(), Slow("on_data_init_start", seconds)) as trained:
+        trained.fit("1ba")
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_what_earlier_processes_took_counts_if_it_is_to(tmp_path: Path, across: bool) -> None:
+    saved_after(tmp_path, 0.8)
+    began = time.monotonic()
+    limit = TimeLimit(limit=0.9, across_resumes=across)
+    with trainer(tmp_path, limit, Slow("on_train_step_end", 0.02), resume="auto") as trained:
+        trained.fit()
+    assert trained.run.outcome == "stopped"
+    assert (time.monotonic() - began < 0.8) == across
+
+
+def test_a_run_that_is_over_trains_no_further_when_it_is_resumed(tmp_path: Path) -> None:
+    saved_after(tmp_path, 0.5)
+    with trainer(tmp_path, TimeLimit(limit=0.4), resume="auto") as trained:
+        trained.fit()
+    assert (trained.run.outcome, trained.state.timestamp.batch) == ("stopped", 1)
+
+
+def test_the_clock_begins_anew_with_a_new_run_and_stands_between_them(tmp_path: Path) -> None:
+    limit = TimeLimit(limit=0.6)
+    for name in ("run", "other"):
+        with trainer(tmp_path, limit, Slow("on_data_init_start", 0.3), run_name=name) as trained:
+            trained.fit("3ba")
+        assert trained.run.outcome == "finished"
+        time.sleep(0.3)
+        assert limit.state_dict()["seconds"] < 0.6
+
+
+def test_two_stand_side_by_side(tmp_path: Path) -> None:
+    job, run = TimeLimit(limit=0.3, across_resumes=False), TimeLimit(limit="1h")
+    job.name = "job"
+    with trainer(tmp_path, job, run, Slow("on_train_step_end", 0.02)) as trained:
+        trained.fit()
+    assert trained.run.outcome == "stopped"
+
+
+@pytest.mark.parametrize(
+    "options", [{"limit": "10ba"}, {"limit": 0}, {"limit": "-1sec"}, {"limit": 60, "margin": "1m"}, {"limit": "1m", "margin": -1}]
+)
+def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TimeLimit(**options)
+
+
+def on_a_rank(folder: str) -> tuple[int, str, float]:
+    assert os.environ["WORLD_SIZE"] == "2"
+    slow = Slow("on_train_step_end", 0.01, rank=1)
+    with trainer(Path(folder), TimeLimit(limit=0.5), slow) as trained:
+        trained.fit()
+        left = sorted(kinds(Path(folder)))
+    return trained.state.timestamp.batch, str(trained.run.outcome), left[-1]
+
+
+def test_two_ranks_stop_and_save_at_the_same_step(tmp_path: Path) -> None:
+    one, other = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert one == other
+    step, outcome, saved = one
+    assert outcome == "stopped"
+    assert 0 < step < 500
+    assert saved == step

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
+from callsheet.callbacks.save_on_trigger import SaveOnTrigger
+from callsheet.callbacks.wishes import leave_wish, withdraw_wish
+from callsheet.checkpoint import find_checkpoints
+
+
+class Leaves(Callback):
+    """Leaves wishes at a step, as a program beside the job would."""
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        assert ctx.run.folder is not None
+        if ctx.step == 3:
+            ctx.run.folder.mkdir(exist_ok=True)
+            leave_wish(ctx.run.folder / "trigger", "save", "before\nthe maintenance")
+            leave_wish(ctx.run.folder / "trigger", "stop", "for it")
+
+
+def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 8
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        callbacks=[SaveOnTrigger(seconds=0), Leaves()],
+        runs_folder=tmp_path,
+        run_name="run",
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+    (saved,) = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert (saved.step, trainer.ctx.step, trainer.run.outcome) == (3, 3, "stopped")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def test_wishes_that_wait_stay_and_none_is_there_twice(tmp_path: Path) -> None:
+    file = tmp_path / "trigger"
+    line = leave_wish(file, "save", "one\nsave two")
+    assert line == "save one save two"
+    assert file.read_text() == "save one save two\n"
+    leave_wish(file, "stop")
+    leave_wish(file, "save", "three")
+    assert sorted(file.read_text().splitlines()) == ["save three", "stop"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trigger"]
+
+
+def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "trigger"
+    file.touch()
+    leave_wish(file, "stop")
+    assert sorted(file.read_text().splitlines()) == ["save", "stop"]  # `touch` asks for a save
+    file.write_text("evaluate without an end")
+    line = leave_wish(file, "stop", "x" * 5000)
+    assert sorted(file.read_text().splitlines()) == ["evaluate without an end", line]
+    assert len(line) < 300
+
+
+def test_a_wish_can_be_withdrawn_alone(tmp_path: Path) -> None:
+    file = tmp_path / "trigger"
+    line = leave_wish(file, "stop", "too soon")
+    leave_wish(file, "save")
+    withdraw_wish(file, line)
+    assert file.read_text() == "save\n"
+    withdraw_wish(file, "save")
+    assert not file.exists()
+    withdraw_wish(file, "save")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wish_is_refused_where_it_would_do_harm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown wish 'stopp'; did you mean 'stop'"):
+        leave_wish(tmp_path / "trigger", "stopp")
+    (tmp_path / "target").write_text("a secret\n")
+    (tmp_path / "trigger").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="no plain file"):
+        leave_wish(tmp_path / "trigger", "stop")
+    assert (tmp_path / "target").read_text() == "a secret\n"
+    with pytest.raises(OSError, match="nowhere"):
+        leave_wish(tmp_path / "nowhere" / "trigger", "stop")
+
+
+def test_no_wish_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last of each word is taken, and none twice; what is written again while it waits takes the place of what was there."""
+    taken: list[str] = []
+    trigger = SaveOnTrigger(file=tmp_path / "trigger", seconds=0)
+    trigger.on_run_start(Context(RunInfo("run")))
+    done = threading.Event()
+
+    def take() -> None:
+        while not done.is_set() or (tmp_path / "trigger").exists():
+            taken.extend(trigger._taken())
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    for number in range(300):
+        leave_wish(tmp_path / "trigger", "save", str(number))
+        leave_wish(tmp_path / "trigger", "stop", str(number))
+    done.set()
+    taker.join(60)
+    assert not taker.is_alive()
+    for word in ("save", "stop"):
+        numbers = [int(line.split()[1]) for line in taken if line.startswith(word)]
+        assert numbers == sorted(set(numbers))
+        assert numbers[-1] == 299
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records
+
+
+def test_where_nothing_can_be_linked_it_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    leave_wish(tmp_path / "trigger", "save")
+    leave_wish(tmp_path / "trigger", "stop")
+    assert sorted((tmp_path / "trigger").read_text().splitlines()) == ["save", "stop"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trigger"]

@@ -1,0 +1,78 @@
+"""A small recipe, and runs of it that are trained once for all tests of the commands that open a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from callsheet.cli import main
+
+RECIPE = """
+recipe: commands.sample.Asked
+run_name: tiny
+max_duration: 6ba
+eval_interval: 3ba
+log_interval: 2
+batch_size: 2
+threads: 1
+generated_tokens: 4
+prompts: ["def "]
+model: {hidden_size: 16, layers: 1, heads: 2, intermediate_size: 16}
+data: {folder: texts, sequence_length: 16, validation_windows: 4, validation_percent: 20, test_percent: 20}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 2.0e-2}}
+callbacks:
+  - class_path: callsheet.callbacks.CheckpointSaver
+    init_args: {save_interval: 3ba}
+loggers:
+  - class_path: callsheet.loggers.JSONLLogger
+"""
+
+TRACED = """
+export: true
+callbacks:
+  - class_path: callsheet.callbacks.CheckpointSaver
+    init_args: {save_interval: 3ba}
+  - class_path: commands.sample.Loud
+"""
+
+
+def write_sample(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for number in range(60):
+        (folder / "texts" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
+    (folder / "tiny.yaml").write_text(RECIPE)
+    (folder / "traced.yaml").write_text(TRACED)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the recipe, and in it."""
+    monkeypatch.chdir(tmp_path)
+    write_sample(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: `tiny`; `averaged` with an EMA; `shifted` with another callback that changes the weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_sample(folder)
+        assert main(["train", "tiny.yaml"]) == 0
+        traced = ["train", "tiny.yaml", "--config", "traced.yaml"]
+        average = '--callbacks+={"class_path": "callsheet.callbacks.EMA", "init_args": {"half_life": 2}}'
+        assert main([*traced, average, "--run_name", "averaged"]) == 0
+        assert main([*traced, "--callbacks+=commands.sample.Shifted", "--run_name", "shifted"]) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A copy of the runs, and in it."""
+    shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    return tmp_path

@@ -1,0 +1,316 @@
+"""What a recipe's values are: of the file, the environment, the command line; and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from callsheet import Callback, ConfigError
+from callsheet.cli import main
+from callsheet.commands.names import with_calls, with_names
+from callsheet.commands.recipe import Prepared, prepared
+
+SHOWN = ["show", "tiny.yaml"]
+
+
+class Adjustable(Callback):
+    """Takes what it is given."""
+
+    def __init__(self, *, inner: Callback | None = None, count: int = 1, name: str = "") -> None:
+        self.inner, self.count = inner, count
+        if name:
+            self.name = name
+
+
+def resolved(*overrides: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(prepared(recipe, overrides, command="show").resolved)
+    return found
+
+
+# --- the environment ---
+
+
+def test_the_environment_stands_between_the_file_and_the_command_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLSHEET_MODEL__HIDDEN_SIZE", "32")
+    monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
+    monkeypatch.setenv("CALLSHEET_PROMPTS", '["a", "b"]')
+    monkeypatch.setenv("CALLSHEET_EVAL_INTERVAL", "null")
+    found = resolved("--batch_size", "4")
+    assert found["model"]["hidden_size"] == 32
+    assert found["model"]["layers"] == 1
+    assert found["batch_size"] == 4
+    assert found["prompts"] == ["a", "b"]
+    assert found["eval_interval"] is None
+    Path("more.yaml").write_text("batch_size: 5\nmodel: {hidden_size: 64}\n")
+    assert resolved("--config", "more.yaml")["model"]["hidden_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CALLBACKS", '[{"class_path": "callsheet.callbacks.EMA"}]'),
+        ("LOGGERS", "[]"),
+        ("OPTIMIZER", "torch.optim.SGD"),
+        ("OPTIMIZER__LR", "0.1"),
+        ("SCHEDULER", "null"),
+        ("CONFIG", "more.yaml"),
+        ("RECIPE", "commands.sample.Asked"),
+    ],
+)
+def test_nothing_that_is_imported_comes_from_the_environment(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"CALLSHEET_{name}", value)
+    assert main(SHOWN) == 2
+    key = name.partition("__")[0].lower()
+    assert f"CALLSHEET_{name}: {key!r} is not taken from the environment, since it says what code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"model_type": "llama", "x": {"class_path": "os.getcwd"}}',
+        '{"model_type": "llama", "x": [{"class\\u005fpath": "os.getcwd"}]}',
+        '{"model_type": "llama", "x": "{class_path: os.getcwd}"}',
+        '{"model_type": "llama", "x": "{\\"class\\\\u005fpath\\": \\"os.getcwd\\"}"}',
+    ],
+)
+def test_nor_from_inside_a_plain_value(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    monkeypatch.setenv("CALLSHEET_MODEL__CONFIG", value)
+    assert main(SHOWN) == 2
+    assert "CALLSHEET_MODEL__CONFIG: a class_path is not taken from the environment" in capsys.readouterr().err
+    monkeypatch.setenv("CALLSHEET_MODEL__CONFIG", '{"model_type": "llama", "x": [{"path": "os.getcwd"}]}')
+    assert resolved()["model"]["config"]["x"] == [{"path": "os.getcwd"}]
+
+
+def test_jsonargparse_has_no_say_of_its_own_in_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    monkeypatch.setenv("CALLSHEET SHOW TINY_BATCH_SIZE", "99")
+    assert resolved()["batch_size"] == 2
+
+
+def test_a_wrong_value_and_a_near_name_are_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CALLSHEET_BATCHSIZE", "8")
+    monkeypatch.setenv("CALLSHEET_QQQ", "8")
+    assert main(SHOWN) == 0
+    assert capsys.readouterr().err == (
+        "callsheet: the environment variable CALLSHEET_BATCHSIZE is no key of this recipe; did you mean 'CALLSHEET_BATCH_SIZE'?\n"
+    )
+    monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "many")
+    assert main(SHOWN) == 2
+    assert "batch_size=many: give int (the environment variable CALLSHEET_BATCH_SIZE)" in capsys.readouterr().err
+
+
+def test_parts_of_a_value_that_is_none_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLSHEET_LORA__R", "4")
+    assert resolved("--lora.alpha", "9", recipe="finetune")["lora"]["r"] == 4
+    monkeypatch.setenv("CALLSHEET_LORA__R", "x")
+    with pytest.raises(ConfigError, match=r"^lora.r=x: give int \(the environment variable CALLSHEET_LORA__R\)"):
+        resolved(recipe="finetune")
+    monkeypatch.setenv("CALLSHEET_LORA__R", "4")
+    with pytest.raises(ConfigError, match=r"^lora.r=y: give int \(callsheet"):
+        resolved("--lora.r", "y", recipe="finetune")
+
+
+# --- names ---
+
+TWO = """
+callbacks:
+  - class_path: callsheet.callbacks.SpeedMonitor
+  - class_path: callsheet.callbacks.SpeedMonitor
+    name: throughput/long
+    init_args: {window_size: 500}
+loggers:
+  - {class_path: callsheet.loggers.JSONLLogger, name: lines}
+"""
+
+
+def labels(what: Prepared) -> list[tuple[str, str]]:
+    return [(type(callback).__name__, callback.name) for callback in what.job.callbacks.callbacks]
+
+
+def test_two_callbacks_of_one_class_by_their_names(place: Path) -> None:
+    Path("two.yaml").write_text(TWO)
+    what = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
+    assert labels(what) == [("SpeedMonitor", ""), ("SpeedMonitor", "throughput/long"), ("JSONLLogger", "lines")]
+    second = yaml.safe_load(what.resolved)["callbacks"][1]
+    assert (second["class_path"], second["name"]) == ("callsheet.callbacks.SpeedMonitor", "throughput/long")
+    assert second["init_args"]["window_size"] == 500
+    Path("again.yaml").write_text(what.resolved)
+    assert labels(prepared("again.yaml", command="show")) == labels(what)
+
+
+def test_a_name_on_the_command_line(place: Path) -> None:
+    spec = '{"class_path": "callsheet.callbacks.LRMonitor", "name": "rates"}'
+    appended = prepared("tiny.yaml", [f"--callbacks+={spec}", "--callbacks+=callsheet.callbacks.LRMonitor"], command="show")
+    assert labels(appended)[1:3] == [("LRMonitor", "rates"), ("LRMonitor", "")]
+    assert labels(prepared("tiny.yaml", ["--callbacks", f"[{spec}]"], command="show"))[:1] == [("LRMonitor", "rates")]
+
+
+def test_a_callback_inside_another_and_one_that_takes_its_name_itself(place: Path) -> None:
+    spec = """[{"class_path": "commands.test_configuration.Adjustable", "name": "outer", "init_args": {"name": "own", "inner":
+        {"class_path": "callsheet.callbacks.LRMonitor", "name": "inner"}}}]"""
+    what = prepared("tiny.yaml", ["--callbacks", spec], command="show")
+    (outer,) = (callback for callback in what.job.callbacks.callbacks if isinstance(callback, Adjustable))
+    assert outer.inner is not None
+    assert (outer.name, outer.inner.name) == ("outer", "inner")
+
+
+def test_names_in_other_places_are_left_alone() -> None:
+    content = {"data": {"name": "wiki"}, "optimizer": {"class_path": "a.B", "init_args": {"name": "x"}}, "list": [{"name": "y"}]}
+    assert with_calls(content) == content
+    named = {"callbacks": [{"class_path": "a.B", "name": "one", "init_args": {"c": 1}}]}
+    assert with_names(with_calls(named)) == named
+
+
+# --- what does not fit ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--optimizer.lrr", "1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
+        (["--optimizer.init_args.lrr=1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
+        (["--optimizer.lr", "x"], "optimizer.lr=x: AdamW takes float or Tensor there"),
+        (["--optimizer.qqq", "x"], "optimizer.qqq: AdamW does not take 'qqq' (it takes lr, betas, eps, weight_decay,"),
+        (["--optimizer", "torch.optim.Adamm"], "optimizer: torch.optim has no 'Adamm'; did you mean 'Adam'?"),
+        (["--optimizer", "Adamm"], "optimizer: there is no class 'Adamm'; did you mean 'Adam'?"),
+        (["--optimizer", "3"], "optimizer: 3 is no class; give a class_path such as torch.optim.AdamW"),
+        (["--optimizer", "callsheet.callbacks.EMA"], "optimizer: callsheet.callbacks.EMA is no Optimizer"),
+        (["--optimizer", '{"class_path": "torch.optim.SGD", "name": "x"}'], "optimizer: only callbacks and loggers have a name"),
+        (["--scheduler.step_size", "3"], "scheduler.step_size is given, and no class before it; give --scheduler"),
+        (["--scheduler", "torch.optim.lr_scheduler.StepLR"], "scheduler: StepLR needs 'step_size' among its init_args"),
+        (
+            ["--callbacks+=callsheet.callbacks.LRMonitr"],
+            "callbacks: callsheet.callbacks has no 'LRMonitr'; did you mean 'LRMonitor'?",
+        ),
+        (["--callbacks+=nowhere.Some"], "callbacks: cannot import 'nowhere.Some': there is no module 'nowhere'"),
+        (
+            ["--callbacks+=callsheet.callbacks.CheckpointSaver", "--callbacks.keep", "x"],
+            "callbacks.keep=x: CheckpointSaver takes int or null",
+        ),
+        (["--callbacks+=callsheet.callbacks.LoadCheckpoint"], "callbacks: LoadCheckpoint needs 'path' among its init_args"),
+        (["--batch_size", "many"], "batch_size=many: give int"),
+        (["--eval_batch_size", "x"], "eval_batch_size=x: give int or null"),
+        (["--data.validation_windows=x"], "data.validation_windows=x: give int"),
+        (["--prompts", "3"], "prompts=3: give list of str"),
+        (["--model", "3"], "model: give its keys one by one, such as --model.path"),
+        (["--model.hiden_size", "8"], "there is no key 'model.hiden_size'; did you mean 'model.hidden_size'?"),
+        (
+            ["--config", "wrong.yaml"],
+            "wrong.yaml: callbacks[1].save_intervall: CheckpointSaver does not take 'save_intervall'; did you mean",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_in_a_line(
+    place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    Path("wrong.yaml").write_text(
+        "callbacks: [callsheet.callbacks.LRMonitor, {class_path: callsheet.callbacks.CheckpointSaver, init_args: {save_intervall: 3}}]"
+    )
+    assert main([*SHOWN, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"callsheet: {said}")
+    assert err.endswith("(callsheet show tiny.yaml --help explains every key)\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "optimizer: {class_path: torch.optim.SGD, init_args: {lrr: 1}}",
+            "optimizer.lrr: SGD does not take 'lrr'; did you mean 'lr'?",
+        ),
+        ("optimizer: {class_pth: torch.optim.SGD}", "optimizer: there is no class_path; did you mean 'class_path'?"),
+        (
+            "callbacks: [{class_path: callsheet.callbacks.EMA, nme: x}]",
+            "callbacks[0]: beside class_path there are init_args and name, not 'nme'",
+        ),
+        (
+            "callbacks: [{class_path: callsheet.callbacks.EMA, init_args: {decay: x}}]",
+            "callbacks[0].decay='x': EMA takes float or null there",
+        ),
+        ("callbacks: [callsheet.callbacks.EMAs]", "callbacks[0]: callsheet.callbacks has no 'EMAs'; did you mean 'EMA'?"),
+        (
+            "loggers: [{class_path: callsheet.loggers.JSONLogger}]",
+            "loggers[0]: callsheet.loggers has no 'JSONLogger'; did you mean",
+        ),
+        ("max_durtion: 3ba", "there is no key 'max_durtion'; did you mean 'max_duration'?"),
+        ("batch_size: many", "batch_size=many: give int"),
+    ],
+)
+def test_so_is_one_of_the_file(place: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
+    Path("wrong.yaml").write_text(f"recipe: pretrain\n{content}\n")
+    assert main(["show", "wrong.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "wrong.yaml" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lora.rr", "3"], "there is no key 'lora.rr'; did you mean 'lora.r'?"),
+        (["--lora", "x"], "lora=x: give Lora or null"),
+        (["--train.pathh", "x"], "there is no key 'train.pathh'; did you mean 'train.path'?"),
+        (["--train.path", "x", "--train.limit", "y"], "train.limit=y: give int or null"),
+        (['--validation={"a": {"pth": "x"}}'], "there is no key 'validation.a.pth'; did you mean 'validation.a.path'?"),
+        (['--validation={"a": {"split": "x"}}'], "validation.a needs 'path'"),
+        (["--config", "wrong.yaml"], "wrong.yaml: there is no key 'validation.a.pathh'; did you mean 'validation.a.path'?"),
+    ],
+)
+def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: str) -> None:
+    Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
+    with pytest.raises(ConfigError) as refused:
+        prepared("finetune", arguments, command="show")
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pretran", "did you mean 'pretrain'?"),
+        ("commands.sample.Loud", "is no callsheet.recipes.Recipe"),
+        ("a.b", "cannot import 'a.b'"),
+    ],
+)
+def test_a_recipe_that_is_none(place: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+    Path("wrong.yaml").write_text(f"recipe: {name}\n")
+    assert main(["show", "wrong.yaml"]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- what is shown of them ---
+
+
+def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("two.yaml").write_text(TWO)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "tiny.yaml", "--config", "two.yaml", "--batch_size", "4", "--print_config"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    Path("printed.yaml").write_text(printed)
+    assert resolved(recipe="printed.yaml") == resolved("--config", "two.yaml", "--batch_size", "4")
+
+
+def test_help_tells_classes_by_name_and_how_to_ask_for_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "tiny.yaml", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "(default: AdamW; --optimizer.help CLASS explains one)" in printed
+    assert "(default: CheckpointSaver; --callbacks.help CLASS explains one)" in printed
+    assert "known subclasses" not in printed
+    assert "Namespace(" not in printed
+    with pytest.raises(SystemExit):
+        main(["train", "tiny.yaml", "--callbacks.help", "callsheet.callbacks.EMA"])
+    assert "after so many steps a weight counts half" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""`callsheet evaluate`: what the run itself found, from its checkpoint alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from callsheet.cli import main
+from callsheet.loggers import read_metrics
+
+from .sample import contents
+
+
+def last_of(run: Path, metric: str) -> float:
+    return [record.values[metric] for record in read_metrics(run) if metric in record.values][-1]
+
+
+@pytest.mark.parametrize("run", ["tiny", "averaged", "shifted"])
+def test_it_finds_what_the_run_found_and_leaves_the_run_alone(
+    trained: Path, capsys: pytest.CaptureFixture[str], run: str
+) -> None:
+    folder = Path("runs") / run
+    before = contents(Path())
+    assert main(["evaluate", run, "--out", "scores.json"]) == 0
+    after = contents(Path())
+    told = json.loads(after.pop("scores.json")[0])
+    assert after == before  # nor has a callback that changes nothing been told of it
+    assert told["run"] == f"runs/{run}"
+    assert told["step"] == 6
+    assert told["results"] == {name: {"loss": last_of(folder, f"{name}/loss")} for name in ("validation", "test")}
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    head, columns, *rows = printed.out.splitlines()
+    assert head == f"runs/{run}, step 6:"
+    assert columns.split() == ["loss"]
+    assert [row.split()[0] for row in rows] == ["validation", "test"]
+    assert float(rows[0].split()[1]) == pytest.approx(told["results"]["validation"]["loss"], rel=1e-5)
+
+
+def test_the_callbacks_that_change_weights_matter(trained: Path) -> None:
+    assert main(["evaluate", "shifted", "--out", "with.json"]) == 0
+    assert main(["evaluate", "shifted", "--callbacks", "[]", "--out", "without.json"]) == 0
+    losses = [json.loads(Path(name).read_text())["results"]["validation"]["loss"] for name in ("with.json", "without.json")]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_an_earlier_checkpoint_by_its_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "runs/tiny", "--checkpoint", "ep0-ba3", "--out", "three.json"]) == 0
+    assert "runs/tiny, step 3:" in capsys.readouterr().out
+    found = json.loads(Path("three.json").read_text())["results"]["validation"]["loss"]
+    first = next(record.values["validation/loss"] for record in read_metrics("runs/tiny") if "validation/loss" in record.values)
+    assert found == first
+    assert main(["evaluate", "tiny", "--checkpoint", "runs/tiny/checkpoints/ep0-ba3"]) == 0
+
+
+def test_a_run_that_was_renamed_is_still_itself(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/tiny").rename("kept")
+    assert main(["evaluate", "kept"]) == 0
+    assert "kept, step 6:" in capsys.readouterr().out
+    assert not Path("runs/tiny").exists()
+
+
+def test_by_its_recipe_file_and_with_other_values(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "tiny.yaml", "--eval_batch_size", "1"]) == 0
+    assert "runs/tiny, step 6:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tiyn"], "there is no run 'tiyn'; did you mean 'tiny'? (a run's folder, its name in runs/, or a recipe file)"),
+        (["texts"], "texts has no config.yaml"),
+        (["tiny", "--checkpoint", "ep0-ba5"], "there is no checkpoint 'ep0-ba5'; did you mean 'ep0-ba"),
+        (["tiny.yaml", "--run_name", "another"], "runs/another holds no checkpoint; train first"),
+        (["tiny", "--eval_batchsize", "3"], "did you mean 'eval_batch_size'?"),
+        (["tiny", "--out", "texts"], "texts is a folder; name another file with --out"),
+    ],
+)
+def test_what_is_not_there_is_named(trained: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert main(["evaluate", *arguments]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_bad_checkpoints_alone_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "tiny"]) == 2
+    assert "holds no good checkpoint, but 1 with weights or a loss that are not finite" in capsys.readouterr().err
+
+
+def test_a_stray_word_is_no_key(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", "tiny", "more"])
+    assert stopped.value.code == 2
+    assert "unknown arguments: more" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""`callsheet export`: what the run itself would have exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from callsheet.cli import main
+
+from .sample import contents
+
+
+@pytest.mark.parametrize("run", ["averaged", "shifted"])
+def test_it_is_what_the_run_exported_at_its_end(trained: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = contents(Path("runs"))
+    assert main(["export", run, "out"]) == 0
+    assert contents(Path("runs")) == before
+    assert capsys.readouterr().out.startswith(f"runs/{run}, step 6: out (")
+    ours, its = (load_file(f"{folder}/model.safetensors") for folder in ("out", f"runs/{run}/export"))
+    assert ours.keys() == its.keys()
+    assert all(ours[name].equal(its[name]) for name in ours)
+    AutoModelForCausalLM.from_pretrained("out")
+    assert AutoTokenizer.from_pretrained("out")("def").input_ids == list(b"def")
+
+
+def test_of_an_earlier_checkpoint(trained: Path) -> None:
+    assert main(["export", "tiny", "last"]) == 0
+    assert main(["export", "tiny", "early", "--checkpoint", "ep0-ba3"]) == 0
+    last, early = (load_file(f"{folder}/model.safetensors") for folder in ("last", "early"))
+    assert not any(last[name].equal(early[name]) for name in last)
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"), [("texts", "texts is not empty; name a new folder"), ("tiny.yaml", "tiny.yaml is a file")]
+)
+def test_nothing_is_written_over(trained: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str) -> None:
+    assert main(["export", "tiny", folder]) == 2
+    assert said in capsys.readouterr().err

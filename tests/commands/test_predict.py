@@ -1,0 +1,75 @@
+"""`callsheet predict`: an answer a row, in order, in a file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from callsheet.cli import main
+from callsheet.commands.opened import opened
+
+TEXTS = ["def f(x):", "import os", "class Long:\n    pass"]
+
+
+def write_rows(texts: list[str], path: str = "rows.jsonl") -> None:
+    Path(path).write_text("\n\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+
+
+def test_each_row_has_its_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(TEXTS)
+    assert main(["predict", "tiny", "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 0
+    assert capsys.readouterr().out == "3 answers in answers.jsonl\n"
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [answer["length"] for answer in answers] == [len(text) for text in TEXTS]
+    assert len({answer["loss"] for answer in answers}) == 3
+    assert main(["predict", "tiny", "--input", "rows.jsonl"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == answers
+
+
+def test_it_asks_the_average_of_a_run_with_an_ema(trained: Path) -> None:
+    """The model that the run evaluated and exported, not the one that was trained."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_rows(TEXTS[:1])
+    assert main(["predict", "averaged", "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 0
+    model = AutoModelForCausalLM.from_pretrained("runs/averaged/export")
+    ids = torch.tensor([list(TEXTS[0].encode())])
+    assert json.loads(Path("answers.jsonl").read_text())["loss"] == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-6)
+
+
+def test_what_is_opened_is_not_in_training_mode(trained: Path) -> None:
+    job = opened("tiny", [], command="predict")
+    with job.trainer:
+        assert not any(module.training for module in job.trainer.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "a"}\n\n{"txt": "b"}\n', "rows.jsonl:3: there is no column 'text'"),
+        ('{"text": "a"}\n{"text": \n', "rows.jsonl:2: this line is no JSON"),
+        ("", "rows.jsonl: there is no row in it"),
+    ],
+)
+def test_a_row_that_cannot_be_answered_is_named_by_its_line(
+    trained: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
+    Path("rows.jsonl").write_text(content)
+    Path("answers.jsonl").write_text("earlier\n")
+    assert main(["predict", "tiny", "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 2
+    assert said in capsys.readouterr().err
+    assert Path("answers.jsonl").read_text() == "earlier\n"
+    assert not list(Path().glob(".answers*"))
+
+
+def test_rows_that_are_not_there_and_a_recipe_without_answers(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "tiny", "--input", "nowhere.jsonl"]) == 2
+    assert "there is no file nowhere.jsonl" in capsys.readouterr().err
+    write_rows(TEXTS)
+    config = Path("runs/tiny/config.yaml")
+    config.write_text(config.read_text().replace("commands.sample.Asked", "pretrain"))
+    assert main(["predict", "tiny", "--input", "rows.jsonl"]) == 2
+    assert "the recipe Pretrain has no predictions for rows of its own" in capsys.readouterr().err

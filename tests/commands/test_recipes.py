@@ -1,0 +1,40 @@
+"""`callsheet recipes`: what is shipped, and a copy to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from callsheet.cli import main
+from callsheet.commands.recipe import RECIPES, recipe_path
+
+
+def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert sorted(told) == sorted(RECIPES)
+    assert all(len(about.split()) > 4 for about in told.values())
+
+
+@pytest.mark.parametrize(("to", "path"), [([], "pretrain.yaml"), (["--to", "deep/mine.yaml"], "deep/mine.yaml")])
+def test_a_copy_is_the_same_recipe_and_is_never_written_over(
+    place: Path, capsys: pytest.CaptureFixture[str], to: list[str], path: str
+) -> None:
+    assert main(["recipes", "--copy", "pretrain", *to]) == 0
+    assert capsys.readouterr().out == f"{path}; run it: callsheet train {path}\n"
+    assert yaml.safe_load(Path(path).read_text()) == yaml.safe_load(recipe_path("pretrain", is_shipped=True).read_text())
+    Path(path).write_text("mine")
+    assert main(["recipes", "--copy", "pretrain", *to]) == 2
+    assert f"{path} is there already; name another file with --to" in capsys.readouterr().err
+    assert Path(path).read_text() == "mine"
+
+
+def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--copy", "pretran"]) == 2
+    assert "there is no recipe 'pretran'; did you mean 'pretrain'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["recipes", "--to", "x.yaml"])
+    assert "--to goes with --copy" in capsys.readouterr().err

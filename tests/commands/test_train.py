@@ -1,0 +1,48 @@
+"""`callsheet train`, as a process that a cluster ends and starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from callsheet.loggers import read_metrics
+
+RUN = Path("runs/tiny")
+
+
+def started(*options: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(str(folder) for folder in (Path(__file__).parents[2] / "src", Path(__file__).parents[1]))
+    command = [sys.executable, "-m", "callsheet", "train", "tiny.yaml", *options]
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_a_run_that_has_to_make_way_is_saved_and_gone_on_with(place: Path) -> None:
+    first = started("--max_duration", "100000ba", "--eval_interval", "100000ba")
+    deadline = time.monotonic() + 120
+    while not ((RUN / "metrics.jsonl").exists() and read_metrics(RUN)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 128 + signal.SIGTERM, said
+    events = [json.loads(line) for line in (RUN / "events.jsonl").read_text().splitlines()]
+    assert [event["outcome"] for event in events if "outcome" in event] == ["preempted"]
+    (saved,) = (
+        path for path in (RUN / "checkpoints").iterdir() if (path / "manifest.json").exists() and "preempt" in _kind(path)
+    )
+    step = int(saved.name.partition("-ba")[2].partition("-")[0])
+    second = started("--max_duration", f"{step + 6}ba", "--eval_interval", "100000ba")
+    said = second.communicate(timeout=120)[0]
+    assert second.returncode == 0, said
+    assert f"Found the run 'tiny' at step {step}" in said
+    assert read_metrics(RUN)[-1].step == step + 6
+
+
+def _kind(checkpoint: Path) -> str:
+    return str(json.loads((checkpoint / "manifest.json").read_text()).get("info", {}).get("kind", ""))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from callsheet import ConfigError
+from callsheet.loggers.image_writer import ImageWriter
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[ImageWriter]:
+    writer = ImageWriter("Test", tmp_path)
+    yield writer
+    writer.close()
+
+
+def values(path: Path) -> list[int]:
+    return sorted(set(numpy.asarray(Image.open(path)).flatten().tolist()))
+
+
+def test_images_are_written_on_another_thread_in_order_as_they_were(writer: ImageWriter, tmp_path: Path) -> None:
+    told: list[tuple[str, list[int], str]] = []
+
+    def tell(name: str) -> None:
+        told.append((name, values(tmp_path / name), threading.current_thread().name))
+
+    tensor, array = torch.zeros(4, 4), numpy.zeros((4, 4), dtype=numpy.uint8)
+    for number in range(20):
+        for name, image in ((f"tensor/{number}.png", tensor), (f"array/{number}.png", array)):
+            writer.write([name], [image], lambda name=name: tell(name))  # type: ignore[misc]  # mypy does not see the default
+        tensor += 1 / 51
+        array += 5
+    writer.flush()
+    names = [f"{kind}/{number}.png" for number in range(20) for kind in ("tensor", "array")]
+    assert [name for name, _, _ in told] == names  # each when it stands there
+    assert [seen for _, seen, _ in told] == [[5 * number] for number in range(20) for _ in range(2)]
+    assert {thread for _, _, thread in told} == {"callsheet-lane-Test's images"}
+
+
+def test_what_fails_is_said_once_and_the_rest_is_written(writer: ImageWriter, tmp_path: Path) -> None:
+    told: list[str] = []
+    writer.write(["odd.png"], [torch.zeros(2, 2, 2, 2)], lambda: told.append("odd"))
+    with pytest.raises(ConfigError, match="an image of shape"):
+        writer.flush()
+    writer.write(["fine.png"], [torch.zeros(2, 2)], lambda: told.append("fine"))
+    writer.flush()
+    assert told == ["fine"]
+    (tmp_path / "folder").write_text("a file")
+    writer.write(["folder/image.png"], [torch.zeros(2, 2)], lambda: told.append("none"))
+    with pytest.raises(OSError, match="folder"):
+        writer.flush()
+    writer.flush()
+    assert told == ["fine"]
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    writer = ImageWriter("Test", tmp_path)
+    for number in range(10):
+        writer.write([f"{number}.png"], [torch.ones(64, 64)], lambda: None)
+    writer.close()
+    assert len(list(tmp_path.glob("*.png"))) == 10

@@ -1,0 +1,494 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import callsheet
+from callsheet import Callback, ConfigError, Context, LogRecord, RunInfo, Trainer
+from callsheet.loggers import JSONLLogger, read_metrics
+from callsheet.testing import run_ranks
+
+DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
+
+
+class Acts(Callback):
+    """Does something at a step's end."""
+
+    def __init__(self, **acts: Any) -> None:
+        self.acts = acts
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if act := self.acts.get(f"at_{ctx.step}"):
+            act(ctx)
+
+
+def save(ctx: Context) -> None:
+    ctx.control.save("asked for")
+
+
+def stop(ctx: Context) -> None:
+    ctx.control.stop("asked for")
+
+
+def fail(ctx: Context) -> None:
+    raise ValueError("a bad step")
+
+
+def fit(folder: Path, *callbacks: Callback, is_logged: bool = True, **options: Any) -> None:
+    options = {"max_duration": "3ep", "log_interval": "1ba", "run_name": "run", **options}
+    torch.manual_seed(1)  # so that two runs begin alike
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        DATA,
+        DATA[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        callbacks=callbacks,
+        runs_folder=folder,
+        device="cpu",
+        **{"loggers": [JSONLLogger()] if is_logged else [], **options},
+    ) as trainer:
+        trainer.fit()
+
+
+def curve(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """What the records say that does not depend on the clock."""
+    timed = {"train/tokens_per_second"}
+    return [
+        (record.step, {name: value for name, value in record.values.items() if name not in timed})
+        for record in read_metrics(folder)
+    ]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, read as strictly as JSON asks."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def events(folder: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line["step"]) for line in lines(folder / "events.jsonl")]
+
+
+# --- metrics ---
+
+
+def test_every_record_is_a_line_that_reads_back(tmp_path: Path) -> None:
+    kept: list[LogRecord] = []
+
+    class Keep(Callback):
+        phase = "report"
+
+        def on_log(self, ctx: Context) -> None:
+            kept.append(ctx.record)
+
+    fit(tmp_path, Keep())
+    assert len(kept) == 9 + 3  # each epoch is evaluated
+    assert read_metrics(tmp_path / "run") == kept
+
+
+def test_numbers_that_json_does_not_know_read_back(tmp_path: Path) -> None:
+    def odd(ctx: Context) -> None:
+        ctx.log({"odd/nan": math.nan, "odd/inf": math.inf, "odd/minus": -math.inf}, across="same")
+
+    fit(tmp_path, Acts(at_2=odd), max_duration="1ep")
+    assert lines(tmp_path / "run" / "metrics.jsonl")[1]["values"]["odd/inf"] == "Infinity"
+    values = read_metrics(tmp_path / "run")[1].values
+    assert math.isnan(values["odd/nan"])
+    assert (values["odd/inf"], values["odd/minus"]) == (math.inf, -math.inf)
+
+
+def test_everything_is_on_the_disk_at_an_evaluations_end_and_in_a_checkpoint(tmp_path: Path) -> None:
+    seen: dict[str, tuple[int, list[str]]] = {}
+
+    class Looks(Callback):
+        phase = "restore"  # after the loggers
+
+        def look(self, ctx: Context) -> None:
+            seen[f"{ctx.event} {ctx.step}"] = len(read_metrics(tmp_path / "run")), [name for name, _ in events(tmp_path / "run")]
+
+        on_eval_all_end = on_checkpoint_save_start = on_checkpoint_published = look
+        on_train_step_end = on_exception = on_run_end = look
+
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Looks(), Acts(at_2=save, at_5=fail), loggers=[JSONLLogger(flush_seconds=3600)])
+    assert seen["on_train_step_end 2"] == (0, ["run_start"])  # nothing is written for every line
+    assert seen["on_checkpoint_save_start 2"][0] == 2
+    assert seen["on_checkpoint_published 2"] == (2, ["run_start", "checkpoint"])
+    assert seen["on_train_step_end 4"][0] == 3
+    assert seen["on_eval_all_end 3"] == (3, ["run_start", "checkpoint", "evaluation"])
+    assert seen["on_exception 5"] == (5, ["run_start", "checkpoint", "evaluation", "exception"])
+    assert seen["on_run_end 5"][1][-1] == "run_end"
+
+
+def test_lines_are_written_together(tmp_path: Path) -> None:
+    counts = Path("/proc/self/io")
+    if not counts.exists():
+        pytest.skip("this system does not count a process's writes")
+
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_start(self, ctx: Context) -> None:
+            self.found.append(int(re.findall(r"syscw: (\d+)", counts.read_text())[0]))
+
+        on_train_end = on_train_start
+
+    count = Counts()
+    fit(tmp_path, count, max_duration="300ba", eval_interval=None, loggers=[JSONLLogger(flush_seconds=3600)])
+    assert count.found[1] - count.found[0] < 100
+    assert len(read_metrics(tmp_path / "run")) == 300
+
+
+KILLED = """
+import os, sys, time, torch
+from callsheet import Callback, Trainer
+from callsheet.loggers import JSONLLogger
+
+class Tells(Callback):
+    "Says when each record was logged."
+    phase = "restore"
+    def on_log(self, ctx):
+        os.write(1, f"{ctx.record.step} {time.time()}\\n".encode())
+    def on_train_step_end(self, ctx):
+        time.sleep(0.01)
+
+with Trainer(
+    torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 1))] * 10, log_interval="1ba",
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), loggers=JSONLLogger(), callbacks=Tells(),
+    max_duration="1000000ba", runs_folder=sys.argv[1], run_name="run", device="cpu",
+) as trainer:
+    trainer.fit()
+"""
+LOST_SECONDS = 3.0  # half a second is promised, and this machine may have other things to do
+
+
+def test_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told: list[tuple[int, float]] = []
+    for line in process.stdout:
+        step, moment = line.split()
+        told.append((int(step), float(moment)))
+        if told[-1][1] - told[0][1] > 2 * LOST_SECONDS:
+            break
+    killed_at = told[-1][1]
+    process.kill()
+    process.communicate()
+    kept = [record.step for record in read_metrics(tmp_path / "run")]
+    assert kept == list(range(1, len(kept) + 1))  # from the first on, without a hole
+    assert all(moment > killed_at - LOST_SECONDS for step, moment in told if step > len(kept))
+    assert len(kept) > 10
+    assert [name for name, _ in events(tmp_path / "run")] == ["run_start"]
+
+
+def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "run"
+
+    def break_disk(ctx: Context) -> None:
+        (folder / "tables").write_text("a file where a folder should be")
+        ctx.log_table("scores", ["score"], [[1]])
+
+    def table(ctx: Context) -> None:
+        ctx.log_table("scores", ["score"], [[ctx.step]])
+
+    def mend(ctx: Context) -> None:
+        (folder / "tables").unlink()
+
+    acts = {f"at_{step}": table for step in (2, 3, 4, 5, 7)}
+    fit(tmp_path, Acts(at_1=break_disk, at_6=mend, **acts), loggers=[JSONLLogger(flush_seconds=0.001)])
+    assert [line["rows"] for line in lines(folder / "tables" / "scores.jsonl")] == [[[1]], [[2]], [[3]], [[4]], [[5]], [[7]]]
+    assert len(read_metrics(folder)) == 9 + 3  # of other files nothing is lost
+    told = [record.getMessage() for record in caplog.records if "JSONLLogger" in record.getMessage()]
+    assert len(told) == 1  # said once, and not switched off
+    assert "tables" in told[0]
+
+
+def test_lines_that_could_never_be_written_are_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def break_disk(ctx: Context) -> None:
+        (tmp_path / "run" / "tables").write_text("a file where a folder should be")
+        ctx.log_table("scores", ["score"], [[1]])
+
+    fit(tmp_path, Acts(at_1=break_disk))
+    assert "the last lines of tables/scores.jsonl in" in caplog.text
+    assert events(tmp_path / "run")[-1] == ("run_end", 9)
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = threading.active_count()
+    seen: list[int] = []
+    fit(tmp_path, Acts(at_1=lambda ctx: seen.append(threading.active_count())))
+    assert seen[0] > before
+    assert threading.active_count() == before
+
+
+# --- resuming ---
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_the_curve_goes_on_without_doubles(tmp_path: Path, step: int) -> None:
+    """Saved at a step, trained on, killed, resumed: the records are those of a run that was never killed."""
+    fit(tmp_path, run_name="whole")
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(**{f"at_{step}": save, "at_8": fail}))
+    fit(tmp_path, resume="auto")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    resumed = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "resumed_from_step" in line]
+    assert [line["resumed_from_step"] for line in resumed] == [step]
+
+
+def test_several_resumes_of_which_one_leads_further_back(tmp_path: Path) -> None:
+    fit(tmp_path, run_name="whole")
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_2=save, at_5=save, at_8=fail))
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_8=fail), resume="auto")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "ep1-ba5")
+    fit(tmp_path, resume="auto")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_a_run_that_begins_again_for_want_of_a_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, run_name="whole")
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_5=fail))
+    fit(tmp_path, resume="auto")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_a_run_that_was_not_logged_before(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_4=save, at_5=stop), is_logged=False)
+    fit(tmp_path, Acts(at_8=stop), resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")
+    fit(tmp_path, resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")  # which counts no lines: the steps have to do
+    assert [step for step, _ in curve(tmp_path / "run")] == [5, 6, 6, 7, 8, 9, 9]
+
+
+def test_the_curve_goes_on_where_checkpoints_stand_elsewhere(tmp_path: Path) -> None:
+    fit(tmp_path, run_name="whole")
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_4=save, at_8=fail), checkpoints_folder=tmp_path / "elsewhere")
+    fit(tmp_path, resume="auto", checkpoints_folder=tmp_path / "elsewhere")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_a_logger_that_served_a_resumed_run_begins_another_anew(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    fit(tmp_path, Acts(at_4=save, at_5=stop), loggers=[logger])
+    fit(tmp_path, Acts(at_6=stop), resume="auto", loggers=[logger])
+    fit(tmp_path, Acts(at_4=save, at_5=stop), is_logged=False, run_name="other")
+    fit(tmp_path, Acts(at_6=stop), run_name="other", resume="auto", loggers=[logger])
+    fit(tmp_path, run_name="third", loggers=[logger])
+    assert [step for step, _ in curve(tmp_path / "other")] == [5, 6, 6]
+    assert len(curve(tmp_path / "third")) == 12
+
+
+def test_a_fork_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_4=save))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")
+    assert [step for step, _ in curve(tmp_path / "fork")] == [5, 6, 6, 7, 8, 9, 9]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_torn_line_is_passed_by_and_mended(tmp_path: Path) -> None:
+    fit(tmp_path, run_name="whole")
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_4=save, at_8=fail))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    content = metrics.read_bytes()
+    metrics.write_bytes(content[:-30])  # killed in the midst of writing
+    assert len(read_metrics(tmp_path / "run")) == content.count(b"\n") - 1
+    fit(tmp_path, resume="auto")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_lines_that_are_not_ours_are_passed_by(tmp_path: Path) -> None:
+    fit(tmp_path)
+    kept = read_metrics(tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'3\n[]\n{}\n{"step": 4}\n{"step": 4, "values": {"x": "y"}}\n{"resumed_from_step": 1}\n\0\0\0\n\xff\n\n')
+    assert read_metrics(tmp_path / "run") == kept
+
+
+def test_lines_that_a_crash_lost_are_not_counted_on(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_5=save, at_6=stop))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))  # the disk never saw the rest
+    fit(tmp_path, Acts(at_7=save, at_8=stop), resume="auto")
+    fit(tmp_path, resume="auto")
+    assert [step for step, _ in curve(tmp_path / "run")] == [1, 2, 6, 6, 7, 8, 9, 9]
+
+
+def test_a_folder_without_metrics_has_none(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+# --- events ---
+
+
+def test_tells_what_happened(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_2=save), max_duration="1ep")
+    assert events(tmp_path / "run") == [("run_start", 0), ("checkpoint", 2), ("evaluation", 3), ("run_end", 3)]
+    start, checkpoint, evaluation, end = lines(tmp_path / "run" / "events.jsonl")
+    assert start["resumed_from"] is None
+    versions = {"callsheet": callsheet.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    assert (start["versions"], start["pid"]) == (versions, os.getpid())
+    assert start["host"]
+    assert (checkpoint["checkpoint"]["kind"], Path(checkpoint["checkpoint"]["path"]).name) == ("requested", "ep0-ba2")
+    assert evaluation["results"]["validation"].keys() == {"loss"}
+    assert end["outcome"] == "finished"
+    assert start["time"] <= checkpoint["time"] <= end["time"]
+
+
+def test_tells_the_exception_and_the_resume(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, Acts(at_2=save, at_3=fail))
+    fit(tmp_path, Acts(at_3=stop), resume="auto")
+    told = lines(tmp_path / "run" / "events.jsonl")
+    exception = next(line for line in told if line["event"] == "exception")
+    assert (exception["type"], exception["message"], exception["span"]) == ("ValueError", "a bad step", "train_step")
+    assert [line["outcome"] for line in told if line["event"] == "run_end"] == ["failed", "stopped"]
+    assert Path([line for line in told if line["event"] == "run_start"][1]["resumed_from"]).name == "ep0-ba2"
+
+
+def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
+    fit(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fit(tmp_path)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_run_without_a_folder_is_told_so(tmp_path: Path) -> None:
+    ctx = Context(RunInfo("run"))
+    ctx.checkpoint = None
+    with pytest.raises(ConfigError, match="no folder"):
+        JSONLLogger().on_checkpoint_load_end(ctx)
+
+
+# --- settings and tables ---
+
+
+def test_settings_are_gathered_in_one_file(tmp_path: Path) -> None:
+    more = {"lr": 0.1, "path": Path("x"), "limit": math.inf, "nested": {"scale": torch.tensor([1.0, 2.0])}}
+    fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_hyperparameters(more)), config={"lr": 0.5, "depth": 2}, max_duration="1ep")
+    assert json.loads((tmp_path / "run" / "hyperparameters.json").read_text()) == {
+        "lr": 0.1,
+        "depth": 2,
+        "path": "x",
+        "limit": "Infinity",
+        "nested": {"scale": [1.0, 2.0]},
+    }
+
+
+def test_a_table_is_a_line_each_time(tmp_path: Path) -> None:
+    def table(ctx: Context) -> None:
+        ctx.log_table("eval/samples", ["prompt", "score"], [["höher?", 0.5], ["why?", math.nan]])
+        ctx.log_table("../../outside", ["a"], [])
+
+    fit(tmp_path, Acts(at_1=table, at_2=table), max_duration="1ep")
+    first, second = lines(tmp_path / "run" / "tables" / "eval" / "samples.jsonl")
+    assert first["name"] == "eval/samples"
+    assert (first["step"], second["step"]) == (1, 2)
+    assert (first["columns"], first["rows"]) == (["prompt", "score"], [["höher?", 0.5], ["why?", "NaN"]])
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_images_stand_in_files_that_a_line_names(tmp_path: Path) -> None:
+    black, white = torch.zeros(2, 3), torch.ones(3, 4, 5)
+
+    def images(ctx: Context) -> None:
+        ctx.log_images("eval/inputs", [black, white])
+        ctx.log_images("eval/inputs", [white])
+        ctx.log_images("../outside", [black])
+
+    fit(tmp_path, Acts(at_1=images, at_2=images), max_duration="1ep")
+    told = lines(tmp_path / "run" / "images.jsonl")
+    assert [(line["step"], line["name"], len(line["files"])) for line in told[:3]] == [
+        (1, "eval/inputs", 2),
+        (1, "eval/inputs", 1),
+        (1, "../outside", 1),
+    ]
+    files = [name for line in told for name in line["files"]]
+    assert len(set(files)) == 8
+    assert files[:3] == ["images/eval/inputs/1-0.png", "images/eval/inputs/1-1.png", "images/eval/inputs/1-2.png"]
+    second = Image.open(tmp_path / "run" / told[0]["files"][1])
+    assert numpy.array_equal(numpy.asarray(second), numpy.full((4, 5, 3), 255))
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_files_are_events(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_file("export", tmp_path / "model.onnx")), max_duration="1ep")
+    line = next(line for line in lines(tmp_path / "run" / "events.jsonl") if line["event"] == "file")
+    assert (line["name"], line["path"], line["step"]) == ("export", str(tmp_path / "model.onnx"), 1)
+
+
+def test_costs_and_timeline_tell_the_process(tmp_path: Path) -> None:
+    fit(tmp_path, Acts(at_200=save, at_210=stop), max_duration="300ba", eval_interval=None)
+    fit(tmp_path, max_duration="300ba", resume="auto", eval_interval=None)
+    starts = [line["process"] for line in lines(tmp_path / "run" / "events.jsonl") if line["event"] == "run_start"]
+    assert len(set(starts)) == 2
+    costs = lines(tmp_path / "run" / "costs.jsonl")
+    assert {line["process"]: line["steps"] for line in costs} == dict(zip(starts, (210, 100), strict=True))
+    assert any(cost["callback"] == "JSONLLogger" and cost["calls"] >= 100 for cost in costs[-1]["costs"])
+    timeline = lines(tmp_path / "run" / "timeline.jsonl")
+    assert {line["process"] for line in timeline} <= set(starts)
+    assert all(line["first_step"] <= line["last_step"] <= line["step"] for line in timeline)
+    assert any(slice_[0] == "forward" for line in timeline for slice_ in line["slices"])
+
+
+# --- several ---
+
+
+def test_another_name_is_another_folder(tmp_path: Path) -> None:
+    other = JSONLLogger()
+    other.name = "../again"
+    fit(tmp_path, loggers=[JSONLLogger(), other])
+    assert read_metrics(tmp_path / "run" / "_" / "again") == read_metrics(tmp_path / "run") != []
+
+
+def on_a_rank(folder: str) -> None:
+    fit(Path(folder), Acts(at_2=save, at_5=stop))
+    fit(Path(folder), resume="auto")
+
+
+def test_of_two_ranks_one_writes(tmp_path: Path) -> None:
+    run_ranks(on_a_rank, 2, str(tmp_path))
+    assert [step for step, _ in curve(tmp_path / "run")] == sorted(step for step, _ in curve(tmp_path / "run"))
+    steps = [record.step for record in read_metrics(tmp_path / "run") if "train/loss" in record.values]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert [line["event"] for line in lines(tmp_path / "run" / "events.jsonl")].count("run_start") == 2
+
+
+def test_ended_twice(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    fit(tmp_path, loggers=[logger])
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    ctx = Context(RunInfo("run", tmp_path / "run"))
+    logger.on_run_end(ctx)
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="flush_seconds=0"):
+        JSONLLogger(flush_seconds=0)

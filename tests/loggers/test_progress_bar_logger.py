@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import callsheet.loggers.progress_bar_logger
+from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet.loggers import ProgressBarLogger
+
+DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
+
+FITS = """
+import sys, torch
+from callsheet import Callback, Trainer
+from callsheet.loggers import ProgressBarLogger
+
+class Ends(Callback):
+    def on_train_step_end(self, ctx):
+        if ctx.step == 20:
+            print("somebody prints")
+            if sys.argv[1] == "fail":
+                raise ValueError("a bad step")
+
+data = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
+with Trainer(
+    torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data, data[:1], callbacks=[ProgressBarLogger(), Ends()], max_duration="30ba",
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), runs_folder=sys.argv[2], run_name="run", device="cpu",
+) as trainer:
+    trainer.fit()
+"""
+HIDES, SHOWS = "\x1b[?25l", "\x1b[?25h"  # the cursor
+
+
+class Acts(Callback):
+    """Does something at a step's end."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self.step = step
+        self.act = act
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            self.act(ctx)
+
+
+def fail(ctx: Context) -> None:
+    raise ValueError("a bad step")
+
+
+def fit(folder: Path, *callbacks: Callback, **options: Any) -> None:
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        DATA,
+        DATA[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        callbacks=callbacks,
+        runs_folder=folder,
+        run_name="run",
+        device="cpu",
+        **{"max_duration": "30ba", **options},
+    ) as trainer:
+        trainer.fit()
+
+
+def on_a_terminal(how: str, folder: Path) -> str:
+    """What a person sees of a script whose standard error is a terminal, and whose standard output is a file."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "120"}
+    with open(folder / "stdout", "wb") as stdout:
+        process = subprocess.Popen([sys.executable, "-c", FITS, how, str(folder)], env=env, stdout=stdout, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # Linux says so when the other end is closed
+            part = b""
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    process.wait()
+    return seen.decode()
+
+
+def test_lines_tell_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, ProgressBarLogger(), Acts(12, lambda ctx: ctx.control.save("asked for")))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4  # of three records in less than five seconds the first
+    assert re.fullmatch(r" 33%  epoch 1  step 10  loss [\d.e-]+  [\d,.]+ samples/s  0:00:00 left", lines[0])
+    assert lines[1] == f"checkpoint (requested): {tmp_path / 'run' / 'checkpoints' / 'ep0-ba12'}"
+    assert re.fullmatch(r"evaluation at step 30: validation/loss [\d.e-]+", lines[2])
+    assert re.fullmatch(r"run finished: epoch 1  step 30  0:00:00 of training", lines[3])
+
+
+def test_nothing_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, ProgressBarLogger())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_an_exception_is_told_as_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str], bar: bool) -> None:
+    stdout, stderr = sys.stdout, sys.stderr
+    with pytest.raises(ValueError, match="a bad step"):
+        fit(tmp_path, ProgressBarLogger(bar=bar), Acts(20, fail))
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("run failed: epoch 1  step 20")
+
+
+def test_a_terminal_has_a_bar_and_lines_above_it(tmp_path: Path) -> None:
+    seen = on_a_terminal("finish", tmp_path)
+    assert seen.count(HIDES) == seen.count(SHOWS) == 1
+    in_bar, after = seen.split(SHOWS)
+    assert "━" in in_bar
+    assert re.search(r"100%.*epoch 1  step 30  loss", in_bar)
+    assert "evaluation at step 30: validation/loss" in in_bar
+    assert "run finished: epoch 1  step 30" in after
+    assert (tmp_path / "stdout").read_text() == "somebody prints\n"
+
+
+def test_the_bar_is_down_before_the_traceback(tmp_path: Path) -> None:
+    seen = on_a_terminal("fail", tmp_path)
+    assert seen.count(HIDES) == seen.count(SHOWS) == 1
+    after = seen.split(SHOWS)[1]
+    assert after.index("run failed") < after.index("Traceback")
+    assert "━" not in after
+    assert (tmp_path / "stdout").read_text() == "somebody prints\n"
+
+
+def test_a_bar_that_cannot_be_drawn_is_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        """One that can go away."""
+
+        is_gone = False
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                raise OSError("the terminal is gone")
+            return super().write(text)
+
+        def isatty(self) -> bool:
+            return True
+
+    def go(ctx: Context) -> None:
+        terminal.is_gone = True
+
+    def come_back(ctx: Context) -> None:
+        terminal.is_gone = False
+        assert sys.stderr is terminal  # the bar had put itself before it
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_REFRESH_SECONDS", 0.0)  # every step
+    fit(tmp_path, ProgressBarLogger(bar=True), Acts(5, go), Acts(10, come_back))
+    assert "━" in terminal.getvalue()
+    assert "run finished" in terminal.getvalue()
+
+
+def test_many_records_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, ProgressBarLogger(bar=False), log_interval="1ba", eval_interval=None)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="bar='on'"):
+        ProgressBarLogger(bar="on")

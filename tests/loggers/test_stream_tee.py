@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from callsheet.loggers.stream_tee import StreamTee
+
+
+def there() -> Any:
+    """What stands at standard error."""
+    return sys.stderr
+
+
+class Heard(list[tuple[str, str]]):
+    def take(self, text: str, stream: str) -> None:
+        self.append((stream, text))
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self)
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[io.StringIO]:
+    """A stream in the place of standard error; not a fixture, since pytest sets its own between that and the test."""
+    stream = io.StringIO()
+    before, sys.stderr = sys.stderr, stream
+    try:
+        yield stream
+    finally:
+        sys.stderr = before
+
+
+def test_hears_and_passes_on() -> None:
+    with standing_in() as stream:
+        heard = Heard()
+        tee = StreamTee("stderr", heard.take)
+        print("printed", file=sys.stderr)
+        sys.stderr.writelines(["a", "b\n"])
+        tee.close_tee()
+        tee.close_tee()
+        assert there() is stream
+        print("not heard", file=sys.stderr)
+        assert stream.getvalue() == "printed\nab\nnot heard\n"
+        assert heard.text == "printed\nab\n"
+        assert {name for name, _ in heard} == {"stderr"}
+
+
+def test_it_is_like_the_stream_that_it_stands_before() -> None:
+    with standing_in():
+        tee = StreamTee("stderr", Heard().take)
+        assert sys.stderr.isatty() is False
+        assert hasattr(sys.stderr, "getvalue")  # the stream's own
+        assert not hasattr(sys.stderr, "nonsense")
+        assert isinstance(copy.copy(tee), StreamTee)
+        tee.close_tee()
+
+
+def test_handlers_of_logging_are_heard_and_put_back() -> None:
+    with standing_in() as stream:
+        logger = logging.getLogger("a logger of its own")
+        logger.propagate = False
+        before, other = logging.StreamHandler(), logging.StreamHandler(kept := io.StringIO())
+        logger.addHandler(before)
+        logger.addHandler(other)
+        heard = Heard()
+        tee = StreamTee("stderr", heard.take)
+        late = logging.StreamHandler()
+        logger.addHandler(late)
+        logger.error("told")
+        assert heard.text == "told\ntold\n"
+        tee.close_tee()
+        logger.error("not heard")
+        logger.handlers.clear()
+        assert heard.text == "told\ntold\n"
+        assert before.stream is late.stream is stream
+        assert kept.getvalue() == "told\nnot heard\n"
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_two_end_in_any_order(order: str) -> None:
+    with standing_in() as stream:
+        logger = logging.getLogger("another of its own")
+        handler = logging.StreamHandler()
+        logger.addHandler(handler)
+        one, other = Heard(), Heard()
+        tees = [StreamTee("stderr", one.take), StreamTee("stderr", other.take)]
+        print("both", file=sys.stderr)
+        first, second = tees if order == "inner first" else tees[::-1]
+        first.close_tee()
+        print("one", file=sys.stderr)
+        second.close_tee()
+        logger.handlers.clear()
+        assert there() is stream
+        assert handler.stream is stream
+        assert sorted([one.text, other.text]) == ["both\n", "both\none\n"]
+        assert stream.getvalue() == "both\none\n"
+
+
+def test_somebody_else_who_stands_before_it_stays() -> None:
+    with standing_in() as stream:
+        heard = Heard()
+        tee = StreamTee("stderr", heard.take)
+        with contextlib.redirect_stderr(io.StringIO()) as other:
+            tee.close_tee()
+            assert there() is other
+            print("to the other", file=sys.stderr)
+        assert there() is tee  # it was put back by who did not know
+        print("not heard", file=sys.stderr)
+        assert heard.text == ""
+        assert stream.getvalue() == "not heard\n"
+        assert there() is stream  # and has gone
+
+
+def test_a_forked_process_is_not_heard() -> None:
+    with standing_in() as stream:
+        if not hasattr(os, "fork"):
+            pytest.skip("nothing forks here")
+
+        def take(text: str, name: str) -> None:
+            os._exit(3)
+
+        tee = StreamTee("stderr", take)
+        child = os.fork()
+        if not child:
+            sys.stderr.write("from the child")
+            os._exit(0 if stream.getvalue() == "from the child" else 4)
+        assert os.waitpid(child, 0)[1] == 0
+        tee.close_tee()

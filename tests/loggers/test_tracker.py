@@ -1,0 +1,271 @@
+"""What trackers share: a lane, settings by dotted name, and no secrets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Background, ConfigError, Context, Trainer
+from callsheet.context import Outcome
+from callsheet.lanes import LaneOptions
+from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
+
+HANGS = ("open", "write", "close")
+
+
+class Stuck(Tracker):
+    """A tracker whose backend hangs in one of its calls, until it is let go."""
+
+    package = extra = "json"
+    lane_options = LaneOptions(deadline=1.0)
+
+    def __init__(self, hangs_in: str = "") -> None:
+        super().__init__()
+        self.hangs_in = hangs_in
+        self.lets_go = threading.Event()
+        self.calls: list[tuple[str, str, Any]] = []
+
+    def _call(self, what: str, said: Any = None) -> None:
+        self.calls.append((what, threading.current_thread().name, said))
+        if what == self.hangs_in:
+            self.lets_go.wait(60)
+
+    def _open(self, ctx: Context, run_id: str | None) -> Opened:
+        self._call("open")
+        return Opened(run_id or "an id")
+
+    def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+        self._call("write", ctx.record.step)
+
+    def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        self._call("settings", dict(values))
+
+    def _fail(self, ctx: Context, error: str) -> None:
+        self._call("fail", error)
+
+    def _close(self, ctx: Context, outcome: Outcome) -> None:
+        self._call("close", outcome)
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        [(torch.ones(2, 2), torch.ones(2, 1))] * 4,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        runs_folder=folder,
+        device="cpu",
+        max_duration="4ba",
+        log_interval="1ba",
+        **options,
+    )
+
+
+@pytest.fixture
+def stuck(request: pytest.FixtureRequest) -> Iterator[Stuck]:
+    made = Stuck(request.param)
+    yield made
+    made.lets_go.set()
+
+
+# --- in a lane ---
+
+
+def test_it_is_told_all_in_its_lane(tmp_path: Path) -> None:
+    tracker = Stuck()
+
+    def fails(ctx: Context) -> None:
+        if ctx.step == 3:
+            raise ValueError("a bad step")
+
+    training = trainer(tmp_path, loggers=[tracker], config={"lr": 0.1})
+    training.callbacks.register("on_train_step_end", fails)
+    with pytest.raises(ValueError, match="a bad step"):
+        training.fit()
+    assert {thread for _, thread, _ in tracker.calls} == {"callsheet-lane-Stuck"}
+    told = [(what, said) for what, _, said in tracker.calls]
+    assert told == [
+        ("open", None),
+        ("settings", {"lr": 0.1}),
+        ("write", 1),
+        ("write", 2),
+        ("fail", "ValueError: a bad step"),
+        ("close", Outcome.FAILED),
+    ]
+
+
+@pytest.mark.parametrize("stuck", HANGS, indirect=True)
+def test_one_that_hangs_delays_no_step_and_the_end_by_its_deadline(
+    stuck: Stuck, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "callsheet"), trainer(tmp_path, loggers=[stuck]) as training:
+        start = time.monotonic()
+        training.fit()
+        trained = time.monotonic()
+    ended = time.monotonic()
+    assert training.run.outcome is Outcome.FINISHED
+    assert trained - start < 20
+    assert ended - trained < 20  # it hangs for 60
+    (said,) = [message for message in caplog.messages if "a lane has not told everything" in message]
+    assert said.endswith("and one has not returned")
+
+
+def test_two_of_one_package_open_one_after_the_other(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    class Slow(Stuck):
+        def _open(self, ctx: Context, run_id: str | None) -> Opened:
+            inside.append(1)
+            time.sleep(0.1)
+            most.append(len(inside))
+            inside.pop()
+            return super()._open(ctx, run_id)
+
+    first, second = Slow(), Slow()
+    second.name = "second"
+    with trainer(tmp_path, loggers=[first, second]) as training:
+        training.fit()
+    assert most == [1, 1]
+
+
+def test_it_can_be_put_inline_or_in_a_lane_of_other_options(tmp_path: Path) -> None:
+    inline, other = Stuck(), Stuck()
+    inline.lane, other.name = "inline", "other"
+    with trainer(tmp_path, loggers=[inline], callbacks=[Background(other, queue=7)]) as training:
+        training.fit()
+    assert {thread for _, thread, _ in inline.calls} == {"MainThread"}
+    assert {thread for _, thread, _ in other.calls} == {"callsheet-lane-other"}
+    assert [call[0] for call in inline.calls] == [call[0] for call in other.calls]
+
+
+# --- settings, and secrets ---
+
+
+def test_settings_by_dotted_name() -> None:
+    values = {
+        "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
+        "callbacks": [{"class_path": "a.B", "init_args": {"keep": 3}}, {"class_path": "a.C", "init_args": {}}],
+        "matrix": [[1, 2], [3]],
+        "names": {"b", "a"},
+        "folder": Path("x"),
+        "scale": torch.tensor(2.0),
+        "none": None,
+        3: numpy.int64(4),
+    }
+    assert flat(values) == {  # type: ignore[arg-type]  # a key that is no string
+        "optimizer.lr": 0.1,
+        "optimizer.betas": [0.9, 0.95],
+        "callbacks.0.class_path": "a.B",
+        "callbacks.0.init_args.keep": 3,
+        "callbacks.1.class_path": "a.C",
+        "callbacks.1.init_args": "{}",
+        "matrix.0": [1, 2],
+        "matrix.1": [3],
+        "names": ["a", "b"],
+        "folder": "x",
+        "scale": 2.0,
+        "none": None,
+        "3": 4,
+    }
+
+
+def test_dots_become_dictionaries_again() -> None:
+    values = {"optimizer": {"lr": 0.1, "more": {"eps": 1}}, "seed": 3}
+    assert nested(flat(values)) == values
+    assert nested({"a": 1, "a.b": 2}) == {"a": {"b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1), (None, None), ("a", "a"), (True, True), (numpy.float32(0.5), 0.5), (torch.tensor([1]), 1), (Path("x"), "x")],
+)
+def test_cells_are_plain(value: Any, expected: Any) -> None:
+    assert plain(value) == expected
+    assert type(plain(value)) is type(expected)
+
+
+def test_arrays_in_a_cell_are_text() -> None:
+    assert plain(numpy.arange(2)) == "[0 1]"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:word@host/path",
+        "https://word@host",
+        "postgresql://me:word@host/db",
+        "https://host/?write_token=word",
+        "https://host/?api_key=word",
+    ],
+)
+def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="give it as SOMETHING instead") as found:
+        check_no_secret("server", url, "SOMETHING")
+    assert "word" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "url", [None, "https://host:80/path?page=2", "sqlite:///runs/mlflow.db", "postgresql://me@host/db", "offline"]
+)
+def test_other_urls_are_not(url: str | None) -> None:
+    check_no_secret("server", url, "SOMETHING")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("stuck", ["write"], indirect=True)
+def test_one_that_hangs_holds_up_no_checkpoint_which_knows_its_run(
+    stuck: Stuck, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck.lane_options = LaneOptions(deadline=40.0)
+    with trainer(tmp_path, loggers=[stuck]) as training:
+        training.fit()
+        while ("write", "callsheet-lane-Stuck", 1) not in stuck.calls:
+            time.sleep(0.01)
+        began = time.monotonic()
+        state = training.callbacks.state_dict()
+        seconds = time.monotonic() - began
+        stuck.lets_go.set()
+    assert seconds < 20
+    assert state["callbacks"]["Stuck"] == {"run": training.run.name, "run_id": "an id"}
+    assert "is behind" not in caplog.text
+
+
+def test_a_state_that_holds_more_than_the_run_is_waited_for(tmp_path: Path) -> None:
+    class Counts(Stuck):
+        writes = 0
+
+        def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+            time.sleep(0.05)
+            self.writes += 1
+
+        def state_dict(self) -> Mapping[str, Any]:
+            return {**super().state_dict(), "writes": self.writes}
+
+    with trainer(tmp_path, loggers=[Counts()]) as training:
+        training.fit()
+        assert training.callbacks.state_dict()["callbacks"]["Counts"]["writes"] == 4
+
+
+def test_a_run_that_is_not_known_yet_is_waited_for(tmp_path: Path) -> None:
+    class SlowToOpen(Stuck):
+        lane_options = LaneOptions(deadline=40.0)
+
+        def _open(self, ctx: Context, run_id: str | None) -> Opened:
+            time.sleep(0.5)
+            return super()._open(ctx, run_id)
+
+    with trainer(tmp_path, loggers=[SlowToOpen()]) as training:
+        training.fit()
+        assert training.callbacks.state_dict()["callbacks"]["SlowToOpen"]["run_id"] == "an id"

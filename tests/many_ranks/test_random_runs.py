@@ -1,0 +1,177 @@
+"""Whatever happens to one rank, all of them end: at the same step and in the same way, or with an error that names that rank.
+
+Real processes over gloo. `CALLSHEET_SEEDS=200 pytest tests/many_ranks` is the long form, and `make ranks` writes its table.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from callsheet.testing import check_events
+from callsheet.testing.ranks import RankProcesses
+
+from .scenario import ANSWER, FATAL, KINDS, TIMEOUT, Played, Report, blamed, planned, played
+from .table import table
+
+SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "20")))
+AT_ONCE = 3  # most of a run is waiting
+SLACK = 5.0
+"""Seconds for a machine that has other things to do."""
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Played]]]:
+    """All runs that the chosen tests need, under way; with CALLSHEET_TABLE in the environment a table of them is written there."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    seeds = [cast("int", item.callspec.params["seed"]) for item in here if hasattr(item, "callspec")]
+    with RankProcesses(os.getpid, 2) as ranks:  # the process that the others are forked from, begun by one thread
+        ranks.wait(60)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        begun: dict[int, Future[Played]] = {
+            seed: pool.submit(played, planned(seed), tmp_path_factory.mktemp(f"seed{seed}-")) for seed in seeds
+        }
+        yield begun
+        for run in begun.values():
+            run.cancel()
+    if path := os.environ.get("CALLSHEET_TABLE"):
+        Path(path).write_text(table([run.result() for run in begun.values() if not run.cancelled()]))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_ranks_end_alike_or_name_the_one_that_did_not(seed: int, runs: dict[int, Future[Played]]) -> None:
+    run = runs[seed].result()
+    if run.scenario.is_fatal and run.struck_after is not None:
+        the_others_name_it(run)
+    else:
+        all_end_alike(run)
+
+
+def the_others_name_it(run: Played) -> None:
+    scenario = run.scenario
+    bad = scenario.rank
+    expected = set(range(scenario.world_size)) - ({bad} if scenario.kind != "raise" else set())
+    assert set(run.reports) == expected, f"{scenario}: {run.silent}"
+    assert run.seconds < (TIMEOUT if scenario.kind == "stuck" else 0) + ANSWER + SLACK, str(scenario)
+    for rank, report in run.reports.items():
+        told = f"{scenario}, rank {rank}: {report.error} | {report.notes}"
+        check_events([event for event, _ in report.events])
+        assert report.outcome == "failed", told
+        if rank == bad:
+            assert report.is_planned, told
+        else:
+            assert not report.is_planned, told
+            assert blamed(report) == {bad}, told
+            if scenario.kind == "raise":
+                assert f"as planned on rank {bad}" in report.notes, told
+
+
+def all_end_alike(run: Played) -> None:
+    scenario = run.scenario
+    assert set(run.reports) == set(range(scenario.world_size)), f"{scenario}: {run.silent}"
+    reports = [run.reports[rank] for rank in range(scenario.world_size)]
+    first = reports[0]
+    about = str(scenario)
+    interrupted = [report.error for report in reports]
+    assert len(set(interrupted)) == 1, about
+    assert interrupted[0] in ("", "KeyboardInterrupt: "), f"{about}: {interrupted[0]} | {first.notes}"
+    for rank, report in enumerate(reports):
+        check_events([event for event, _ in report.events])
+        for name in ("events", "records", "published", "evaluated", "weights", "counted"):
+            ours, theirs = list(getattr(report, name)), list(getattr(first, name))
+            assert ours == theirs, f"{about}: {name} of rank {rank}: {differing(ours, theirs)}"
+        for name in ("outcome", "step", "samples", "stopped_by", "signal"):
+            assert getattr(report, name) == getattr(first, name), f"{about}: {name} of rank {rank}"
+    how_it_ended(run, first)
+    wishes_came_true(run, first)
+    every_sample_once(run, reports)
+    summed = sum(float.fromhex(values["sum/odd"]) for _, values in first.records if "sum/odd" in values)
+    assert summed == sum(report.logged for report in reports), about
+
+
+def differing(ours: list[object], theirs: list[object]) -> str:
+    """Where two lists part."""
+    pairs = zip([*ours, None], [*theirs, None], strict=False)
+    place = next((place for place, (here, there) in enumerate(pairs) if here != there), min(len(ours), len(theirs)))
+    return f"at {place} of {len(ours)} and {len(theirs)}: {ours[place : place + 3]} and {theirs[place : place + 3]}"
+
+
+def how_it_ended(run: Played, first: Report) -> None:
+    scenario, about = run.scenario, str(run.scenario)
+    struck = any(report.struck for report in run.reports.values())
+    if scenario.kind == "signal" and struck:
+        assert first.outcome == ("interrupted" if scenario.signal == "SIGINT" else "preempted"), about
+        assert first.signal == str(signal.Signals[scenario.signal]), about
+        assert [step for _, step, kind, _ in first.published if kind == "preempt"] == [first.step], about
+        assert [event for event, _ in first.events].count("on_preempt") == 1, about
+    else:
+        assert first.outcome == ("stopped" if first.stopped_by else "finished"), about
+        assert first.signal == "None", about
+        if first.outcome == "finished":
+            assert first.samples == scenario.epochs * samples_in_all(run), about
+    assert first.published, about
+    assert first.published[-1][1] == first.step, about
+
+
+def samples_in_all(run: Played) -> int:
+    lengths = run.scenario.lengths
+    return 2 * sum(lengths) if run.scenario.data.startswith("own") else lengths[0]
+
+
+def wishes_came_true(run: Played, first: Report) -> None:
+    asked = [wish for report in run.reports.values() for wish in report.asked]
+    for wish in asked:
+        about = f"{run.scenario}: {wish.name}"
+        if wish.what == "save":
+            assert [step >= wish.step for _, step, _, by in first.published if wish.name in by] == [True], about
+        elif wish.what == "evaluate":
+            assert first.outcome in ("preempted", "interrupted") or any(step >= wish.step for step, _ in first.evaluated), about
+        else:
+            assert first.stopped_by or first.signal != "None", about
+    names = {wish.name for wish in asked}
+    assert {why for _, why in first.evaluated if why} <= names, run.scenario
+    assert first.stopped_by in names | {""}, run.scenario
+
+
+def every_sample_once(run: Played, reports: list[Report]) -> None:
+    """Where the Trainer shares the data out; a rank that has run out trains, for nothing, on a sample of the epoch's last step again."""
+    scenario = run.scenario
+    if scenario.data.startswith("own"):
+        return
+    whole = set(range(scenario.lengths[0]))
+    for epoch, counted in reports[0].counted.items():
+        drawn = [(step, number) for report in reports for at, step, numbers in report.drawn if at == epoch for number in numbers]
+        last = max(step for step, _ in drawn)
+        before = [number for step, number in drawn if step < last]
+        at_last = {number for step, number in drawn if step == last}
+        assert len(before) == len(set(before)), f"{scenario}: twice in epoch {epoch}"
+        assert not at_last & set(before), f"{scenario}: again at the end of epoch {epoch}"
+        so_far = counted - reports[0].counted.get(epoch - 1, 0)
+        if so_far == len(whole):
+            assert at_last | set(before) == whole, f"{scenario}: lost in epoch {epoch}"
+        else:
+            assert epoch == max(reports[0].counted), str(scenario)
+            assert so_far <= len(at_last | set(before)), str(scenario)
+
+
+def test_the_seeds_hold_everything() -> None:
+    """Every kind with every number of ranks, every parallelism and way of sharing, every request, both signals, at one rank and at all."""
+    scenarios = [planned(seed) for seed in range(200)]
+    assert {scenario.kind for scenario in map(planned, range(20))} == set(KINDS)
+    assert {(s.kind, s.world_size, s.parallel) for s in scenarios} >= {
+        (kind, size, parallel) for kind in KINDS for size in (2, 4) for parallel in ("ddp", "fsdp")
+    }
+    assert {s.data for s in scenarios} == {"items", "batches", "stream", "own", "own_stream"}
+    assert {wish.what for s in scenarios for wish in s.wishes} == {"save", "evaluate", "stop"}
+    assert {(s.signal, s.rank < 0) for s in scenarios if s.kind == "signal"} == {
+        (name, everybody) for name in ("SIGTERM", "SIGINT") for everybody in (True, False)
+    }
+    assert {s.launcher_follows for s in scenarios if s.kind == "dead"} == {True, False}
+    assert set(FATAL) < set(KINDS)

@@ -1,0 +1,128 @@
+"""Rows become tokens, and exactly what the assistant says is learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet import ConfigError
+from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.conversations import Conversations
+
+CHATML = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Without `{% generation %}`, as most are."""
+
+FORGETFUL = (
+    "{% for message in messages %}{% if message.role == 'user' or loop.last %}"
+    "{{ message.role + ': ' + message.content + ';' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Earlier answers are left out, as thoughts are in some."""
+
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Wie heißt du?"},
+    {"role": "assistant", "content": "Zoë, 你好"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "That is all."},
+]
+
+
+def learnt(tokenizer: Any, conversations: Conversations, row: dict[str, Any]) -> list[str]:
+    """What is learnt of the row, as texts: one for each stretch of tokens."""
+    example = conversations.example(row, "here:1")
+    parts: list[list[int]] = []
+    for i, (token, is_learnt) in enumerate(zip(example.ids, example.is_learnt, strict=True)):
+        if is_learnt:
+            if not i or not example.is_learnt[i - 1]:
+                parts.append([])
+            parts[-1].append(token)
+    return [tokenizer.decode(part) for part in parts]
+
+
+def test_what_the_template_marks_is_learnt_in_every_turn_to_the_byte() -> None:
+    tokenizer = byte_tokenizer()
+    assert learnt(tokenizer, Conversations(tokenizer), {"messages": TALK}) == ["Zoë, 你好<|end|>", "That is all.<|end|>"]
+
+
+def test_without_a_mark_it_is_what_each_answer_adds_to_the_template(tmp_path: Path) -> None:
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    tokenizer = byte_tokenizer()
+    conversations = Conversations(tokenizer, template=str(tmp_path / "chatml.jinja"))
+    assert learnt(tokenizer, conversations, {"messages": TALK}) == ["Zoë, 你好<|im_end|>\n", "That is all.<|im_end|>\n"]
+    asked = tokenizer.decode(conversations.prompt({"messages": TALK}, "here:1"))
+    assert asked.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(asked)
+
+
+def test_a_template_that_changes_what_was_said_is_refused_where_it_matters(tmp_path: Path) -> None:
+    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
+    tokenizer = byte_tokenizer()
+    conversations = Conversations(tokenizer, template=str(tmp_path / "forgetful.jinja"))
+    assert learnt(tokenizer, conversations, {"messages": TALK[:3]}) == ["Zoë, 你好;"]
+    with pytest.raises(ConfigError, match=r"here:1: the chat template does not begin .* generation"):
+        conversations.example({"messages": TALK}, "here:1")
+
+
+def test_prompt_and_completion_are_a_chat_where_there_is_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    conversations = Conversations(tokenizer)
+    asked, told = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+    of_messages = conversations.example({"messages": [asked, told]}, "here:1")
+    assert conversations.example({"prompt": "2+2", "completion": "4"}, "here:1") == of_messages
+    assert conversations.example({"prompt": [asked], "completion": [told]}, "here:1") == of_messages
+    assert conversations.prompt({"prompt": "2+2"}, "here:1") == conversations.prompt({"prompt": [asked]}, "here:1")
+
+
+def test_prompt_and_completion_follow_one_another_where_there_is_none() -> None:
+    tokenizer = byte_tokenizer()
+    conversations = Conversations(tokenizer, template="plain")
+    row = {"prompt": "2+2=", "completion": "4"}
+    assert tokenizer.decode(conversations.example(row, "here:1").ids) == "2+2=4<|end|>"
+    assert learnt(tokenizer, conversations, row) == ["4<|end|>"]
+    assert tokenizer.decode(conversations.prompt(row, "here:1")) == "2+2="
+
+
+def test_all_of_a_text_is_learnt_and_all_of_a_chat_where_it_is_asked_for() -> None:
+    tokenizer = byte_tokenizer()
+    assert learnt(tokenizer, Conversations(tokenizer), {"text": "abc"}) == ["abc<|end|>"]
+    assert learnt(tokenizer, Conversations(tokenizer, completion_only=False), {"messages": TALK[1:3]}) == [
+        "<|user|>Wie heißt du?<|assistant|>Zoë, 你好<|end|>"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "?"}, "columns question; give `messages`"),
+        ({"messages": "hello"}, "messages is 'hello'; give a list of messages"),
+        ({"messages": []}, "there are no messages"),
+        ({"messages": [{"content": "hello"}]}, "with `role` and `content`"),
+        (
+            {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]},
+            "message 1 of messages has no `content`",
+        ),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "the assistant says nothing"),
+        ({"prompt": "hello"}, "there is no column 'completion'"),
+        ({"prompt": "hello", "completion": 3}, "completion is 3; give a text"),
+        ({"text": ""}, "text is ''; give a text"),
+        ({"text": None}, "columns (none); give `messages`"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_its_place(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.jsonl:7: ") as caught:
+        Conversations(byte_tokenizer()).example(row, "data.jsonl:7")
+    assert said in str(caught.value)
+
+
+def test_messages_without_a_template_and_a_template_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        Conversations(byte_tokenizer(), template="plain").example({"messages": TALK}, "here:1")
+    with pytest.raises(ConfigError, match=r"chat_template='nowhere\.jinja'"):
+        Conversations(byte_tokenizer(), template="nowhere.jinja")

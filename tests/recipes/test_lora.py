@@ -1,0 +1,73 @@
+"""Adapters on several ranks: one of them writes the merged model, and all know what came of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from callsheet import CheckpointError
+from callsheet.cli import main
+from callsheet.commands.export import export
+from callsheet.testing import run_ranks
+
+from .tiny import sums
+
+SHARDED = ["--parallel", "fsdp"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process, with its checkpoint and what it exported."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = sums(folder)
+    job: dict[str, Any] = {
+        "recipe": "finetune",
+        "run_name": "tiny",
+        "runs_folder": str(folder),
+        "max_duration": "2ba",
+        "batch_size": 4,
+        "threads": 1,
+        "device": "cpu",
+        "export": True,
+        "evaluate_first": False,
+        "samples": 0,
+        "sequence_length": 32,
+        "train": {"path": rows["train"].path},
+        "model": {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32},
+        "lora": {"r": 2},
+        "callbacks": [{"class_path": "callsheet.callbacks.CheckpointSaver"}],
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    assert main(["train", str(folder / "job.yaml")]) == 0
+    return folder / "tiny"
+
+
+def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
+    try:
+        return export(str(run), overrides, folder=str(folder))
+    except CheckpointError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.parametrize("overrides", [[], SHARDED], ids=["ddp", "fsdp"])
+def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp_path: Path, overrides: list[str]) -> None:
+    said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)
+    assert said[0].startswith(f"{run}, step 2: {tmp_path / 'out'} (")
+    assert "model.safetensors, tokenizer.json" in said[0]
+    assert said[1] == ""
+    ours, its = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run / "export"))
+    assert ours.keys() == its.keys()
+    for name, tensor in its.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_what_rank_0_cannot_write_is_refused_on_all(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
+    for text in said:
+        assert text.startswith("refused: rank 0: NotADirectoryError")

@@ -1,0 +1,82 @@
+"""One file of callbacks, unchanged, in every recipe: the same events, fields and metric names in all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from callsheet.callback import import_path
+from callsheet.callbacks import CheckpointSaver
+from callsheet.commands.recipe import RECIPES
+from callsheet.testing import check_events
+
+from . import tiny
+from .everywhere import Report, Story
+
+COMMON = {
+    *("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_per_second"),
+    *("time/epoch", "time/batch", "time/sample", "time/token"),
+    *("validation/loss", "test/loss", "everywhere/steps"),
+}
+"""The metrics that every recipe has under these names."""
+
+MORE = {
+    "pretrain": {"train/label_tokens"},
+    "finetune": {"train/label_tokens"},
+    "finetune_vlm": {"train/label_tokens"},
+    "classify": {f"{dataset}/{metric}" for dataset in ("validation", "test") for metric in ("accuracy", "f1")},
+    "distill": {
+        *("train/label_tokens", "train/ce_loss", "train/kd_loss"),
+        *(f"{dataset}/{loss}" for dataset in ("validation", "test") for loss in ("ce_loss", "kd_loss", "teacher_loss")),
+    },
+}
+"""Those that some have besides."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("everywhere")
+
+
+@cache
+def told(name: str, folder: Path) -> tuple[Story, Report]:
+    """The recipe's tiny job, run with both callbacks; once for all tests."""
+    story, report = Story(), Report()
+    config = getattr(tiny, f"tiny_{name}")(folder / name)
+    recipe = import_path(RECIPES[name])(config, callbacks=[report, CheckpointSaver(save_interval="2ba"), story])
+    recipe.setup()
+    recipe.run()
+    return story, report
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_events_and_the_fields_are_those_of_pretraining(name: str, folder: Path) -> None:
+    events = [event for event, *_ in told(name, folder)[0].told]
+    check_events(events)
+    assert told(name, folder)[0].told == told("pretrain", folder)[0].told
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_metrics_have_the_same_names(name: str, folder: Path) -> None:
+    _, report = told(name, folder)
+    names = {metric for _, values in report.records for metric in values}
+    assert names == COMMON | MORE.get(name, set())
+    assert [step for step, _ in report.records] == [step for step, _ in told("pretrain", folder)[1].records]
+    assert all(math.isfinite(value) for _, values in report.records for value in values.values())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_report_can_be_made_of_it(name: str, folder: Path) -> None:
+    _, report = told(name, folder)
+    assert (report.steps, report.outcome) == (4, "finished")
+    assert len(report.losses) == len(report.norms) == 4
+    means = [values["train/loss"] for _, values in report.records if "train/loss" in values]
+    assert means == pytest.approx(
+        [sum(report.losses[:2]) / 2, sum(report.losses[2:]) / 2], rel=1e-5
+    )  # rows of a token or two weigh alike
+    assert [step for step, _ in report.evaluations] == [2, 4]
+    assert [(step, {"validation": results["validation"]["loss"]}) for step, results in report.evaluations] == report.checkpoints
+    assert report.tests[0]["loss"] > 0

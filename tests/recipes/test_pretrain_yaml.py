@@ -1,0 +1,49 @@
+"""The recipe that the demo trains shows what there is, and names nothing that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import pytest
+import yaml
+
+from callsheet import Callback, callbacks, loggers
+from callsheet.callback import import_path
+
+RECIPE: dict[str, Any] = yaml.safe_load(resources.files("callsheet.recipes").joinpath("pretrain.yaml").read_text("utf-8"))
+
+
+def class_paths(tree: Any) -> Iterator[str]:
+    """Of all that the recipe makes, however deep it stands."""
+    if isinstance(tree, dict):
+        if "class_path" in tree:
+            yield tree["class_path"]
+        for value in tree.values():
+            yield from class_paths(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from class_paths(value)
+
+
+def test_it_uses_at_least_ten_built_in_callbacks() -> None:
+    used = {path.rpartition(".")[2] for path in class_paths(RECIPE["callbacks"]) if path.startswith("callsheet.callbacks.")}
+    assert used <= set(callbacks.__all__)
+    assert len(used) >= 10
+
+
+def test_it_logs_to_a_file_that_the_report_is_made_from() -> None:
+    used = {path.rpartition(".")[2] for path in class_paths(RECIPE["loggers"])}
+    assert "JSONLLogger" in used
+    assert used <= set(loggers.__all__)
+
+
+@pytest.mark.parametrize("path", sorted(set(class_paths(RECIPE))))
+def test_what_it_names_can_be_imported(path: str) -> None:
+    assert callable(import_path(path))
+
+
+@pytest.mark.parametrize("path", sorted(set(class_paths([RECIPE["callbacks"], RECIPE["loggers"]]))))
+def test_what_it_registers_is_a_callback(path: str) -> None:
+    assert issubclass(import_path(path), Callback)

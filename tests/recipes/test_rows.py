@@ -1,0 +1,77 @@
+"""Rows of files and folders, by their places and splits, read by workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.rows import Rows, Table
+from callsheet.recipes.text_rows import TextRows
+
+
+def write(path: Path, texts: list[str]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def texts_of(rows: Rows) -> list[str]:
+    return [row["text"] for row in rows.read(["text"])]
+
+
+def test_a_folder_is_read_by_its_splits(tmp_path: Path) -> None:
+    for name in ("train-1", "train-2", "val", "test"):
+        write(tmp_path / f"{name}.jsonl", [name])
+    assert texts_of(Rows(str(tmp_path))) == ["train-1", "train-2"]
+    assert texts_of(Rows(str(tmp_path), split="validation")) == ["val"]
+    assert texts_of(Rows(str(tmp_path), split="test")) == ["test"]
+
+
+def test_a_split_that_is_not_there_is_not_another(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ["train"])
+    with pytest.raises(ConfigError, match=r"no file of the split 'validation', but train.jsonl"):
+        Rows(str(tmp_path), split="validation").read(["text"])
+    (tmp_path / "train.jsonl").rename(tmp_path / "rows.jsonl")
+    assert texts_of(Rows(str(tmp_path), split="validation")) == ["train"]  # nothing is named after splits
+
+
+def test_rows_know_their_places(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.jsonl", ["3"])
+    Path(one).write_text(Path(one).read_text().replace("\n", "\n\n", 1))
+    table = Rows(str(tmp_path / "*.jsonl")).read(["text"])
+    assert isinstance(table, Table)
+    assert [place for place, _ in table.places()] == [f"{one}:1", f"{one}:3", f"{other}:1"]
+    assert [row["text"] for row in table] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"path": "nothing-*.jsonl"}, "no file is called"),
+        ({"path": "nothing.jsonl"}, "there is no file"),
+        ({"path": "here.jsonl", "limit": 0}, "limit=0"),
+        ({"path": "nothing"}, "no rows could be read from"),
+    ],
+)
+def test_what_is_not_there_is_named(rows: dict[str, Any], said: str, tmp_path: Path) -> None:
+    rows = {**rows, "path": str(tmp_path / rows["path"])}
+    with pytest.raises(ConfigError, match=said):
+        Rows(**rows).read(["text"])
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_workers_share_a_stream_without_losing_any_of_it(files: int, tmp_path: Path) -> None:
+    for number in range(files):
+        write(tmp_path / f"train-{number}.jsonl", [f"{number} has the words of row {row} and more" for row in range(20)])
+    rows = TextRows(Rows(str(tmp_path / "train-*.jsonl"), streaming=True), sequence_length=8)
+    counts = []
+    for workers in (0, 2):
+        dataset = rows.sets(byte_tokenizer()).datasets["train"]
+        counts.append(sum(1 for _ in DataLoader(dataset, batch_size=None, num_workers=workers)))
+    assert counts[0] - files <= counts[1] <= counts[0]  # what is left over of each worker's share is no window

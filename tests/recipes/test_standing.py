@@ -1,0 +1,58 @@
+"""What rank 0 decides before there is a process group, where no launcher keeps the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys, time
+from callsheet.distributed import read_ranks
+from callsheet.recipes.standing import of_rank_zero
+
+def decide():
+    time.sleep(1.0)
+    if sys.argv[1] == "fails":
+        raise OSError("the folder is read-only")
+    return ["a", None]
+
+try:
+    print(json.dumps(of_rank_zero(read_ranks(), decide, timeout=60)))
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+@pytest.mark.parametrize("how", ["decides", "fails"])
+def test_ranks_that_were_started_by_hand_hear_of_it(how: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")},
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    if how == "decides":
+        assert said == [["a", None]] * 2
+    else:
+        assert said == ["OSError: the folder is read-only", "ConfigError: the folder is read-only"]

@@ -1,0 +1,77 @@
+"""The baselines of counting, against counting by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from callsheet.recipes.conversations import Example
+from callsheet.recipes.docstrings import Docstrings
+from callsheet.recipes.examples import Examples, Fit
+from callsheet.recipes.rows import Row, Table
+from callsheet.recipes.token_counts import TokenCounts
+
+
+class Given(Table):
+    """Tokens with whether they are learnt, as rows."""
+
+    def __init__(self, *rows: str) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # no slices here
+        return {"row": self._rows[index]}
+
+    def place(self, index: int) -> str:
+        return f"row {index}"
+
+
+def encode(row: Row, _: str) -> Example:
+    """Capital letters are learnt."""
+    return Example([ord(letter.lower()) - ord("a") for letter in row["row"]], [letter.isupper() for letter in row["row"]])
+
+
+def examples(*rows: str) -> Examples:
+    return Examples(Given(*rows), encode, Fit(100, "refuse"))
+
+
+def test_cross_entropies_are_those_of_the_counts() -> None:
+    train, asked = ["abAB", "abBA", "cC", "Aab" + "A" * 3], ["bAC", "aBD"]
+    follows = [(row[i - 1].lower(), row[i].lower()) for row in train for i in range(1, len(row)) if row[i].isupper()]
+    single, pairs, before = Counter(b for _, b in follows), Counter(follows), Counter(a for a, _ in follows)
+    followers = Counter(a for a, _ in pairs)
+
+    def p(b: str) -> float:
+        return (single[b] + 1) / (len(follows) + 4)
+
+    wanted = [(row[i - 1].lower(), row[i].lower()) for row in asked for i in range(1, len(row)) if row[i].isupper()]
+    unigram = -sum(math.log(p(b)) for _, b in wanted) / len(wanted)
+    bigram = -sum(
+        math.log((pairs[a, b] + followers[a] * p(b)) / (before[a] + followers[a]) if before[a] else p(b)) for a, b in wanted
+    ) / len(wanted)
+    found = TokenCounts(examples(*train), vocabulary=4).cross_entropies(examples(*asked))
+    assert found == pytest.approx((unigram, bigram))
+
+
+def test_the_standard_library_explains_its_functions() -> None:
+    import argparse
+
+    made = Docstrings(folder=str(argparse.__file__).rpartition("/")[0] + "/email", held_out_percent=40)
+    sets = {"train": made.train, **made.validation}
+    assert all(len(rows) > 5 for rows in sets.values())
+    for name, rows in sets.items():
+        for index, row in enumerate(rows):
+            asked, told = (message["content"] for message in row["messages"])
+            path, _, line = rows.place(index).rpartition(":")
+            with open(path, encoding="utf-8") as file:
+                source = file.read()
+            signature = asked.partition(": ")[2].partition("(")[0]
+            assert f"def {signature.rpartition('.')[2]}(" in "\n".join(source.splitlines()[int(line) - 1 : int(line) + 3])
+            assert told in source
+            assert name == "train" or ("." in signature) == (name == "methods")
+    held_out = {rows.place(i).rpartition(":")[0] for rows in made.validation.values() for i in range(len(rows))}
+    assert not held_out & {made.train.place(i).rpartition(":")[0] for i in range(len(made.train))}

@@ -1,0 +1,168 @@
+"""Usages of InstructLab Training's class-based callbacks, and the reviews of them, on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import callsheet.callbacks
+from callsheet import (
+    Background,
+    Callback,
+    CallbackManager,
+    CallbackSpec,
+    Context,
+    NotACallbackError,
+    RunEndedError,
+)
+from callsheet.callbacks import CheckpointSaver, LRMonitor
+from callsheet.testing import Recorder
+
+from .usages import Threshold, train
+
+
+def test_the_names_that_users_need_are_in_the_package() -> None:
+    assert callsheet.Callback is Callback
+    assert callsheet.Context is Context
+
+
+def test_all_of_its_hooks_have_an_event(tmp_path: Path) -> None:
+    hooks = {
+        "on_train_begin": "on_train_start",
+        "on_epoch_begin": "on_epoch_start",
+        "on_step_begin": "on_train_step_start",
+        "on_before_forward": "on_forward_start",
+        "on_after_backward": "on_backward_end",
+        "on_pre_optimizer_step": "on_clip_gradients_start",
+        "on_optimizer_step": "on_optimizer_step_end",
+        "on_log": "on_log",
+        "on_evaluate": "on_eval_all_end",
+        "on_save": "on_checkpoint_published",
+        "on_step_end": "on_train_step_end",
+        "on_epoch_end": "on_epoch_end",
+        "on_train_end": "on_train_end",
+    }
+    saver = CheckpointSaver(save_interval="3ba")
+    train([recorder := Recorder(), saver], max_duration="1ep", eval_interval="3ba", runs_folder=tmp_path, run_name="run")
+    order = list(hooks.values())
+    order.remove("on_train_step_end")  # told when the step is over; what comes at its boundary comes after it, and there before
+    order.insert(order.index("on_log"), "on_train_step_end")
+    first = [event for event in dict.fromkeys(recorder.events) if event in order]
+    assert first == order
+
+
+def test_callbacks_off_the_thread_never_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            raise RuntimeError("of the callback alone")
+
+    trainer = train(Background(Failing()))
+    assert trainer.run.outcome == "finished"
+    assert trainer.run.failures[0].callback == "Failing"
+    assert "of the callback alone" in caplog.text
+
+
+def test_callbacks_off_the_thread_are_not_waited_for() -> None:
+    here = threading.Event()
+    order: list[str] = []
+
+    class Slow(Callback):
+        lane = "background"
+
+        def on_train_start(self, ctx: Context) -> None:
+            here.wait(60)
+            order.append("slow")
+
+    manager = CallbackManager([Slow()])
+    manager.register("on_train_end", lambda ctx: order.append("trained"))
+    manager.register("on_train_end", lambda ctx: here.set())
+    train(manager)
+    assert order == ["trained", "slow"]
+
+
+def test_every_event_of_a_lane_is_told_before_the_end_in_order() -> None:  # there 0 to 1 of 50
+    class Told(Callback):
+        lane = "background"
+
+        def __init__(self) -> None:
+            self.told: list[tuple[str, int]] = []
+
+        async def on_train_step_start(self, ctx: Context) -> None:
+            self.told.append(("start", ctx.step))
+
+        async def on_train_step_end(self, ctx: Context) -> None:
+            self.told.append(("end", ctx.step))
+
+        def on_train_end(self, ctx: Context) -> None:
+            time.sleep(0.2)  # the end waits for what a callback has to do
+            self.told.append(("over", ctx.step))
+
+    train(callback := Told(), max_duration="25ba", eval_dataloader=None)
+    steps = [(what, step) for step in range(1, 26) for what in ("start", "end")]  # a step has one number at its start and its end
+    assert callback.told == [*steps, ("over", 25)]
+
+
+def test_what_a_lane_reads_is_its_own() -> None:
+    class Vandal(Callback):
+        lane = "background"
+        needs = ("user_state", "eval_results")
+        has_come = 0
+
+        def on_eval_all_end(self, ctx: Context) -> None:
+            ctx.user_state["nested"].append("spoilt")
+            ctx.eval_results["validation"]["loss"] = -1.0
+            self.has_come += 1
+
+    manager = CallbackManager([vandal := Vandal()])
+    manager.user_state["nested"] = []
+    trainer = train(manager)
+    assert vandal.has_come == 2
+    assert manager.user_state["nested"] == []
+    assert trainer.eval_results["validation"]["loss"] > 0
+
+
+def test_callbacks_are_added_and_removed_by_instance_and_by_class() -> None:
+    manager = CallbackManager([one := Recorder(), Recorder(), LRMonitor()])
+    assert manager.remove(one) == 1
+    assert manager.remove(Recorder) == 1
+    assert [type(callback) for callback in manager.callbacks] == [LRMonitor]
+
+
+@pytest.mark.parametrize("thing", ["a string", 42, object(), Recorder])
+def test_what_is_no_callback_is_a_type_error(thing: Any) -> None:
+    with pytest.raises(NotACallbackError) as caught:
+        CallbackManager().add(thing)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_closing_twice_does_nothing_and_a_run_that_is_over_tells_nothing() -> None:
+    trainer = train(recorder := Recorder())
+    before = list(recorder.events)
+    trainer.close()
+    trainer.close()
+    with pytest.raises(RunEndedError):  # there `fire` is silent
+        trainer.fit()
+    assert recorder.events == before
+
+
+def test_callbacks_are_configured_as_data() -> None:  # there, as objects in the arguments alone
+    carried = Threshold(0.5, words=["a"])
+    carried.seen = 3
+    again = CallbackSpec.from_dict(json.loads(json.dumps(CallbackSpec.of(carried).to_dict()))).build()
+    assert isinstance(again, Threshold)
+    assert (again.threshold, again.words, again.seen) == (0.5, ["a"], 3)
+
+
+def test_a_log_tells_loss_and_learning_rate() -> None:
+    records: list[dict[str, float]] = []
+    manager = CallbackManager()
+    manager.register("on_log", lambda ctx: records.append(dict(ctx.record.values)))
+    train(manager, max_duration="1ba", eval_dataloader=None)
+    assert records[0]["train/learning_rate"] == 0.01
+    assert records[0]["train/loss"] > 0
+    assert records[0]["time/sample"] == 4  # cumulative

@@ -1,0 +1,108 @@
+"""Usages of what the pages of all of them say of distributed training, on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from callsheet import (
+    Callback,
+    Context,
+    launch,
+    rank_zero_only,
+)
+from callsheet.testing import Recorder
+
+from .usages import Threshold, train
+
+
+class OnRanks(Callback):
+    """Each way to have something happen on some ranks only."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, int] = {}
+        self.records: list[dict[str, float]] = []
+
+    def _count(self, way: str) -> None:
+        self.told[way] = self.told.get(way, 0) + 1
+
+    @rank_zero_only
+    def on_eval_all_end(self, ctx: Context) -> None:
+        self._count("rank_zero_only")
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self._count("everywhere")
+        if ctx.run.is_world_process_zero:
+            self._count("is_world_process_zero")
+        if ctx.run.is_local_process_zero:
+            self._count("is_local_process_zero")
+        if dist.get_rank() == 0:
+            self._count("get_rank")
+
+    def on_log(self, ctx: Context) -> None:
+        self.records.append(
+            {name: ctx.record.values[name] for name in ("train/loss", "train/learning_rate") if name in ctx.record.values}
+        )
+        logging.getLogger("a.user").info("record %d", ctx.record.step)
+
+
+def on_a_rank(callbacks: list[Callback]) -> dict[str, Any]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler of the user's own
+    logging.getLogger("a.user").addHandler(handler)
+    logging.getLogger("a.user").setLevel(logging.INFO)
+    on_ranks, recorder = OnRanks(), Recorder()
+    trainer = train([*callbacks, on_ranks, recorder], eval_interval="2ba", max_duration="2ba")
+    (threshold,) = (callback for callback in callbacks if isinstance(callback, Threshold))
+    return {
+        "told": on_ranks.told,
+        "records": on_ranks.records,
+        "events": recorder.events,
+        "said": said,
+        "carried": [threshold.threshold, threshold.words, threshold.seen],
+        "loss": trainer.eval_results["validation"]["loss"],
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    threshold = Threshold(0.5, words=["a", "b"])
+    threshold.seen = 40
+    return launch(on_a_rank, callbacks=[threshold], nproc_per_node=2)
+
+
+def test_rank_zero_only_is_told_on_the_first_rank_alone(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["told"].get("rank_zero_only") for rank in ranks] == [1, None]
+
+
+@pytest.mark.parametrize("way", ["is_world_process_zero", "is_local_process_zero", "get_rank"])
+def test_a_rank_is_checked_by_hand(way: str, ranks: list[dict[str, Any]]) -> None:
+    assert [rank["told"].get(way) for rank in ranks] == [2, None]
+
+
+def test_callbacks_are_told_on_all_ranks_and_all_events_alike(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["told"]["everywhere"] for rank in ranks] == [2, 2]
+    assert ranks[0]["events"] == ranks[1]["events"]
+    events = ranks[0]["events"]
+    assert (events[0], events[-1]) == ("on_run_start", "on_run_end")
+
+
+def test_a_record_is_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:  # there, None on some
+    assert ranks[0]["records"] == ranks[1]["records"]
+    assert ranks[0]["records"][0].keys() == {"train/loss", "train/learning_rate"}
+    assert ranks[0]["loss"] == ranks[1]["loss"]
+
+
+def test_python_s_logging_is_kept_to_the_first_rank(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["said"]
+    assert ranks[1]["said"] == []
+
+
+def test_callbacks_arrive_on_the_ranks_with_arguments_and_state(
+    ranks: list[dict[str, Any]],
+) -> None:  # there, made without either
+    assert [rank["carried"] for rank in ranks] == [[0.5, ["a", "b"], 42]] * 2

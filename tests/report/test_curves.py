@@ -1,0 +1,137 @@
+"""Curves are thinned without losing what matters, and put together where a person would."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from callsheet import LogRecord
+from callsheet.report import RunFolder
+from callsheet.report.curves import MOST_POINTS, OTHERS, curves, families, thinned
+
+SPLITS = ["train", "validation"]
+
+
+@given(ys=st.lists(st.floats(), max_size=300), most=st.integers(10, 60))
+def test_thinning_keeps_the_ends_and_the_extremes(ys: list[float], most: int) -> None:
+    kept = thinned(range(len(ys)), ys, most)
+    assert len(kept) <= max(most, 0)
+    assert kept == sorted(set(kept))
+    if len(ys) <= most:
+        assert kept == list(range(len(ys)))
+        return
+    assert {0, len(ys) - 1} <= set(kept)
+    shown = [ys[place] for place in kept]
+    finite = [value for value in ys if math.isfinite(value)]
+    if finite:
+        assert max(finite) in shown
+        assert min(finite) in shown
+    assert any(not math.isfinite(value) for value in shown) == any(not math.isfinite(value) for value in ys)
+
+
+def run_of(records: list[LogRecord]) -> RunFolder:
+    return RunFolder(Path(), "run", records=records, times=[math.nan] * len(records))
+
+
+def test_a_short_run_is_drawn_whole() -> None:
+    told = curves(run_of([LogRecord(step, {"train/loss": 1 / step}, elapsed_seconds=step * 2.0) for step in range(1, 1001)]))
+    curve = told["curves"]["train/loss"]
+    assert curve["x"] == list(range(1, 1001))
+    assert curve["y"] == [float(f"{1 / step:.9g}") for step in range(1, 1001)]
+    assert (told["axis"]["step"], told["axis"]["seconds"]) == (curve["x"], [step * 2.0 for step in curve["x"]])
+    assert told["axis"]["tokens"] == []
+
+
+def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
+    values = {12_345: 99.0, 54_321: math.nan}
+    told = curves(run_of([LogRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
+    curve = told["curves"]["train/loss"]
+    drawn = dict(zip(curve["x"], curve["y"], strict=True))
+    assert len(drawn) <= MOST_POINTS
+    assert (drawn[12_345], drawn[54_321], drawn[99_999]) == (99.0, None, 1.0)
+    assert (curve["count"], curve["odd"], curve["odd_at"]) == (100_000, 1, [(54_321, "NaN")])
+
+
+def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
+    names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
+    records = [LogRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
+    told = curves(run_of(records))["curves"]
+    assert len(told["train/loss"]["x"]) == 1500
+    assert 100 < len(told["l2_norm/grad/layer.5"]["x"]) < 300
+    assert sum(len(curve["x"]) for curve in told.values()) <= 510_000
+
+
+def charts(names: list[str], splits: list[str] = SPLITS) -> dict[str, list[tuple[str, list[str]]]]:
+    """By family: each chart's title with the labels of its curves."""
+    return {
+        family["name"]: [(chart["title"], [curve["label"] for curve in chart["curves"]]) for chart in family["charts"]]
+        for family in families(names, splits)
+    }
+
+
+def test_training_and_validation_share_a_chart_and_the_loss_comes_first() -> None:
+    found = charts(["train/grad_norm", "validation/accuracy", "validation/loss", "train/loss", "lr/SGD/0", "lr/SGD/1"])
+    assert found == {
+        "": [
+            ("loss", ["train", "validation"]),
+            ("accuracy", ["validation"]),
+            ("grad_norm", ["train"]),
+            ("lr", ["SGD/0", "SGD/1"]),
+        ]
+    }
+
+
+def test_families() -> None:
+    found = charts(
+        [
+            "time/batch",
+            "time/token",
+            "z/a",
+            "z/layer.10",
+            "z/layer.2",
+            "memory/resident",
+            "memory/ooms",
+            "alone/x",
+            "gpu/use/0",
+            "gpu/use/1",
+        ]
+    )
+    assert found == {
+        "memory": [("memory", ["resident"]), ("ooms", ["ooms"])],
+        "z": [("a", ["a"]), ("layer.2", ["layer.2"]), ("layer.10", ["layer.10"])],
+        OTHERS: [("alone/x", ["x"]), ("gpu/use", ["0", "1"])],
+        "time": [("batch", ["batch"]), ("token", ["token"])],
+    }
+
+
+def test_the_speed_of_a_device_stands_with_that_of_all_and_not_twice() -> None:
+    def told(scale: float) -> list[list[str]]:
+        values = {"throughput/samples_per_second": 8.0, "throughput/device/samples_per_second": 8.0 * scale, "throughput/a": 1.0}
+        (family,) = curves(run_of([LogRecord(1, values)]))["families"]
+        return [[curve["name"] for curve in chart["curves"]] for chart in family["charts"]]
+
+    assert told(1.0) == [["throughput/a"], ["throughput/samples_per_second"]]
+    assert told(0.5) == [["throughput/a"], ["throughput/samples_per_second", "throughput/device/samples_per_second"]]
+
+
+def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
+    record = LogRecord(1, {"train/loss": 1.0}, samples_per_second=5.0, tokens_per_second=7.0, memory_bytes=11)
+    told = curves(run_of([record]))["curves"]
+    assert told["throughput/samples_per_second"]["y"] == [5.0]
+    assert told["memory/process"]["y"] == [11.0]
+    monitored = LogRecord(
+        1, {"throughput/samples_per_second": 6.0, "memory/resident": 1.0}, samples_per_second=5.0, memory_bytes=11
+    )
+    told = curves(run_of([monitored]))["curves"]
+    assert told["throughput/samples_per_second"]["y"] == [6.0]
+    assert "memory/process" not in told
+
+
+def test_odd_names() -> None:
+    assert charts(["", "/", "loss", "train/", "/x", "a//b"]) == {
+        "": [("loss", ["loss"]), ("", [""]), ("/", ["/"]), ("train/", ["train/"]), ("x", ["x"])],
+        OTHERS: [("a//b", ["/b"])],
+    }

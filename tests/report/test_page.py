@@ -1,0 +1,139 @@
+"""The page as a file: whole, self-contained, and nothing in it that a run could make act. What it draws is tested in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet.report import Live, RunFolder, data, page, write_report
+
+from .sample_run import HOSTILE
+
+
+@pytest.fixture(scope="module")
+def html(folder: Path) -> str:
+    return page(RunFolder.read(folder))
+
+
+def told(html: str) -> dict[str, Any]:
+    """What the page draws from."""
+    found = re.search(r'<script type="application/json" id="told">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    plain: dict[str, Any] = json.loads(found.group(1))
+    return plain
+
+
+def own(html: str) -> str:
+    """The page without plotly."""
+    before, _, rest = html.partition("/**\n* plotly.js")
+    return before + rest.partition("</script>")[2]
+
+
+def test_what_is_drawn_is_what_was_recorded(html: str, folder: Path) -> None:
+    run = RunFolder.read(folder)
+    curve = told(html)["data"]["curves"]["train/loss"]
+    recorded = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
+    assert curve["x"] == [step for step, _ in recorded]
+    assert curve["y"] == pytest.approx([value for _, value in recorded], rel=1e-8)
+    assert told(html)["data"]["run"]["outcome"] == "finished"
+    assert {row["callback"]: row["of_step"] > 0.05 for row in told(html)["data"]["costs"]["rows"]}["Slow"]
+
+
+def test_images_are_in_the_page(html: str) -> None:
+    pixels = told(html)["pixels"]
+    assert len(pixels) == 12
+    assert all(uri.startswith("data:image/png;base64,iVBOR") for uri in pixels.values())
+
+
+def test_the_page_asks_the_network_for_nothing(html: str) -> None:
+    page = own(html)
+    assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert not re.search(r"""url\(|@import|fetch\(["'`]http|XMLHttpRequest|sendBeacon|WebSocket""", page)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert "default-src &#x27;none&#x27;" in policy.group(1)
+    assert "connect-src &#x27;none&#x27;" in policy.group(1)
+    assert "unsafe-eval" not in policy.group(1)
+    assert not re.search(r"script-src[^;]*unsafe-inline", policy.group(1))
+
+
+def test_what_a_run_says_stays_text(html: str) -> None:
+    assert html.count("<script") == 3  # outside of plotly's own text there are the data, plotly and the page's
+    assert HOSTILE not in html
+    assert f"hostile/{HOSTILE}" in told(html)["data"]["curves"]
+
+
+def test_a_name_with_half_a_character_can_be_written(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "half \ud800 </title><script>", outcome="finished")
+    text = page(run)
+    text.encode()
+    assert "<title>half ? &lt;/title&gt;&lt;script&gt; - callsheet</title>" in text
+
+
+def test_a_live_page_may_ask_its_own_server_and_holds_no_images(folder: Path) -> None:
+    html = page(RunFolder.read(folder), live=Live("the-token", nonce="abc", no_acts="it has ended"))
+    assert told(html)["pixels"] == {}
+    assert told(html)["live"] == {
+        "token": "the-token",
+        "poll": "data.json",
+        "act": "act",
+        "seconds": 2.0,
+        "no_acts": "it has ended",
+        "nonce": "abc",
+    }
+    assert html.count('<script nonce="abc">') == 2
+    assert "connect-src &#x27;self&#x27;" in html
+
+
+def test_data_is_plain_json(folder: Path) -> None:
+    json.dumps(data(RunFolder.read(folder)), allow_nan=False)
+
+
+# --- files ---
+
+
+def test_the_report_is_written_beside_the_run(folder: Path, tmp_path: Path) -> None:
+    written = write_report(folder, tmp_path / "new" / "report.html")
+    assert written == tmp_path / "new" / "report.html"
+    assert {path.name for path in written.parent.iterdir()} == {"report.html", "trace.json"}
+    assert written.read_text(encoding="utf-8").startswith("<!doctype html>")
+    other = write_report(folder, tmp_path / "new" / "run.html")
+    assert other.with_name("run.trace.json").exists()
+    assert json.loads(written.with_name("trace.json").read_text())["otherData"]["run"] == "sample"
+
+
+def test_the_report_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "values": {"a/b": 1.0}}\n')
+    assert write_report(tmp_path) == tmp_path / "report.html"
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html", "trace.json"}
+    first = (tmp_path / "report.html").stat().st_ino
+    write_report(tmp_path)
+    assert (tmp_path / "report.html").stat().st_ino != first  # another file took its place
+
+
+def test_without_a_folder_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_report(tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_plotly_it_is_said_how_to_get_it(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['plotly'] = None\n"
+        "from callsheet.report import RunFolder, page\n"
+        f"page(RunFolder.read({str(folder)!r}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'callsheet[report]'" in ran.stderr.splitlines()[-1]
+
+
+def test_reading_and_reporting_needs_no_torch(folder: Path) -> None:
+    code = f"import sys; from callsheet.report import RunFolder, page; page(RunFolder.read({str(folder)!r})); print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout == "False\n", ran.stderr

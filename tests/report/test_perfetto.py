@@ -1,0 +1,67 @@
+"""The trace is one that Perfetto opens, with every slice where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet.report import RunFolder
+from callsheet.report.perfetto import trace, trace_json
+
+
+@pytest.fixture(scope="module")
+def events(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(trace_json(RunFolder.read(folder)))["traceEvents"]
+    return found
+
+
+def test_every_event_has_what_the_format_asks_for(events: list[dict[str, Any]]) -> None:
+    needed = {"X": {"pid", "tid", "ts", "dur"}, "i": {"pid", "tid", "ts", "s"}, "C": {"pid", "ts", "args"}, "M": {"pid", "args"}}
+    assert {event["ph"] for event in events} == set(needed)
+    for event in events:
+        assert needed[event["ph"]] <= event.keys()
+        assert isinstance(event["name"], str)
+        assert event.get("dur", 0) >= 0
+        assert event.get("ts", 0) >= 0
+
+
+def test_slices_nest(events: list[dict[str, Any]]) -> None:
+    """On one thread each slice lies within the one that is open, or after it."""
+    slices = [event for event in events if event["ph"] == "X"]
+    open_until: list[float] = []
+    for each in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+        begin, end = round(each["ts"] * 1000), round((each["ts"] + each["dur"]) * 1000)
+        while open_until and open_until[-1] <= begin:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], each
+        open_until.append(end)
+
+
+def test_every_slice_of_every_window_is_there(events: list[dict[str, Any]], folder: Path) -> None:
+    run = RunFolder.read(folder)
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(run.windows) + sum(len(window.slices) for window in run.windows)
+    assert {"forward", "backward", "Slow", "OptimizerMonitor"} <= {event["name"] for event in slices}
+    slow = [event["dur"] for event in slices if event["name"] == "Slow"]
+    assert min(slow) >= 3000  # microseconds
+    assert all(event["args"]["event"] == "on_train_step_end" for event in slices if event["name"] == "Slow")
+
+
+def test_metrics_and_what_happened_lie_over_the_same_time(events: list[dict[str, Any]], folder: Path) -> None:
+    run = RunFolder.read(folder)
+    loss = [event for event in events if event["ph"] == "C" and event["name"] == "train/loss"]
+    told = [
+        (moment, record.values["train/loss"])
+        for record, moment in zip(run.records, run.times, strict=True)
+        if "train/loss" in record.values
+    ]
+    assert [event["args"]["value"] for event in loss] == [value for _, value in told]
+    assert [event["ts"] / 1e6 for event in loss] == pytest.approx([moment - run.started for moment, _ in told], abs=1e-5)
+    assert [event["name"] for event in events if event["ph"] == "i"] == [event["event"] for event in run.events]
+
+
+def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
+    assert [event["ph"] for event in trace(RunFolder.read(tmp_path))["traceEvents"]] == ["M", "M", "M"]

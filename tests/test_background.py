@@ -1,0 +1,435 @@
+"""`Background` through a manager by hand: nothing that was accepted is lost, at the end, when it is removed, or at the program's exit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import callsheet
+from callsheet import Background, Callback, CallbackManager, Context, RunInfo
+from callsheet.costs import CostReport
+from callsheet.lifetime import Lifetime
+from callsheet.loggers import Logger
+
+SOURCE = Path(callsheet.__file__).parents[1]
+
+
+class Steps(Callback):
+    """Writes down the steps it hears of."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps.append(ctx.step)
+
+
+class AsyncSteps(Callback):
+    """The same, awaited."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def on_train_step_end(self, ctx: Context) -> None:
+        import asyncio
+
+        await asyncio.sleep(0.001 if ctx.step % 7 == 0 else 0)
+        self.steps.append(ctx.step)
+
+
+class Hangs(Callback):
+    """Never comes back, until it is released."""
+
+    def __init__(self) -> None:
+        self.release, self.begun = threading.Event(), threading.Event()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.begun.set()
+        self.release.wait(60)
+
+
+class Takes(Logger):
+    """Keeps the reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[CostReport] = []
+
+    def log_costs(self, ctx: Context, report: CostReport) -> None:
+        self.reports.append(report)
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hangs]:
+    callback = Hangs()
+    yield callback
+    callback.release.set()
+
+
+def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
+    manager = CallbackManager(callbacks)
+    ctx = Context(RunInfo("by hand"))
+    manager.open(ctx)
+    return manager, ctx
+
+
+def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
+    for ctx.step in steps:
+        manager.fire("on_train_step_end", ctx)
+
+
+# --- the end ---
+
+
+@pytest.mark.parametrize("kind", [Steps, AsyncSteps])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_fire_and_close_at_once_delivers_everything_in_order(kind: Any, is_open: bool) -> None:
+    for _ in range(5):
+        callback = kind()
+        manager = CallbackManager([Background(callback)])
+        ctx = Context(RunInfo("by hand"))
+        if is_open:
+            manager.open(ctx)
+        tell(manager, ctx, range(1, 51))
+        manager.close()
+        assert callback.steps == list(range(1, 51))
+
+
+def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            time.sleep(0.4)
+            self.steps.append(ctx.step)
+
+    slow, idle = Slow(), Background(Callback(), deadline=60)
+    manager, ctx = opened(Background(hangs, deadline=0.2), Background(slow, deadline=20), idle)
+    tell(manager, ctx, range(1, 4))
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 10
+    assert slow.steps == [1, 2, 3]  # it had its time, though the other's was over
+    assert caplog.text.count("a lane has not told everything") == 1
+    assert "a lane has not told everything: Hangs: 2 waiting, and one has not returned" in caplog.text
+
+
+def test_a_lane_that_hangs_takes_its_own_deadline_alone(hangs: Hangs) -> None:
+    manager, ctx = opened(Background(hangs, deadline=0.5), Background(Steps(), deadline=60))
+    tell(manager, ctx, range(1, 4))
+    lifetime = Lifetime(manager, ctx)
+    lifetime.start()
+    began = time.monotonic()
+    lifetime.end()
+    assert 0.5 <= time.monotonic() - began < 10  # its deadline is for the whole end, not for each part of it
+
+
+def test_what_was_not_delivered_is_in_the_failures_at_the_end_of_the_run(hangs: Hangs) -> None:
+    class AtEnd(Callback):
+        failures: tuple[Any, ...] = ()
+
+        def on_run_end(self, ctx: Context) -> None:
+            self.failures = ctx.run.failures
+
+    takes, inline, other = Takes(), AtEnd(), AtEnd()
+    other.name = "other"
+    manager = CallbackManager([Background(hangs, deadline=0.2), takes, inline, Background(other)])
+    ctx = Context(RunInfo("by hand"))
+    lifetime = Lifetime(manager, ctx)
+    lifetime.start()
+    tell(manager, ctx, range(1, 5))
+    assert hangs.begun.wait(10)
+    lifetime.end()
+    for failures in (inline.failures, other.failures, takes.reports[-1].failures):
+        assert [(each.callback, each.count, each.undelivered) for each in failures] == [("Hangs", 0, 4)]
+    after = manager.cost_report(4).failures  # the end itself was not told either, but `Hangs` does not hear it
+    assert [(each.callback, each.undelivered) for each in after] == [("Hangs", 4)]
+    again = Context(RunInfo("another"))
+    hangs.release.set()
+    manager.open(again)
+    assert manager.cost_report(0).failures == ()
+    manager.close()
+
+
+def test_loggers_in_a_lane_are_told_nothing_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Tables(Logger):
+        lane = "background"
+
+        def __init__(self) -> None:
+            self.tables: list[str] = []
+
+        def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
+            self.tables.append(name)
+
+    tables = Tables()
+    manager, ctx = opened(tables)
+    manager.tell_loggers("log_table", ctx, name="in time", columns=[], rows=[])
+    manager.close()
+    manager.tell_loggers("log_table", ctx, name="too late", columns=[], rows=[])
+    assert manager._lanes == {}
+    assert "Tables is not told log_table: its lane has ended with the run" in caplog.text
+    manager.open(ctx)
+    manager.tell_loggers("log_table", ctx, name="again", columns=[], rows=[])
+    manager.close()
+    assert tables.tables == ["in time", "again"]
+
+
+# --- removed, and added again ---
+
+
+@pytest.mark.parametrize("is_wrapped_anew", [False, True])
+def test_one_that_is_removed_and_added_again_hears_all_in_order_on_one_thread(is_wrapped_anew: bool) -> None:
+    class Slow(Steps):
+        at_once = most_at_once = 0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            time.sleep(0.005)
+            super().on_train_step_end(ctx)
+            self.at_once -= 1
+
+    slow = Slow()
+    lane = Background(slow)
+    manager, ctx = opened(lane)
+    tell(manager, ctx, range(1, 11))
+    assert manager.remove(slow) == 1
+    tell(manager, ctx, range(11, 21))
+    manager.add(Background(slow) if is_wrapped_anew else lane)
+    tell(manager, ctx, range(21, 31))
+    manager.close()
+    assert slow.steps == [*range(1, 11), *range(21, 31)]
+    assert slow.most_at_once == 1
+
+
+def test_one_that_was_removed_has_heard_what_came_before() -> None:
+    steps = Steps()
+    manager, ctx = opened(Background(steps))
+    tell(manager, ctx, range(1, 11))
+    manager.remove(steps)
+    manager.close()
+    assert steps.steps == list(range(1, 11))
+
+
+def test_failures_of_what_was_removed_are_not_forgotten() -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            raise ValueError("broken")
+
+    fails = Fails()
+    manager, ctx = opened(Background(fails))
+    tell(manager, ctx, range(1, 3))
+    manager.remove(fails)
+    manager.drain(ctx)
+    assert [(each.callback, each.count) for each in manager.cost_report(2).failures] == [("Fails", 2)]
+    manager.close()
+
+
+# --- the program's exit ---
+
+BARE = """
+import sys, time
+from callsheet import Background, Callback, CallbackManager, Context, RunInfo
+
+class Writes(Callback):
+    def on_train_step_end(self, ctx):
+        time.sleep(0.001)
+        with open(sys.argv[1], "a") as file:
+            file.write(f"{ctx.step}\\n")
+
+class Awaits(Writes):
+    async def on_train_step_end(self, ctx):
+        Writes.on_train_step_end(self, ctx)
+
+def train():
+    manager = CallbackManager([Background(Awaits() if "async" in sys.argv else Writes())])
+    ctx = Context(RunInfo("by hand"))
+    for ctx.step in range(1, 51):
+        manager.fire("on_train_step_end", ctx)
+
+if "late" in sys.argv:
+    import atexit, callsheet.lanes
+    atexit.register(train)
+else:
+    train()
+if "error" in sys.argv:
+    raise KeyboardInterrupt
+"""
+
+
+def interpreters() -> list[str]:
+    """This one, and others that are here: since 3.12 no thread can be started once the interpreter goes down."""
+    found = [sys.executable]
+    for name in ("python3.12", "python3.13", "python3.14"):
+        path = shutil.which(name)
+        if path is not None and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("words", ["", "async", "error", "late", "late async"])
+def test_a_manager_that_nobody_closes_is_emptied_when_the_program_ends(words: str, tmp_path: Path) -> None:
+    for interpreter in interpreters():
+        heard = tmp_path / "heard.txt"
+        heard.unlink(missing_ok=True)
+        ran = subprocess.run(
+            [interpreter, "-c", BARE, str(heard), *words.split()],
+            env={"PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert ran.returncode == 0 or "KeyboardInterrupt" in ran.stderr, ran.stderr
+        assert heard.read_text().split() == [str(step) for step in range(1, 51)], (interpreter, ran.stderr)
+
+
+def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_path: Path) -> None:
+    code = BARE.replace("time.sleep(0.001)", "time.sleep(60)").replace("Writes())", "Writes(), deadline=0.5)")
+    began = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "heard.txt")],
+        env={"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert time.monotonic() - began < 30
+    assert "the program ends, and a lane has not told everything: Writes: 49 waiting, and one has not returned" in ran.stderr
+
+
+def test_a_manager_that_nobody_holds_any_more_is_emptied_all_the_same() -> None:
+    steps = Steps()
+
+    def train() -> None:
+        manager = CallbackManager([Background(steps)])
+        tell(manager, Context(RunInfo("by hand")), range(1, 51))
+
+    train()
+    gc.collect()
+    end = time.monotonic() + 20
+    while len(steps.steps) < 50:
+        assert time.monotonic() < end, steps.steps
+        time.sleep(0.01)
+    assert steps.steps == list(range(1, 51))
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="callsheet")
+
+
+# --- what is read of its state, and what it says last ---
+
+
+class Stateful(Steps):
+    """Steps, kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+
+class HangsWithState(Hangs):
+    """Has one as well."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.begun.is_set()}
+
+
+def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    hangs, steps = HangsWithState(), Stateful()
+    manager, ctx = opened(Background(hangs, deadline=0.3), Background(steps, deadline=30))
+    tell(manager, ctx, range(1, 4))
+    began = time.monotonic()
+    state = manager.state_dict()
+    seconds = time.monotonic() - began
+    hangs.release.set()
+    manager.close()
+    assert 0.3 <= seconds < 10
+    assert state["callbacks"]["Stateful"] == {"steps": [1, 2, 3]}
+    assert "the state of HangsWithState, which is in a lane, is behind" in caplog.text
+
+
+def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> None:
+    hangs = HangsWithState()
+    manager, ctx = opened(Background(hangs, deadline=30))
+    tell(manager, ctx, range(1, 4))
+    manager.hurry(1.5)
+    began = time.monotonic()
+    manager.state_dict()
+    seconds = time.monotonic() - began
+    hangs.release.set()
+    manager.close()
+    assert 0.4 <= seconds < 10
+
+
+class LastWords(Callback):
+    """Has a file and a table to give at the very end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_run_end(self, ctx: Context) -> None:
+        time.sleep(0.2)  # the others have long been told
+        path = self.folder / "summary.txt"
+        path.write_text("all of it")
+        ctx.log_file("summary.txt", path)
+        ctx.log_table("last", ["a"], [[1]])
+
+
+class Closes(Logger):
+    """Takes what comes until it is closed."""
+
+    def __init__(self) -> None:
+        self.took: list[str] = []
+
+    def log_file(self, ctx: Context, name: str, path: Path) -> None:
+        self.took.append(path.read_text())
+
+    def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
+        self.took.append(name)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.took.append("closed")
+
+
+@pytest.mark.parametrize("is_in_lane", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_is_said_at_the_runs_end_reaches_the_loggers_before_they_close(
+    *, is_in_lane: bool, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closes, words = Closes(), Background(LastWords(tmp_path))
+    taking = Background(closes) if is_in_lane else closes
+    manager = CallbackManager([taking, words] if is_first else [words, taking])
+    ctx = Context(RunInfo("by hand"), loggers=manager.tell_loggers)
+    lifetime = Lifetime(manager, ctx)
+    lifetime.start()
+    lifetime.end()
+    assert closes.took == ["all of it", "last", "closed"]
+    assert caplog.text == ""
+
+
+def test_what_comes_too_late_for_the_loggers_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Late(LastWords):
+        phase = "report"
+
+        def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
+            """A logger itself, which is told with the loggers."""
+
+    manager = CallbackManager([Background(Late(tmp_path)), Closes()])
+    lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.tell_loggers))
+    lifetime.start()
+    lifetime.end()
+    assert "what Late said in its lane came too late for the loggers: log_file, 1 times" in caplog.text
+    assert "log_table, 1 times" in caplog.text

@@ -1,0 +1,117 @@
+"""Every built-in holds what every callback has to; `built_ins.py` says how each is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from callsheet import Background, Callback, CallbackManager
+from callsheet.loggers import ProgressBarLogger
+from callsheet.testing import CONFORMANCE, Check, ConformanceError, Subject, find_on_ranks, run_ranks, small_trainer
+from callsheet.testing.small_run import Watch, same_weights, weights_of
+
+ON_ONE_RANK = [check for check in CONFORMANCE if check.__name__ != "runs_on_ranks"]
+
+QUIET = (
+    "DiskSpaceGuard",
+    "EarlyStopper",
+    "HangDetector",
+    "LossSpikeDetector",
+    "MLPerfCallback",
+    "NaNMonitor",
+    "SaveOnTrigger",
+    "ThresholdStopper",
+    "TimeLimit",
+)
+"""Those that may act on training, and here have no cause to."""
+
+IMPORTING = ("MLflowLogger", "OpenTelemetryLogger", "ProgressBarLogger", "TensorboardLogger", "TrackioLogger", "WandBLogger")
+"""Those that import a package when they are used."""
+
+torch.set_num_threads(1)  # more would only wait for each other
+
+
+@pytest.fixture(scope="module")
+def on_ranks(subjects: Mapping[str, Subject], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, ConformanceError | None]:
+    """What was found on two ranks, in one pair of processes for all of them."""
+    return dict(zip(subjects, find_on_ranks(list(subjects.values()), tmp_path_factory.mktemp("ranks")), strict=True))
+
+
+# --- that they do ---
+
+
+@pytest.mark.parametrize("check", ON_ONE_RANK)
+def test_a_built_in_conforms(built_in: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    check(subjects[built_in], tmp_path)
+
+
+def test_a_built_in_conforms_on_two_ranks(built_in: str, on_ranks: Mapping[str, ConformanceError | None]) -> None:
+    if error := on_ranks[built_in]:
+        raise error
+
+
+def in_lane(subject: Subject) -> Callback:
+    return Background(subject.make())
+
+
+@pytest.mark.parametrize("check", [check for check in ON_ONE_RANK if check.__name__ not in ("constructs", "stands_side_by_side")])
+@pytest.mark.parametrize("name", ["JSONLLogger", "TensorboardLogger"])
+def test_a_logger_conforms_in_a_lane(name: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    """A lane is made of another callback, so that it has no spec in JSON; and the name of two is that callback's."""
+    check(Subject(partial(in_lane, subjects[name])), tmp_path)
+
+
+def test_all_of_them_together_change_nothing(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    """But those that are to act, and those that need another model."""
+    every = [subject.make() for subject in subjects.values() if subject.trainer is small_trainer]
+    held = [callback for callback in every if callback.phase not in ("change", "decide") or type(callback).__name__ in QUIET]
+    assert len(held) > 30
+    weights = []
+    for folder, manager in (("with", CallbackManager(held, checking=True)), ("without", CallbackManager())):
+        with small_trainer(tmp_path / folder, manager) as trainer:
+            trainer.fit()
+        assert not manager.cost_report(10).failures
+        weights.append(weights_of(trainer))
+    assert same_weights(*weights)
+
+
+def neutral(subject: Subject, folder: Path) -> None:
+    """In a process that has imported no optional package."""
+    assert not {"mlflow", "opentelemetry", "rich", "tensorboard", "trackio", "wandb"} & sys.modules.keys()
+    next(check for check in CONFORMANCE if check.__name__ == "is_neutral")(subject, folder)
+
+
+@pytest.mark.parametrize("name", IMPORTING)
+def test_what_it_imports_when_it_is_first_used_changes_nothing(
+    name: str, subjects: Mapping[str, Subject], tmp_path: Path
+) -> None:
+    subject = Subject(partial(ProgressBarLogger, bar=True)) if name == "ProgressBarLogger" else subjects[name]
+    run_ranks(neutral, 1, subject, tmp_path)
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_one_that_has_no_cause_to_act_changes_nothing(name: str, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    weights = []
+    for folder, held in (("with", [subjects[name].make()]), ("without", [])):
+        with small_trainer(tmp_path / folder, CallbackManager(held)) as trainer:
+            trainer.fit()
+        assert trainer.state.timestamp.batch == 10
+        weights.append(weights_of(trainer))
+    assert same_weights(*weights)
+
+
+def test_an_average_of_the_weights_is_not_trained_with(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    losses = []
+    for folder, held in (("with", [subjects["EMA"].make()]), ("without", [])):
+        watch = Watch()
+        manager = CallbackManager(held)
+        manager.register("*", watch.hear)
+        with small_trainer(tmp_path / folder, manager) as trainer:
+            trainer.fit()
+        losses.append(watch.losses)
+    assert losses[0] == losses[1]

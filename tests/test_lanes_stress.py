@@ -1,0 +1,203 @@
+"""Random delays, exceptions, cancellations and forks: what is delivered through the manager is what was fired, in order, each once, less
+what was counted as dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from callsheet import Background, Callback, CallbackManager, Context, RunInfo
+from callsheet.costs import Failures
+
+EVENTS = ("on_train_step_start", "on_train_step_end")
+FAILING = ("raise", "exit", "cancelled", "cancel")
+ACTIONS = st.sampled_from(["fine"] * 6 + ["sleep"] * 2 + [*FAILING])
+
+
+class Acts(Callback):
+    """Writes down what it hears, and does what it is told to at that step."""
+
+    def __init__(self, actions: list[str]) -> None:
+        self.actions = actions
+        self.heard: list[int] = []
+        self.inside = 0
+        self.was_disturbed = False
+
+    def act(self, step: int) -> str:
+        self.was_disturbed |= self.inside > 0
+        self.heard.append(step)
+        action = self.actions[step]
+        if action == "sleep":
+            time.sleep(0.003)
+        if action == "raise":
+            raise ValueError("broken")
+        if action == "exit":
+            raise SystemExit(2)
+        if action == "cancelled":
+            raise asyncio.CancelledError
+        return action
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        if self.act(ctx.step) == "cancel":
+            raise KeyboardInterrupt  # there is no task
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.on_train_step_start(ctx)
+
+
+class AsyncActs(Acts):
+    """The same, awaited."""
+
+    async def on_train_step_start(self, ctx: Context) -> None:  # type: ignore[override]  # what calls it awaits it
+        action = self.act(ctx.step)
+        self.inside += 1
+        try:
+            await asyncio.sleep(0)
+            if action == "cancel":
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+            await asyncio.sleep(0.002 if action == "sleep" else 0)
+        finally:
+            self.inside -= 1
+
+    async def on_train_step_end(self, ctx: Context) -> None:  # type: ignore[override]
+        await self.on_train_step_start(ctx)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def silence() -> Iterator[None]:
+    """Hundreds of failures are no news here."""
+    logging.getLogger("callsheet").disabled = True
+    yield
+    logging.getLogger("callsheet").disabled = False
+
+
+def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) -> bool:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    code = 1  # and no assertion leaves this branch
+    try:
+        signal.alarm(20)
+        lanes = [each.lane for each in manager._lanes.values()]
+        before = len(acts.heard)
+        manager.fire("on_train_step_end", ctx)
+        manager.close()
+        fine = bool(lanes) and all(lane.is_inert and lane.waiting == 0 for lane in lanes) and len(acts.heard) == before
+        own = Acts(["fine"] * len(acts.actions))
+        mine = CallbackManager([Background(own)])
+        mine.fire("on_train_step_end", ctx)
+        mine.close()
+        code = 0 if fine and own.heard == [ctx.step] else 1
+    finally:
+        os._exit(code)
+
+
+def expected_in_full(actions: list[str]) -> list[int]:
+    """What is heard where nothing is dropped: all, until three in a row have failed."""
+    in_a_row = 0
+    for step, action in enumerate(actions):
+        in_a_row = in_a_row + 1 if action in FAILING else 0
+        if in_a_row == 3:
+            return list(range(step + 1))
+    return list(range(len(actions)))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@settings(max_examples=250, deadline=None)
+@given(
+    actions=st.lists(ACTIONS, min_size=1, max_size=40),
+    kinds=st.lists(st.integers(0, 1), min_size=40, max_size=40),
+    pauses=st.sets(st.integers(0, 39), max_size=4),
+    forks=st.sets(st.integers(0, 39), max_size=1) if hasattr(os, "fork") else st.just(set()),
+    drains=st.sets(st.integers(0, 39), max_size=2),
+    is_async=st.booleans(),
+    queue=st.sampled_from([1, 1, 2, 3, 8]),
+    overflow=st.sampled_from(["block", "drop_oldest", "latest"]),
+)
+def test_what_is_delivered_is_what_was_fired(
+    actions: list[str],
+    kinds: list[int],
+    pauses: set[int],
+    forks: set[int],
+    drains: set[int],
+    is_async: bool,
+    queue: int,
+    overflow: str,
+) -> None:
+    acts = (AsyncActs if is_async else Acts)(actions)
+    manager = CallbackManager([Background(acts, queue=queue, overflow=overflow, deadline=60)])
+    ctx = Context(RunInfo("stress"))
+    manager.open(ctx)
+    for ctx.step in range(len(actions)):
+        manager.fire(EVENTS[kinds[ctx.step]], ctx)
+        if ctx.step in pauses:
+            time.sleep(0.004)
+        if ctx.step in forks:
+            event("forked")
+            assert forked_child_is_inert(manager, ctx, acts)
+        if ctx.step in drains:
+            manager.drain(ctx)
+    manager.close()
+
+    heard, fired = acts.heard, len(actions)
+    assert heard == sorted(set(heard))
+    assert not acts.was_disturbed
+    told = manager.cost_report(fired).failures
+    (fared,) = told or (Failures("Acts", 0, False, ""),)
+    assert fared.count == sum(actions[step] in FAILING for step in heard)
+    assert fared.undelivered == 0
+    if overflow == "block":
+        assert heard == expected_in_full(actions)
+        assert fared.dropped == 0
+    if fared.is_off:
+        event("switched off")
+        assert all(actions[step] in FAILING for step in heard[-3:])
+        assert len(heard) + fared.dropped <= fired
+        return
+    assert len(heard) + fared.dropped == fired
+    if fared.dropped:
+        event(f"{overflow} dropped")
+    newest = [max((step for step in range(fired) if kinds[step] == kind), default=None) for kind in (0, 1)]
+    for last in newest if overflow == "latest" else [fired - 1]:
+        assert last is None or last in heard
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    actions=st.lists(ACTIONS, min_size=10, max_size=60),
+    removed=st.integers(0, 59),
+    back=st.integers(0, 20),
+    is_async=st.booleans(),
+)
+def test_what_is_removed_and_added_again_hears_what_was_fired_meanwhile_not(
+    actions: list[str], removed: int, back: int, is_async: bool
+) -> None:
+    actions = ["sleep" if action in FAILING else action for action in actions]  # failures are counted anew when it is added again
+    acts = (AsyncActs if is_async else Acts)(actions)
+    manager = CallbackManager([Background(acts)])
+    ctx = Context(RunInfo("stress"))
+    manager.open(ctx)
+    is_away = False
+    expected = []
+    for ctx.step in range(len(actions)):
+        if ctx.step == removed:
+            manager.remove(acts)
+            is_away = True
+        if is_away and ctx.step >= removed + back:
+            manager.add(Background(acts))
+            is_away = False
+        manager.fire("on_train_step_end", ctx)
+        expected += [] if is_away else [ctx.step]
+    manager.close()
+    assert acts.heard == expected
+    assert not acts.was_disturbed

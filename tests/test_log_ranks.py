@@ -1,0 +1,132 @@
+"""Log records of other ranks: what is kept off which handlers, and for how long."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.functional import mse_loss
+
+from callsheet import Callback, Context, Trainer
+from callsheet.distributed import Ranks
+from callsheet.errors import ConfigError
+from callsheet.log_ranks import LogRanks
+from callsheet.testing.ranks import run_ranks
+
+PLACES = ("root", "callsheet", "mine.deep", "lastResort")
+WAYS = [("zero", False), ("zero", True), ("all", False)]
+
+
+class Speaks(Callback):
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+
+    def on_run_start(self, ctx: Context) -> None:
+        _speak("set-up")
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        _speak("training")
+        if self.fails:
+            raise LookupError("the callback's own")
+
+    def on_run_end(self, ctx: Context) -> None:
+        _speak("end")
+
+
+def _speak(when: str) -> None:
+    for name in (None, "callsheet", "mine.deep", "never.seen.before"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.DEBUG)
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logger.log(level, "%s %s", when, logging.getLevelName(level).lower())
+
+
+def said(place: str, log_ranks: str, fails: bool) -> dict[str, list[str]]:
+    """What a handler in one place is given on this rank, by when it was said."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    for other in list(logging.getLogger().handlers):
+        logging.getLogger().removeHandler(other)
+    if place == "lastResort":
+        logging.lastResort = handler
+    else:
+        logging.getLogger(None if place == "root" else place).addHandler(handler)
+    _speak("before")
+    with suppress(LookupError):
+        with Trainer(
+            nn.Linear(1, 1),
+            mse_loss,
+            [(torch.ones(1, 1), torch.ones(1, 1))] * 2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            callbacks=Speaks(fails=fails),
+            log_ranks=log_ranks,
+        ) as trainer:
+            trainer.fit("1ba")
+    _speak("after")
+    logging.getLogger(None if place in ("root", "lastResort") else place).removeHandler(handler)
+    lines = [line.split() for line in stream.getvalue().splitlines() if line.split()[0] in _TIMES]
+    return {when: sorted({line[1] for line in lines if line[0] == when}) for when in _TIMES}
+
+
+def said_in_all_ways() -> dict[tuple[str, str, bool], Any]:
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+    return {(place, *way): said(place, *way) for place in PLACES for way in WAYS}
+
+
+@functools.cache
+def said_on_ranks() -> list[dict[tuple[str, str, bool], Any]]:
+    return run_ranks(said_in_all_ways, 2)
+
+
+_TIMES = ("before", "set-up", "training", "end", "after")
+_ALL = ["error", "info", "warning"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("log_ranks", "fails"), WAYS)
+def test_other_ranks_say_errors_alone_while_the_run_lasts(place: str, log_ranks: str, fails: bool) -> None:
+    zero, one = (found[place, log_ranks, fails] for found in said_on_ranks())
+    assert zero == dict.fromkeys(_TIMES, _ALL)
+    quiet = ["error"] if log_ranks == "zero" else _ALL
+    assert one == {"before": _ALL, "set-up": quiet, "training": quiet, "end": quiet, "after": _ALL}
+
+
+def test_the_end_of_one_run_leaves_another_s_filter() -> None:
+    stream = io.StringIO()
+    logger = logging.getLogger("tests.log_ranks")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        outer, inner = (LogRanks("zero", Ranks(rank=1, local_rank=1, world_size=2)) for _ in range(2))
+        outer.start()
+        inner.start()
+        inner.end()
+        logger.warning("inside")
+        outer.end()
+        outer.end()
+        logger.warning("outside")
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue() == "outside\n"
+    assert not handler.filters
+
+
+def test_nothing_is_made_of_names_that_have_no_logger() -> None:
+    logging.getLogger("tests.placeholder.child")
+    before = dict(logging.Logger.manager.loggerDict)
+    quiet = LogRanks("zero", Ranks(rank=1, local_rank=1, world_size=2))
+    quiet.start()
+    quiet.end()
+    assert dict(logging.Logger.manager.loggerDict) == before
+
+
+def test_a_choice_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown log_ranks 'zeros'; did you mean 'zero'"):
+        LogRanks("zeros", Ranks())

@@ -1,0 +1,255 @@
+"""`Process` through a manager by hand: how its children end, and whose they are."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet import Callback, CallbackManager, Context, Process, RunInfo
+
+
+class Lingers(Callback):
+    """Its process takes a while to end."""
+
+    def __init__(self, *, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        atexit.register(time.sleep, self.seconds)
+
+
+class Counts(Callback):
+    """Counts the steps it hears of, over there."""
+
+    lane = "process"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps.append(ctx.step)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps, "pid": os.getpid()} if self.steps else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
+class WritesAtEnd(Counts):
+    """Says when its process ends by itself."""
+
+    def __init__(self, *, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        super().on_train_step_end(ctx)
+        if ctx.step == 1:
+            atexit.register(Path(self.path).write_text, "ended")
+
+
+class Strange(Exception):
+    """Its text is made of what it is given, so that it cannot be made anew from its text."""
+
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"{code}: {hint}")
+
+
+class FarWitness(Callback):
+    """Counts, and keeps what it heard of an exception, over there."""
+
+    needs = ("user_state", "exception")
+
+    def __init__(self) -> None:
+        self.steps = self.pid = 0
+        self.seen: list[Any] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps += 1
+        self.pid = os.getpid()
+
+    def on_exception(self, ctx: Context) -> None:
+        error = ctx.exception
+        self.seen.append([type(error).__name__, str(error), list(getattr(error, "__notes__", []))])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps, "pid": self.pid, "seen": self.seen}
+
+
+def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
+    manager = CallbackManager(callbacks)
+    ctx = Context(RunInfo("by hand"))
+    manager.open(ctx)
+    return manager, ctx
+
+
+def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
+    for ctx.step in steps:
+        manager.fire("on_train_step_end", ctx)
+
+
+def test_processes_end_at_the_same_time() -> None:
+    manager, ctx = opened(*(Process(Lingers(name=f"lingers-{number}", seconds=3.0), deadline=60) for number in range(4)))
+    tell(manager, ctx, range(1, 2))
+    manager.drain(ctx)
+    began = time.monotonic()
+    manager.close()
+    assert 2 < time.monotonic() - began < 11  # and not four times three
+
+
+def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> None:
+    far = [Process(Lingers(name=f"lingers-{number}", seconds=60.0), deadline=60) for number in range(3)]
+    manager, ctx = opened(*far)
+    tell(manager, ctx, range(1, 2))
+    manager.drain(ctx)
+    pids = [each.pid for each in far]
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 12  # five seconds in all
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_line_that_somebody_else_holds_open_ends_all_the_same(tmp_path: Path) -> None:
+    far = Process(WritesAtEnd(path=str(tmp_path / "ended")), deadline=60)
+    manager, ctx = opened(far)
+    tell(manager, ctx, range(1, 2))
+    manager.drain(ctx)
+    assert far._connection is not None
+    held = os.dup(far._connection.fileno())  # as a dataloader's worker has it, which was forked meanwhile
+    manager.close()
+    os.close(held)
+    assert (tmp_path / "ended").read_text() == "ended"  # it saw the end by itself
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_no_part_in_it() -> None:
+    counts = Process(Counts(), deadline=60)
+    manager, ctx = opened(counts)
+    tell(manager, ctx, range(1, 4))
+    manager.drain(ctx)
+    line = counts._connection
+    assert line is not None
+    number = line.fileno()
+    child = os.fork()
+    if not child:  # no assertion leaves this branch
+        signal.alarm(20)
+        fine = counts.pid is None and line.closed
+        try:
+            os.fstat(number)
+            fine = False
+        except OSError:
+            pass
+        tell(manager, ctx, range(4, 6))
+        manager.close()
+        os._exit(0 if fine else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    tell(manager, ctx, range(4, 6))
+    assert manager.state_dict()["callbacks"]["Counts"]["steps"] == [1, 2, 3, 4, 5]
+    manager.close()
+
+
+@pytest.mark.parametrize("is_by_class", [True, False])
+def test_one_that_is_removed_and_added_again_goes_on_where_it_was(is_by_class: bool) -> None:
+    counts = Counts()
+    manager, ctx = opened(counts if is_by_class else Process(counts))
+    tell(manager, ctx, range(1, 4))
+    manager.remove(counts)
+    tell(manager, ctx, range(4, 6))
+    manager.add(counts if is_by_class else Process(counts))
+    tell(manager, ctx, range(6, 8))
+    state = manager.state_dict()["callbacks"]["Counts"]
+    manager.close()
+    assert state["steps"] == [1, 2, 3, 6, 7]
+    assert state["pid"] != os.getpid()
+
+
+# --- what its process cannot make anew ---
+
+
+def exceptions() -> list[BaseException]:
+    class Inside(Exception):
+        pass
+
+    class InMain(Exception):
+        pass
+
+    InMain.__module__ = "__main__"  # as one of a script
+    sys.modules["__main__"].InMain = InMain  # type: ignore[attr-defined]
+    InMain.__qualname__ = "InMain"
+    kept = ValueError("a text")
+    kept.add_note("kept")
+    return [Inside("a text"), InMain("a text"), Strange(3, hint="a text"), kept]
+
+
+@pytest.mark.parametrize("place", range(4), ids=["of a function", "of the script", "not from its text", "of Python"])
+def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: int, caplog: pytest.LogCaptureFixture) -> None:
+    manager, ctx = opened(Process(FarWitness(), deadline=60))
+    tell(manager, ctx, range(1, 4))
+    before = manager.state_dict()["callbacks"]["FarWitness"]
+    error = exceptions()[place]
+    error.add_note("seen at step 3")
+    ctx.exception = error
+    manager.fire("on_exception", ctx)
+    tell(manager, ctx, range(4, 6))
+    after = manager.state_dict()["callbacks"]["FarWitness"]
+    failures = manager.cost_report(5).failures
+    manager.close()
+    assert failures == ()
+    assert after["pid"] == before["pid"]
+    assert after["steps"] == 5
+    assert after["seen"] == [[type(error).__name__, str(error), error.__notes__]]
+
+
+class Broken:
+    """It can be sent, and not be made anew."""
+
+    def __reduce__(self) -> Any:
+        return os.strerror, ("no number",)
+
+    def __deepcopy__(self, memo: Any) -> Broken:
+        return self
+
+
+class Closed:
+    """It cannot even be sent."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be sent")
+
+    def __deepcopy__(self, memo: Any) -> Closed:
+        return self
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Broken, "TypeError"), (Closed, "not to be sent")])
+def test_what_cannot_be_sent_is_one_failure_and_the_process_goes_on(
+    kind: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, ctx = opened(Process(FarWitness(), deadline=60))
+    tell(manager, ctx, range(1, 4))
+    before = manager.state_dict()["callbacks"]["FarWitness"]
+    manager.user_state["thing"] = [kind()]
+    tell(manager, ctx, range(4, 5))
+    manager.drain(ctx)
+    manager.user_state.clear()
+    tell(manager, ctx, range(5, 6))
+    after = manager.state_dict()["callbacks"]["FarWitness"]
+    (failure,) = manager.cost_report(5).failures
+    manager.close()
+    assert failure.count == 1
+    assert said in failure.last
+    assert after["pid"] == before["pid"]
+    assert after["steps"] == before["steps"] + 1 == 4

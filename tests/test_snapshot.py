@@ -1,0 +1,217 @@
+"""The control as a lane has it: every name of it works there, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRefused, RunInfo
+from callsheet.context import TrainState
+from callsheet.control import Control, Request
+from callsheet.errors import FieldNotTold
+from callsheet.time import Timestamp
+
+READ = (
+    "able",
+    "is_shared",
+    "stop_requested",
+    "save_requested",
+    "save_requests",
+    "evaluate_requested",
+    "accumulation",
+    "load_path",
+)
+ASKED = {"stop": ("why",), "save": ("why",), "evaluate": ("why",)}
+REFUSED: dict[str, tuple[Any, ...]] = {"accumulate": (2,), "load": ("a/checkpoint",)}
+OF_THE_LOOP = (
+    *("agree", "ask", "check", "done", "in_gate", "is_hurried", "look_again", "pending", "switch_off", "switched_off"),
+    *("take_wishes", "wishes"),
+)
+
+
+class Tries(Callback):
+    """Does something with the control, and keeps what comes of it."""
+
+    def __init__(self, does: Any) -> None:
+        self.does = does
+        self.came: Any = None
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        try:
+            self.came = self.does(ctx.control)
+        except Exception as error:
+            self.came = error
+
+
+class ReadsFar(Callback):
+    """Reads everything that can be read, in its process."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, Any] = {}
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.read = {name: getattr(ctx.control, name) for name in READ} | {"pid": os.getpid()}
+        ctx.control.stop("over there")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.read
+
+
+def filled() -> Control:
+    control = Control(("stop", "save", "evaluate", "accumulate", "load"))
+    control.stop("enough")
+    control.save("now", kind="best", metric="loss")
+    control.save("now and then", kind="periodic")
+    control.evaluate("to see")
+    control.accumulate(4)
+    control.load("a/checkpoint")
+    return control
+
+
+def tried(does: Any, control: Control) -> Any:
+    tries = Tries(does)
+    manager = CallbackManager([Background(tries)])
+    ctx = Context(RunInfo("by hand"), control=control)
+    manager.open(ctx)
+    manager.fire("on_train_step_end", ctx)
+    manager.drain(ctx)  # which carries out what was asked
+    manager.close()
+    return tries.came
+
+
+def test_the_names_of_the_control_are_all_here() -> None:
+    here = {name for name in dir(Control) if not name.startswith("_")}
+    assert here == {*READ, *ASKED, *REFUSED, *OF_THE_LOOP} | {"switch_off"}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_can_be_read_inline_can_be_read_in_a_lane(name: str) -> None:
+    control = filled()
+    expected = getattr(control, name)
+    assert expected is not None
+    assert tried(lambda lane: getattr(lane, name), control) == expected
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_can_be_asked_is_there_for_all_to_read(name: str) -> None:
+    control = Control()
+    assert tried(lambda lane: getattr(lane, name)(*ASKED[name]), control) is None
+    request = getattr(control, f"{name}_requested")
+    assert (request.what, request.why, request.by) == (name, "why", "Tries")
+
+
+@pytest.mark.parametrize(("name", "mend"), [("accumulate", "ask inline, on every rank alike"), ("load", "ask inline")])
+def test_what_cannot_work_says_why(name: str, mend: str) -> None:
+    control = Control(("stop", "accumulate", "load"))
+    error = tried(lambda lane: getattr(lane, name)(*REFUSED[name]), control)
+    assert isinstance(error, RequestRefused)
+    assert f"control.{name}(" in str(error)
+    assert mend in str(error)
+    assert (control.accumulation, control.load_path) == (None, None)
+
+
+@pytest.mark.parametrize("name", sorted({*OF_THE_LOOP} - {"switch_off"}))
+def test_what_is_the_loops_says_so(name: str) -> None:
+    error = tried(lambda lane: getattr(lane, name), Control())
+    assert isinstance(error, FieldNotTold)
+    assert f"control.{name} is the loop's own" in str(error)
+
+
+def test_what_is_no_name_of_the_control_is_an_attribute_error() -> None:
+    error = tried(lambda lane: lane.stop_request, Control())
+    assert isinstance(error, AttributeError)
+    assert "did you mean 'stop_requested'" in str(error)
+
+
+def test_reading_sees_what_happens_meanwhile() -> None:
+    begun, asked = threading.Event(), threading.Event()
+
+    def waits(control: Any) -> list[Any]:
+        seen = [control.stop_requested]
+        begun.set()
+        assert asked.wait(20)
+        return [*seen, control.stop_requested]
+
+    tries = Tries(waits)
+    manager = CallbackManager([Background(tries)])
+    ctx = Context(RunInfo("by hand"))
+    manager.open(ctx)
+    manager.fire("on_train_step_end", ctx)
+    assert begun.wait(20)
+    ctx.control.stop("meanwhile")
+    asked.set()
+    manager.close()
+    assert [getattr(each, "why", None) for each in tries.came] == [None, "meanwhile"]
+
+
+def test_reading_while_the_loop_changes_it_never_fails() -> None:
+    is_over = threading.Event()
+
+    def reads(control: Any) -> int:
+        times = 0
+        while not is_over.is_set():
+            for name in READ:
+                getattr(control, name)
+            times += 1
+        return times
+
+    tries = Tries(reads)
+    manager = CallbackManager([Background(tries)])
+    ctx = Context(RunInfo("by hand"))
+    manager.open(ctx)
+    manager.fire("on_train_step_end", ctx)
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        for number in range(10):
+            ctx.control.save(f"why {number}")
+        ctx.control.done("save")
+    is_over.set()
+    manager.close()
+    assert isinstance(tries.came, int), tries.came
+    assert tries.came > 10
+
+
+def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
+    far = Process(ReadsFar())
+    control = filled()
+    manager = CallbackManager([far])
+    ctx = Context(RunInfo("by hand"), control=control)
+    manager.open(ctx)
+    manager.fire("on_train_step_end", ctx)
+    read = dict(manager.state_dict()["callbacks"]["ReadsFar"])
+    manager.close()
+    assert read.pop("pid") != os.getpid()
+    assert set(read.pop("able")) == control.able
+    assert read == {name: getattr(control, name) for name in READ if name != "able"}
+    assert isinstance(read["stop_requested"], Request)
+
+
+def test_how_far_training_is_stands_still() -> None:
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.goes_on = threading.Event()
+            self.states: list[TrainState] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.goes_on.wait(30)
+            self.states.append(ctx.state)
+
+    reads = Reads()
+    manager = CallbackManager([Background(reads)])
+    ctx = Context(RunInfo("by hand"))
+    state = ctx.state
+    state.epoch_batches, state.evaluators, state.baseline = 4, ("held out",), Timestamp(batch=1)
+    manager.open(ctx)
+    for _ in range(2):
+        manager.fire("on_train_step_end", ctx)
+    before = copy.copy(state)
+    state.epoch_batches, state.evaluators, state.baseline = 8, (), Timestamp(batch=2)
+    state.timestamp = Timestamp(batch=3)
+    reads.goes_on.set()
+    manager.close()
+    assert reads.states == [before, before]

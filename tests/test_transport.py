@@ -1,0 +1,832 @@
+"""Callbacks into other processes: they arrive as they were, or are refused with the reason; nobody else's file is believed."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import errno
+import functools
+import io
+import itertools
+import logging
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from callsheet import Background, Callback, Time
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, SystemMetricsMonitor
+from callsheet.checkpoint.tensors import DTYPES
+from callsheet.launcher import worker
+from callsheet.transport import Payload, TransportError, pack, unpack
+from callsheet.transport.data import decode, encode
+from callsheet.transport.payload import KEY, PAYLOAD, open_payload
+from callsheet.transport.portrait import differences, portrait
+from callsheet.transport.sealed import Key, PrivateFolder, read_private, seal, unseal, write_private
+
+SECRETIVE = "the content of the payload"
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Options:
+    rate: float
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubles:
+    """Its constructor changes what it is given."""
+
+    amount: int
+    twice: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", 2 * self.amount)
+        object.__setattr__(self, "amount", self.amount + 1)
+
+
+class Mode(enum.Flag):
+    FAST = 1
+    SAFE = 2
+
+
+class Keeps(Callback):
+    """Any argument, and a state."""
+
+    def __init__(self, given: Any = None, *, more: Any = None) -> None:
+        self.given, self.more = given, more
+        self.seen: Any = 0
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Watches(Callback):
+    """Another callback among its arguments."""
+
+    def __init__(self, other: Callback) -> None:
+        self.other = other
+
+
+def at_the_top(ctx: Any, factor: float = 2.0) -> float:
+    return factor
+
+
+def arrived(payload: Payload) -> list[Callback]:
+    """What a process of the launch would get."""
+    with payload.post() as variables:
+        return open_payload(dict(variables)).callbacks
+
+
+# --- what arrives -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_arrives_as_it_was() -> None:
+    """One payload with all kinds of things, through the real trial in a fresh interpreter and out of the real file."""
+    shared: list[Any] = [1]
+    history = History()
+    plain = Keeps(
+        {"a": (1, 2.5, None, True, b"\0\xff"), ("t", 1): {3, 4}, "@odd": [float("inf"), 2**70]},
+        more=[Path("x/y"), Colour.RED, Time("3ep"), torch.float16, torch.device("cpu"), frozenset({"é"}), at_the_top, Options],
+    )
+    tensors = Keeps(torch.arange(6.0).reshape(2, 3), more=[numpy.arange(4, dtype="int16"), numpy.float32(1.5), torch.tensor([])])
+    tensors.seen = {"weights": torch.randn(3, dtype=torch.bfloat16), "steps": [1, 2]}
+    objects = Keeps(Options(0.5, ["n"]), more=functools.partial(at_the_top, factor=3.0))
+    one, other = Keeps(shared, more={"again": shared}), Keeps(shared)
+    words = Keeps()
+    words.name, words.ranks, words.phase, words.needs = "worded", {3, 7}, "report", ("loss",)
+    stopper = EarlyStopper(monitor="validation/loss", patience="2ep")
+    sent = [plain, tensors, objects, one, other, words, stopper, Watches(history), history, Background(Keeps(5), queue=7)]
+    got: list[Any] = arrived(pack(sent))
+    assert [type(callback) for callback in got] == [type(callback) for callback in sent]
+    assert (got[0].given, got[0].more) == (plain.given, plain.more)
+    assert torch.equal(got[1].given, tensors.given)
+    assert got[1].more[0].dtype == numpy.int16
+    assert (got[1].more[0] == tensors.more[0]).all()
+    assert torch.equal(got[1].seen["weights"], tensors.seen["weights"])
+    assert got[1].seen["weights"].dtype is torch.bfloat16
+    assert got[2].given == Options(0.5, ["n"])
+    assert got[2].more(None) == 3.0
+    assert got[3].given is got[3].more["again"] is got[4].given  # what was shared is shared
+    assert (got[5].name, got[5].ranks, got[5].phase, got[5].needs) == ("worded", {3, 7}, "report", ("loss",))
+    assert got[6]._is_resumed is False  # a state that is as new is not loaded: it would say that a run is resumed
+    assert got[7].other is got[8]
+    assert (got[9].lane_options.queue, got[9].callback.given, got[9].name) == (7, 5, "Keeps")
+
+
+def test_lambdas_closures_and_local_classes_arrive_where_pickles_are_allowed() -> None:
+    counts: list[int] = []
+    factor = 3
+
+    class Local(Callback):
+        def __init__(self, function: Callable[[int], int]) -> None:
+            self.function = function
+
+    def closure(x: int) -> int:
+        counts.append(x)
+        return factor * x
+
+    sent = [Local(closure), Keeps(lambda: counts), Keeps({1: lambda: 5})]
+    got: list[Any] = arrived(pack(sent, allow_pickle=True))
+    assert got[0].function(2) == 6
+    assert got[1].given() == [2]  # one pickle for all, so that two functions over one list still share it
+    assert counts == []
+    assert got[2].given[1]() == 5
+    assert type(got[0]).__qualname__ == Local.__qualname__
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.tuples(inner, inner)
+        | st.sets(st.integers() | st.text())
+        | st.builds(Options, st.floats(allow_nan=False), st.lists(st.text()))
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+@settings(max_examples=150, deadline=None)
+def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
+    back = decode(encode(value, allow_pickle=False))
+    assert back == value
+    assert differences(portrait({"it": value}), portrait({"it": back})) == []
+
+
+@given(PLAIN, PLAIN)
+@settings(max_examples=100, deadline=None)
+def test_any_two_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
+    for here, there in ((one, other), ([one, {"a": (other,)}], [one, {"a": (one,)}])):
+        assert here == there or differences(portrait({"it": here}), portrait({"it": there}))
+
+
+TENSORS = [torch.tensor([1, 0]).to(dtype) for dtype in DTYPES] + [
+    torch.tensor(3.0),
+    torch.zeros(0, 3),
+    torch.arange(6).reshape(2, 3).T,
+    torch.tensor([1 + 2j]).conj(),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}")
+def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> None:
+    back = decode(encode({"a": tensor, "b": tensor}, allow_pickle=False))
+    assert back["a"] is back["b"]
+    assert (back["a"].dtype, back["a"].shape) == (tensor.dtype, tensor.shape)
+    assert differences(portrait({"it": back}), portrait({"it": {"a": tensor, "b": tensor}})) == []
+    if tensor.numel() > 1:
+        other = tensor.clone()
+        other[..., 0] = other[..., 1] if other.ndim == 1 else 7
+        assert differences(portrait({"it": other}), portrait({"it": tensor}))
+
+
+def test_views_of_one_memory_are_told_from_copies() -> None:
+    base = torch.arange(4.0)
+    [line] = differences(portrait({"it": [base[:2], base[2:]]}), portrait({"it": [base[:2].clone(), base[2:].clone()]}))
+    assert line == "it[1]: memory: here it is the same object as it[0], and not so there"
+    sparse = torch.eye(2).to_sparse()
+    assert differences(portrait({"it": sparse}), portrait({"it": sparse})) == [
+        "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be looked into"
+    ]
+
+
+def test_dataclasses_come_back_as_they_were_made() -> None:
+    made = Doubles(3)
+    assert (made.amount, made.twice) == (4, 6)
+    assert decode(encode(made, allow_pickle=False)) == made
+    assert decode(encode(Mode.SAFE, allow_pickle=False)) is Mode.SAFE
+    with pytest.raises(TransportError, match=r"it is a test_transport\.Mode; give plain data"):
+        encode([Mode.FAST | Mode.SAFE], allow_pickle=False)
+    assert decode(encode("\ud800", allow_pickle=False)) == "\ud800"
+
+
+def test_containers_that_hold_themselves_come_back_so() -> None:
+    ring: list[Any] = [1]
+    ring.append({"ring": ring})
+    back = decode(encode(ring, allow_pickle=False))
+    assert back[1]["ring"] is back
+    options: Any = Options(1.0)
+    options.names.append(options)
+    back = decode(encode(options, allow_pickle=False))
+    assert back.names == [back]
+
+
+# --- what is refused by whoever sends -----------------------------------------------------------------------------------
+
+
+class ByPosition(Callback):
+    def __init__(self, first: int, /) -> None:
+        self.first = first
+
+
+class Several(Callback):
+    def __init__(self, *files: str) -> None:
+        self.files = files
+
+
+def renamed() -> None: ...
+
+
+renamed.__qualname__ = "nothing"
+
+
+def refused_values() -> Iterator[tuple[str, Any, str]]:
+    yield (
+        "lambda",
+        lambda: 1,
+        r"callbacks\[0\] \(Keeps\): its argument given: it is a lambda, which has no import path; .* or say allow_pickle=True",
+    )
+    yield "renamed", renamed, "test_transport.nothing is not what is found under that name; give what is"
+    yield "file", open(os.devnull), "it is an open file, which stays in this process; give its path, and open it in on_run_start"  # noqa: SIM115
+    yield "lock", threading.Lock(), "it is a lock, which stays in this process; make one in the constructor"
+    yield "rlock", threading.RLock(), "it is a lock"
+    yield "event", threading.Event(), "it is a lock"
+    yield "thread", threading.Thread(), r"it is a threading.Thread, which stays in this process"
+    yield "socket", socket.socket(), "it is a socket.socket, which stays in this process"
+    yield "generator", (i for i in range(3)), "it is a generator, which stays in this process"
+    yield "module", os, "it is a module, which stays in this process"
+    yield "object", object(), "it is a object; give plain data or something that has an import path, or say allow_pickle=True"
+    yield "subclass", collections.OrderedDict(a=1), "it is a collections.OrderedDict; give plain data"
+    yield "deep", {"a": [1, {"b": threading.Lock()}]}, r"its argument given\['a'\]\[1\]\['b'\]: it is a lock"
+    yield "method", Options(1.0).names.append, "it is a builtin_function_or_method"
+    yield "parameter", torch.nn.Parameter(torch.ones(1)), "it is a torch.nn.parameter.Parameter"
+    yield "key", {Colour.RED: 1}, "it is a dict"
+
+
+@pytest.mark.parametrize(("value", "reason"), [pytest.param(value, reason, id=name) for name, value, reason in refused_values()])
+def test_a_value_that_cannot_be_sent_is_refused_with_place_reason_and_mend(value: Any, reason: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(TransportError, match=reason):
+        pack([Keeps(value)])
+    assert time.monotonic() - began < 60  # nothing was started
+    if isinstance(value, io.IOBase | socket.socket):
+        value.close()
+
+
+def test_classes_that_cannot_be_sent_are_refused() -> None:
+    class Local(Callback): ...
+
+    with pytest.raises(
+        TransportError, match="Local is made inside a function, where it has no import path; define it at the top level"
+    ):
+        pack([Local()])
+    with pytest.raises(TransportError, match="takes first by position only"):
+        pack([ByPosition(1)])
+    with pytest.raises(TransportError, match=r"takes \*files, which a CallbackSpec cannot carry"):
+        pack([Several("a")])
+    with pytest.raises(TypeError, match="is a class"):
+        pack([Keeps])  # type: ignore[list-item]
+    stateful = Keeps()
+    stateful.seen = threading.Lock()
+    with pytest.raises(TransportError, match=r"callbacks\[0\] \(Keeps\): its state\['seen'\]: it is a lock"):
+        pack([stateful])
+
+
+def test_pickles_are_refused_where_they_would_not_be_what_they_were(tmp_path: Path) -> None:
+    history, lock = History(), threading.Lock()
+    with open(tmp_path / "file", "w+") as file:
+        with pytest.raises(TransportError, match="holds an open file"):
+            pack([Keeps(lambda: file)], allow_pickle=True)
+        with pytest.raises(TransportError, match="it is an open file"):
+            pack([Keeps(file)], allow_pickle=True)
+    with pytest.raises(
+        TransportError, match="refers to the callback History, which is sent as well: over there they would be two"
+    ):
+        pack([Keeps(lambda: history), history], allow_pickle=True)
+    with pytest.raises(TransportError, match=r"its argument given: cloudpickle cannot send it: .*lock"):
+        pack([Keeps(lambda: lock)], allow_pickle=True)
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------------
+
+
+class Innocent(Callback):
+    """What its constructor makes is no data, and each process makes it for itself."""
+
+    shade = Colour.RED
+
+    def __init__(self, names: set[str], file: str) -> None:
+        self.names = names
+        self.lock, self.event, self.condition = threading.Lock(), threading.Event(), threading.Condition()
+        self.thread = threading.Thread(target=self.names.copy, daemon=True)
+        self.thread.start()
+        self.file = open(file, "a")  # noqa: SIM115
+        self.logger = logging.getLogger("innocent")
+        self.waiting: collections.deque[int] = collections.deque([1, 2], maxlen=5)
+        self.by_default: Any = collections.defaultdict(list, a=[1])
+        self.numbers, self.generator = numpy.random.default_rng(3), torch.Generator().manual_seed(5)
+        self.random, self.count = random.Random(7), itertools.count(3)
+        self.text, self.view = io.StringIO("abc"), memoryview(b"abc")
+        self.model, self.pattern = torch.nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False), re.compile("a+")
+        torch.nn.init.ones_(self.model.weight)
+        torch.nn.init.zeros_(self.model.bias)
+        self.methods = [self.names.add, self.state_dict, at_the_top, len]
+        self.self_again = self
+        self.socket = socket.socket()
+
+
+class Changed(Callback):
+    """Changed after it was made, in each of the ways that neither arguments nor state hold."""
+
+    limit = 3
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.value: Any = 1
+        self.gone = 1
+        self.tensor = torch.zeros(3)
+        self.items = {"a": [1, {"deep": 2}]}
+        self.drawn = random.SystemRandom().random()
+        self.halfway = (i for i in range(5))
+        self.one: list[int] = []
+        self.other = self.one
+        self.ignored = 0
+
+
+class HalfState(Keeps):
+    """Gives a state, and takes only half of it back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = {"a": state["seen"]["a"]}
+
+
+def test_what_each_process_makes_for_itself_is_let_through(tmp_path: Path) -> None:
+    callbacks: list[Callback] = [Innocent({f"name {i}" for i in range(50)}, str(tmp_path / "file"))]  # sets differ in their order
+    ema, monitor = EMA(), SystemMetricsMonitor()
+    ema.state_dict()
+    monitor.transport_ignore = ("_process",)
+    callbacks += [ema, monitor, CheckpointSaver(save_interval="10ba")]
+    names = [type(callback).__name__ for callback in arrived(pack(callbacks))]
+    assert names == ["Innocent", "EMA", "SystemMetricsMonitor", "CheckpointSaver"]
+
+
+def test_what_would_be_lost_is_named() -> None:
+    changed = Changed([1])
+    changed.value = "another"
+    del changed.gone
+    changed.tensor[1] = 5
+    changed.items["a"][1]["deep"] = 3  # type: ignore[index]
+    changed.other = []
+    changed.extra = threading.Lock()  # type: ignore[attr-defined]
+    changed.transport_ignore = ("ignored",)
+    changed.ignored = 5
+    half = HalfState()
+    half.seen = {"a": 1, "b": 2}
+    Changed.limit = 4
+    Changed.on_log = at_the_top  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(TransportError) as caught:
+            pack([half, changed])
+    finally:
+        Changed.limit = 3
+        del Changed.on_log
+    lines = {line.strip() for line in str(caught.value).splitlines()}
+    who = "callbacks[1] (Changed)"
+    assert {
+        "callbacks[0] (HalfState).seen['b']: missing there",
+        f"{who}.value: a str here, an int there",
+        f"{who}.gone: missing here",
+        f"{who}.items['a'][1]['deep']: an int of another value there",
+        f"{who}.drawn: a float of another value there",
+        f"{who}.halfway: a generator, which cannot be looked into",
+        f"{who}.other: there it is the same object as callbacks[1].one, and not so here",
+        f"{who}.extra: missing there",
+        f"{who} Changed.limit: an int of another value there",
+        f"{who} Changed.on_log: missing there",
+    } <= lines
+    assert any(line.startswith(f"{who}.tensor: content: ") for line in lines)
+    assert "ignored" not in "".join(line for line in lines if line.startswith("callbacks"))
+    assert "another" not in "".join(line for line in lines if ".value" in line).replace("another value", "")  # no values are told
+    assert "state_dict" in str(caught.value)
+    assert "on_run_start" in str(caught.value)
+
+
+class FailsElsewhere(Callback):
+    def __init__(self, pid: int) -> None:
+        if os.getpid() != pid:
+            raise RuntimeError("only in one process")
+
+
+class Exits(Callback):
+    def __init__(self, pid: int) -> None:
+        if os.getpid() != pid:
+            print("a last word", flush=True)
+            os._exit(7)
+
+
+def test_a_callback_that_cannot_be_rebuilt_is_refused_with_its_error() -> None:
+    with pytest.raises(
+        TransportError,
+        match=r"rebuilt in a fresh interpreter.*RuntimeError: only in one process\n  at .*test_transport.py:\d+: raise",
+    ):
+        pack([FailsElsewhere(os.getpid())])
+    with pytest.raises(TransportError, match=r"exit code 7, before anything was rebuilt; its last words:\n  a last word"):
+        pack([Exits(os.getpid())])
+
+
+# --- where a script's own classes are found --------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from callsheet import Callback
+from callsheet.transport import TransportError, pack, payload
+
+class Mine(Callback):
+    def __init__(self, function):
+        self.function = function
+
+def helper():
+    return {"name": __name__}
+
+{more}
+
+if {guard}:
+    class Late(Callback): ...
+    try:
+        sent = pack([{what}])
+    except TransportError as error:
+        print("refused:", error)
+        sys.exit()
+    with sent.post() as variables:
+        [got] = payload.open_payload(dict(variables)).callbacks
+    print("arrived:", type(got) is {kind}, got.function is helper)
+"""
+
+
+def said(*command: str, cwd: Path, stdin: str | None = None) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd, input=stdin, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def script(*, what: str = "Mine(helper)", kind: str = "Mine", guard: str = '__name__ == "__main__"', more: str = "") -> str:
+    return SCRIPT.replace("{what}", what).replace("{kind}", kind).replace("{guard}", guard).replace("{more}", more)
+
+
+@pytest.mark.slow
+def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(script())
+    assert said("run.py", cwd=tmp_path) == "arrived: True True"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "job.py").write_text(script())
+    assert said("-m", "package.job", cwd=tmp_path).startswith("arrived:")
+
+
+@pytest.mark.slow
+def test_a_class_that_the_script_s_import_would_not_make_is_refused_with_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(script(what="Late()"))
+    told = said("late.py", cwd=tmp_path)
+    assert "late.py has no 'Late' when it is imported: define it at the top level, outside `if __name__ == '__main__'`" in told
+    (tmp_path / "broken.py").write_text(script(more="if __name__ != '__main__': raise OSError('no such thing here')"))
+    assert "OSError: no such thing here\n  at " in said("broken.py", cwd=tmp_path)
+    (tmp_path / "unguarded.py").write_text(script(guard="True").replace("    except TransportError", "    except KeyError"))
+    done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "pack() was called while a new process imports the script: put the call under" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_class_without_a_script_is_refused_unless_pickles_are_allowed(tmp_path: Path) -> None:
+    told = said("-c", script(), cwd=tmp_path)
+    assert told.startswith("refused: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
+    assert "allow_pickle=True" in told
+    allowed = script().replace("Mine(helper)]", "Mine(helper)], allow_pickle=True")
+    assert said("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again
+
+
+@pytest.mark.slow
+def test_pickled_functions_of_a_script_share_its_classes_and_globals(tmp_path: Path) -> None:
+    text = script(what="Mine(lambda: (Mine, helper, STORE))", more="STORE = [1]")
+    text = text.replace("STORE))])", "STORE))], allow_pickle=True)").replace(
+        "got.function is helper", "got.function()[0] is Mine"
+    )
+    (tmp_path / "run.py").write_text(text)
+    assert said("run.py", cwd=tmp_path) == "arrived: True True"
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def posted() -> Iterator[tuple[dict[str, str], Path]]:
+    """A payload as it lies there during a launch, without the trial's seconds."""
+    around = encode({"python": sys.version.split()[0], "sys_path": [], "argv": [], "launcher": os.getpid()}, allow_pickle=False)
+    values = encode({"callbacks": [Keeps(SECRETIVE)]}, allow_pickle=False)
+    content = b"".join(len(part).to_bytes(8, "little") + part for part in (around, values))
+    with Payload(("Keeps",), content).post() as variables:
+        yield variables, Path(variables[PAYLOAD])
+
+
+def refusal(variables: Mapping[str, str]) -> str:
+    """How `unpack` refuses; never with the key or the content."""
+    with pytest.raises(TransportError) as caught:
+        open_payload(dict(variables))
+    told = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
+    assert SECRETIVE not in told
+    if variables.get(KEY):
+        assert variables[KEY][32:] not in told
+    return str(caught.value)
+
+
+def test_the_file_is_this_user_s_alone_and_goes_with_the_launch(posted: tuple[dict[str, str], Path]) -> None:
+    _, path = posted
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with PrivateFolder() as folder:
+        assert path.exists()  # of a launch that runs
+        assert folder.path.exists()
+    assert not folder.path.exists()
+    before = os.umask(0)
+    try:
+        write_private(path.with_name("another"), b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.with_name("another").stat().st_mode) == 0o600
+
+
+def test_it_is_unpacked_once_and_leaves_the_environment(
+    posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, _ = posted
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    [got] = unpack()
+    assert isinstance(got, Keeps)
+    assert got.given == SECRETIVE
+    assert not {KEY, PAYLOAD} & os.environ.keys()
+    with pytest.raises(TransportError, match=r"nothing was sent to this process: CALLSHEET_PAYLOAD is not in its environment"):
+        unpack()
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_bit_and_any_length_that_was_changed_is_found_out(data: st.DataObject) -> None:
+    key = Key.new()
+    sealed = seal(key, "payload", b"0123456789" * 20)
+    at, bit = data.draw(st.integers(0, len(sealed) - 1)), data.draw(st.integers(0, 7))
+    flipped = bytearray(sealed)
+    flipped[at] ^= 1 << bit
+    for wrong in (bytes(flipped), sealed[:at], sealed + b"\0", sealed[at:]):
+        if wrong != sealed:
+            with pytest.raises(TransportError):
+                unseal(key, "payload", wrong, "it")
+    assert unseal(key, "payload", sealed, "it") == b"0123456789" * 20
+
+
+def changed(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def test_a_changed_or_cut_payload_is_refused_before_it_is_read(posted: tuple[dict[str, str], Path]) -> None:
+    variables, path = posted
+    whole = path.read_bytes()
+    changed(path, lambda raw: raw.replace(b"Keeps", b"Keepz"))
+    assert "was changed or cut short after it was signed" in refusal(variables)
+    path.write_bytes(whole.replace(b"sealed 1", b"sealed 2"))
+    assert "was changed or cut short" in refusal(variables)
+    path.write_bytes(whole[:-50])
+    assert "was changed or cut short" in refusal(variables)
+    path.write_bytes(whole[:40])
+    assert "is cut short: 40 bytes" in refusal(variables)
+    path.write_bytes(b"")
+    assert "is cut short" in refusal(variables)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(tempfile.gettempdir()) / "callsheet-bomb",))
+
+
+def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Path]) -> None:
+    variables, path = posted
+    pickled = pickle.dumps([Bomb()])
+    parts = (b'{"value": {"@pickle": 0}, "script": ""}', b"\x02\0\0\0\0\0\0\0{}", pickled)
+    content = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    bomb = Path(tempfile.gettempdir()) / "callsheet-bomb"
+    bomb.unlink(missing_ok=True)
+    key = Key.read(variables[KEY])
+    path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is no secret
+    assert "was changed" in refusal(variables)
+    assert not bomb.exists()
+    decode(content)  # it would have gone off
+    assert bomb.exists()
+    bomb.unlink()
+
+
+def test_a_payload_of_another_launch_is_refused(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    variables, path = posted
+    earlier = path.read_bytes()
+    key = Key.read(variables[KEY])
+    for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also where somebody uses a secret twice
+        with PrivateFolder() as folder:
+            write_private(folder.path / "payload", earlier)
+            told = refusal({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
+            assert "is not of this launch: it was made for another, earlier one" in told
+    path.write_bytes(seal(key, "result", b"x"))
+    assert "is not a payload" in refusal(variables)
+    path.unlink()
+    assert "it is not there: the launch that it belongs to has ended" in refusal(variables)
+    assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in refusal({PAYLOAD: str(path)})
+    told = refusal({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
+    assert "is not one that callsheet made" in told
+    assert "no key at all" not in told
+    assert "secret=" not in repr(key)
+
+
+def test_a_file_or_folder_that_others_can_touch_is_refused(posted: tuple[dict[str, str], Path]) -> None:
+    variables, path = posted
+    for mode in (0o644, 0o620, 0o602, 0o640):
+        path.chmod(mode)
+        assert f"can be read or written by others (mode {mode:o})" in refusal(variables)
+    path.chmod(0o600)
+    for mode in (0o755, 0o770, 0o701):
+        path.parent.chmod(mode)
+        assert f"{path.parent} can be read or written by others (mode {mode:o})" in refusal(variables)
+    path.parent.chmod(0o700)
+    assert open_payload(dict(variables)).callbacks
+
+
+def test_links_pipes_folders_and_giants_are_refused(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    variables, path = posted
+    real = path.with_name("real")
+    path.rename(real)
+    path.symlink_to(real)
+    assert "it is a symbolic link" in refusal(variables)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert "is no plain file" in refusal(variables)  # and nobody waits for a writer
+    path.unlink()
+    path.mkdir(0o700)
+    assert "is no plain file" in refusal(variables)
+    path.rmdir()
+    real.rename(path)
+    link = tmp_path / "folder"
+    link.symlink_to(path.parent)
+    assert "it is a symbolic link" in refusal({**variables, PAYLOAD: str(link / path.name)})
+    with pytest.raises(TransportError, match="is larger than 10 bytes"):
+        read_private(path, largest=10)
+    assert "it is not there" in refusal({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
+
+
+def test_a_file_or_folder_of_somebody_else_is_refused(
+    posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only root can give a file away; so it is this process that becomes somebody else."""
+    variables, path = posted
+    us = os.geteuid()
+    users: list[int] = []
+    monkeypatch.setattr(os, "geteuid", lambda: users.pop(0) if users else us + 1)
+    assert f"{path.parent} belongs to user {us}, and this process runs as user {us + 1}" in refusal(variables)
+    users.append(us)  # the folder is ours, and the file in it is not
+    assert f"{path} belongs to user {us}, and this process runs as user {us + 1}" in refusal(variables)
+    monkeypatch.setattr(os, "geteuid", lambda: us)
+    assert open_payload(dict(variables)).callbacks
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_a_file_or_folder_that_was_given_away_is_refused(posted: tuple[dict[str, str], Path]) -> None:
+    variables, path = posted
+    os.chown(path, 12345, -1)
+    assert f"{path} belongs to user 12345, and this process runs as user 0" in refusal(variables)
+    os.chown(path, 0, -1)
+    os.chown(path.parent, 12345, -1)
+    assert f"{path.parent} belongs to user 12345" in refusal(variables)
+    os.chown(path.parent, 0, -1)
+
+
+def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -> None:
+    """Somebody swaps a link and the file as fast as they can: each reading gives the payload or a refusal, never the other file."""
+    _, path = posted
+    bait = path.with_name("bait")
+    write_private(bait, b"bait")
+    bait.chmod(0o644)
+    whole, over = path.read_bytes(), threading.Event()
+
+    def swap() -> None:
+        for i in itertools.count():
+            if over.is_set():
+                return
+            new = path.with_name(f"new-{i % 2}")
+            new.unlink(missing_ok=True)
+            if i % 2:
+                new.symlink_to(bait)
+            else:
+                write_private(new, whole)
+            new.rename(path)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        found = set()
+        for _ in range(300):
+            try:
+                found.add(read_private(path).decode("latin-1"))
+            except TransportError as error:
+                found.add(str(error).partition(": ")[2])
+        assert found <= {whole.decode("latin-1"), "it is a symbolic link, or not what it should be"}
+    finally:
+        over.set()
+        swapping.join()
+
+
+def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(KeyError), PrivateFolder() as folder:
+        raise KeyError
+    assert not folder.path.exists()
+    code = (
+        "import os, signal\nfrom callsheet.transport.sealed import PrivateFolder\n"
+        "with PrivateFolder() as folder:\n    print(folder.path, flush=True)\n    signal.pause()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert process.stdout is not None
+    left = Path(process.stdout.readline().strip())
+    foreign = tmp_path / "callsheet-launch-without-a-lock"
+    foreign.mkdir()
+    with PrivateFolder():
+        assert left.exists()  # its owner lives
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert left.exists()
+    with PrivateFolder():
+        assert not left.exists()
+    assert foreign.exists()
+    shutil.rmtree(foreign)
+
+
+@pytest.mark.parametrize("where", ["open", "flock", "rename"])
+def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could tell whose it is, so nobody would ever remove it."""
+    import fcntl
+
+    module = fcntl if where == "flock" else os
+    real = getattr(module, where)
+
+    def fails(what: Any, *others: Any, **options: Any) -> Any:
+        if isinstance(what, int) or str(what).endswith("lock.new"):
+            raise OSError(errno.ENOLCK, "no locks available")
+        return real(what, *others, **options)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, where, fails)
+        with pytest.raises(OSError, match="no locks available"):
+            PrivateFolder()
+    assert list(tmp_path.iterdir()) == []
+    with PrivateFolder() as folder:
+        assert folder.path.exists()
+
+
+def test_a_launcher_whose_number_is_somebody_else_s_by_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, f"process {pid} is not yours, not even for {number}")
+
+    assert worker._is_there(os.getpid())
+    monkeypatch.setattr(os, "kill", refused)
+    assert not worker._is_there(os.getpid())
+
+
+def test_a_payload_says_nothing_of_what_is_in_it(posted: tuple[dict[str, str], Path]) -> None:
+    payload = Payload(("Keeps",), SECRETIVE.encode())
+    assert repr(payload) == "Payload(names=('Keeps',))"
+    assert SECRETIVE not in str(vars(payload) if hasattr(payload, "__dict__") else payload)
+
+
+def test_what_is_too_large_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"bytes, and \d+ are the most; save what is large to a file, and give its path"):
+        pack([Keeps(torch.zeros(2**25 + 2**20))])

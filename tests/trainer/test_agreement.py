@@ -1,0 +1,382 @@
+"""What one rank asks for acts on all of them at the same step; and who is missing is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import Callback, Context, Trainer
+from callsheet.control import Control
+from callsheet.distributed import read_ranks
+from callsheet.errors import DistributedError
+from callsheet.signals import SignalWatch
+from callsheet.testing.ranks import RankProcesses, run_ranks
+from callsheet.trainer import world as world_module
+from callsheet.trainer.agreement import Agreement
+from callsheet.trainer.world import World
+
+
+class Rank:
+    """What an agreement needs, on this rank."""
+
+    def __init__(self, *, timeout: float = 30.0, grace: float = 3.0) -> None:
+        ranks = read_ranks()
+        self.number = ranks.rank
+        self.world = World(ranks, torch.device("cpu"), timeout)
+        self.control = Control(is_shared=ranks.world_size > 1)
+        self.signals = SignalWatch(["SIGTERM"], grace=grace)
+        self.agreement = Agreement(self.world, self.control, self.signals)
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+# --- steps ---
+
+
+def at_unequal_steps() -> tuple[str, str]:
+    first, second = Rank(), Rank()
+    at_once = error_of(lambda: first.agreement.settle(5 + first.number % 2))
+
+    def steps() -> None:
+        for step in range(1, 40):
+            second.agreement.look(step)
+            if step == 10 and second.number == 1:
+                second.agreement.evaluated_step(step)
+        second.agreement.settle(39)
+
+    return at_once, error_of(steps)
+
+
+def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
+    found = run_ranks(at_unequal_steps, 3)
+    assert len(set(found)) == 1
+    at_once, in_the_midst = found[0]
+    assert at_once == (
+        "the ranks are not at the same step: rank 0 at 5, rank 1 at 6, rank 2 at 5; do all of them get the same number of batches?"
+    )
+    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_the_midst  # one step of evaluation more
+
+
+# --- wishes and signals ---
+
+
+def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
+    rank = Rank()
+    seen: dict[str, int] = {}
+    for step in range(1, 80):
+        time.sleep(0.004 if rank.number == 0 else 0.001)
+        if step == 20 and rank.number == 1:
+            if from_a_thread:
+                threading.Timer(0.02, rank.control.stop, ["enough"]).start()
+            else:
+                rank.control.stop("enough")
+        if step == 20 and rank.number == 2:
+            rank.control.save("now")
+            rank.signals.received = signal.SIGTERM
+        rank.agreement.look(step)
+        for name, is_there in (
+            ("stop", rank.control.stop_requested),
+            ("save", rank.control.save_requested),
+            ("signal", rank.agreement.signal),
+        ):
+            if is_there:
+                seen.setdefault(name, step)
+    rank.agreement.settle(79)
+    return sorted(seen.items())
+
+
+@pytest.mark.parametrize("from_a_thread", [False, True])
+def test_what_one_rank_asks_for_acts_at_one_step_on_all(from_a_thread: bool) -> None:
+    first, *others = run_ranks(ask_on_one_rank, 3, from_a_thread)
+    assert all(seen == first for seen in others)
+    acted = dict(first)
+    assert set(acted) == {"save", "signal", "stop"}
+    assert 20 < acted["save"] == acted["signal"] <= acted["stop"]
+
+
+def settle_what_was_said_last() -> tuple[str, bool]:
+    rank = Rank()
+    if rank.number == 1:
+        rank.control.stop("at the very end")
+    rank.agreement.settle(3)
+    request = rank.control.stop_requested
+    return (request.why if request else ""), rank.control.pending
+
+
+def test_settling_leaves_nothing_unsaid() -> None:
+    assert run_ranks(settle_what_was_said_last, 2) == [("at the very end", True)] * 2
+
+
+def test_one_rank_has_it_at_once() -> None:
+    rank = Rank()
+    rank.control.stop("now")
+    rank.signals.received = signal.SIGTERM
+    assert rank.control.stop_requested is not None
+    assert rank.agreement.signal is signal.SIGTERM
+    assert rank.agreement.next_step == sys.maxsize
+    rank.agreement.durable = lambda: 3
+    rank.agreement.look(1)
+    assert rank.agreement.published == 3
+
+
+# --- how often ---
+
+
+def paces() -> tuple[list[int], list[int]]:
+    """The steps at which a word was due: when rank 0 takes 10 ms a step and others nothing, and then the other way round."""
+    rank = Rank()
+    found = []
+    for slow in (0, 1):
+        due: list[int] = []
+        for step in range(1, 100):
+            if rank.number == slow:
+                time.sleep(0.01)
+            if step >= rank.agreement.next_step:
+                due.append(step)
+            rank.agreement.look(step)
+        rank.agreement.settle(99)
+        rank.agreement = Agreement(rank.world, rank.control, rank.signals)
+        found.append(due)
+    return found[0], found[1]
+
+
+def test_the_period_is_a_tenth_of_a_second_of_rank_zeros_steps() -> None:
+    first, second = run_ranks(paces, 2)
+    assert first == second
+    by_slow_rank_zero, _ = first
+    gaps = [later - earlier for earlier, later in pairwise(by_slow_rank_zero)]
+    assert gaps[0] == 1
+    assert max(gaps) <= 11
+    assert max(gaps) >= 4  # 10 on a machine with nothing else to do
+
+
+def change_of_pace() -> tuple[int, int]:
+    """Fast steps, and then slow ones: how far off the next word is, before and after the agreement was told."""
+    rank = Rank()
+    for step in range(1, 5000):
+        rank.agreement.look(step)
+    before = rank.agreement.next_step - 4999
+    rank.agreement.settle(4999)
+    for step in range(5000, 9000):
+        rank.agreement.look(step)
+    rank.agreement.change_pace()
+    return before, rank.agreement.next_step - 8999
+
+
+def test_slow_steps_after_fast_ones_begin_with_a_word_each() -> None:
+    (before, after), *others = run_ranks(change_of_pace, 2)
+    assert before > 1
+    assert after == 1
+    assert others == [(before, after)]
+
+
+# --- after a signal ---
+
+
+def wait_after_a_signal() -> tuple[float, str]:
+    rank = Rank(grace=3.0)
+    if rank.number == 1:
+        time.sleep(3)
+        return 0.0, ""
+    with rank.signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        error = error_of(lambda: rank.agreement.settle(1))
+        return time.monotonic() - began, error
+
+
+def test_who_does_not_answer_for_a_third_of_the_grace_is_not_waited_for() -> None:
+    (seconds, error), _ = run_ranks(wait_after_a_signal, 2)
+    assert 0.9 < seconds < 2.5
+    assert "did not all answer in time after a signal" in error
+
+
+def go_on_after_a_signal() -> str:
+    """Saving has taken longer than a third of the grace when the ranks speak again, one of them a little later than the other."""
+    rank = Rank(grace=1.5)
+    with rank.signals:
+        if rank.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        rank.agreement.settle(1)
+        time.sleep(0.7 if rank.number == 0 else 0.9)
+        return error_of(lambda: rank.agreement.settle(2))
+
+
+def test_the_third_counts_from_where_the_waiting_began() -> None:
+    assert run_ranks(go_on_after_a_signal, 2) == ["", ""]
+
+
+# --- who is missing ---
+
+
+def lose_one(how: str) -> str:
+    world_module.ANSWER_SECONDS = 2.0
+    rank = Rank(timeout=2.0)
+    rank.world.sum([1.0])
+    if rank.number == 1:
+        if how == "raises":
+            rank.world.say(7, ValueError("no such token"))
+        elif how == "is late":
+            time.sleep(6)
+        elif how == "is dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank.world.close()
+        return ""
+    error = error_of(lambda: rank.world.sum([1.0]))
+    assert error
+    return rank.world.missing(8)
+
+
+def missing(how: str) -> set[str]:
+    with RankProcesses(lose_one, 4, how) as ranks:
+        return {end.value for end in ranks.wait(60) if end.rank != 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raises", "around step 8: rank 1 failed at step 7: ValueError: no such token"),
+        ("leaves", "around step 8: rank 1 had ended the run already: do all ranks call the same methods?"),
+        ("is late", "around step 8: rank 1 did not come so far: stuck, or much slower than the others"),
+        ("is dead", "around step 8: rank 1 did not answer: dead or stopped"),
+    ],
+)
+def test_the_one_that_is_missing_is_named_by_all_and_nobody_else(how: str, expected: str) -> None:
+    assert missing(how) == {expected}
+
+
+# --- in the Trainer ---
+
+
+class AtTheEnd(Callback):
+    """Asks for an evaluation when training is over, and is interrupted in it."""
+
+    def __init__(self) -> None:
+        self.preempted = 0
+
+    def on_train_end(self, ctx: Context) -> None:
+        ctx.control.evaluate("to be sure")
+
+    def on_eval_step_start(self, ctx: Context) -> None:
+        if not self.preempted:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_preempt(self, ctx: Context) -> None:
+        self.preempted += 1
+
+
+class LogsAtEpochsEnd(Callback):
+    """One rank does."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        if ctx.run.rank == ctx.run.world_size - 1:
+            ctx.log({"epoch/seen": ctx.epoch})
+
+    def on_log(self, ctx: Context) -> None:
+        if "epoch/seen" in ctx.record.values:
+            self.seen.append(ctx.record.values["epoch/seen"])
+
+
+def trained(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    data = [(torch.randn(4, 2), torch.randn(4, 1))] * 4
+    with Trainer(
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        data,
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        callbacks=callbacks,
+        runs_folder=folder,
+        run_name="run",
+        **changes,
+    ) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def interrupted_at_the_end(folder: Path) -> tuple[str, int, list[str]]:
+    callback = AtTheEnd()
+    trainer = trained(folder, callback, eval_interval=None)
+    return str(trainer.run.outcome), callback.preempted, [path.name for path in (folder / "run" / "checkpoints").glob("ep*")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_last_evaluation_is_a_preemption(tmp_path: Path, ranks: int) -> None:
+    for outcome, told, checkpoints in run_ranks(interrupted_at_the_end, ranks, tmp_path):
+        assert (outcome, told, len(checkpoints)) == ("preempted", 1, 1)
+
+
+def seen_at_epochs_ends(folder: Path) -> list[float]:
+    callback = LogsAtEpochsEnd()
+    trained(folder, callback, max_duration="2ep", log_interval="1ba", eval_interval=None)
+    return callback.seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_rank_logs_after_the_last_record_is_told(tmp_path: Path, ranks: int) -> None:
+    assert run_ranks(seen_at_epochs_ends, ranks, tmp_path) == [[1.0, 2.0]] * ranks
+
+
+def evaluate_on_one_rank() -> str:
+    world_module.ANSWER_SECONDS = 2.0
+    data = [(torch.randn(4, 2), torch.randn(4, 1))] * 4
+    try:
+        with Trainer(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, None, data, timeout_seconds=5) as trainer:
+            trainer.evaluate()
+            if trainer.run.rank == 0:
+                trainer.evaluate()
+    except (DistributedError, RuntimeError) as error:
+        return " ".join(error.__notes__)
+    return ""
+
+
+def test_a_method_that_one_rank_calls_alone() -> None:
+    first, other = run_ranks(evaluate_on_one_rank, 2)
+    assert "rank 1 had ended the run already" in first
+    assert other == ""
+
+
+class DiesInASave(Callback):
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            ctx.control.save("to die in it", replicated=True)
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None:
+        if ctx.run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_a_save(folder: Path, in_background: bool) -> str:
+    world_module.ANSWER_SECONDS = 1.0
+    try:
+        trained(folder, DiesInASave(), save_in_background=in_background, timeout_seconds=5)
+    except Exception as error:
+        return " ".join(error.__notes__)
+    return ""
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path, in_background: bool) -> None:
+    with RankProcesses(die_in_a_save, 3, tmp_path, in_background) as ranks:
+        notes = {end.rank: end.value for end in ranks.wait(60) if end.rank != 1}
+    assert notes == {rank: f"rank {rank}: around step 2: rank 1 did not answer: dead or stopped" for rank in (0, 2)}

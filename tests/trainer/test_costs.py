@@ -1,0 +1,260 @@
+"""What callbacks cost is counted right, and counting it changes nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callsheet import Callback, CallbackManager, ConfigError, Context, every
+from callsheet.costs import PATH_EVENTS, WINDOW_STEPS, CostReport, Window
+from callsheet.lifecycle import POINTS, SPANS
+from callsheet.loggers import Logger
+from callsheet.testing import Recorder, check_events
+
+from .small_run import STEPS, small_trainer
+
+SLEEP = 0.002
+
+
+class Taker(Logger):
+    """Keeps what it is told of costs."""
+
+    def __init__(self) -> None:
+        self.reports: list[CostReport] = []
+        self.windows: list[Window] = []
+
+    def log_costs(self, ctx: Context, report: CostReport) -> None:
+        self.reports.append(report)
+
+    def log_timeline(self, ctx: Context, window: Window) -> None:
+        self.windows.append(window)
+
+
+class Counts(Callback):
+    """Counts what it hears of a few events."""
+
+    def __init__(self) -> None:
+        self.heard: Counter[str] = Counter()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.heard[str(ctx.event)] += 1
+
+    def on_microbatch_start(self, ctx: Context) -> None:
+        self.heard[str(ctx.event)] += 1
+
+    def on_eval_step_end(self, ctx: Context) -> None:
+        self.heard[str(ctx.event)] += 1
+
+    def on_log(self, ctx: Context) -> None:
+        self.heard[str(ctx.event)] += 1
+
+
+class Sleeps(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        time.sleep(SLEEP)
+
+
+def run(folder: Path, *callbacks: Callback, costs: str = "sampled", **changes: Any) -> Taker:
+    """A small run; who took its costs."""
+    taker = Taker()
+    manager = CallbackManager([*callbacks, taker], costs=costs, warn_share=changes.pop("warn_share", 0.05))
+    with small_trainer(folder, callbacks=manager, **changes) as trainer:
+        trainer.fit()
+    return taker
+
+
+def test_all_of_them_are_counted_where_that_is_asked_for(tmp_path: Path) -> None:
+    counts = Counts()
+    report = run(tmp_path, counts, costs="all", eval_interval="1ep", log_interval="1ba").reports[-1]
+    assert {cost.event: cost.calls for cost in report.costs if cost.callback == "Counts"} == dict(counts.heard)
+    assert report.steps == STEPS
+    assert not any(cost.is_sampled for cost in report.costs)
+
+
+def test_by_default_what_is_rare_is_counted_and_steps_are_sampled(tmp_path: Path) -> None:
+    counts = Counts()
+    report = run(tmp_path, counts, eval_interval=None, log_interval="1ba", max_duration="40ep").reports[-1]
+    told = {cost.event: cost for cost in report.costs if cost.callback == "Counts"}
+    assert told["on_log"].calls == counts.heard["on_log"]
+    assert not told["on_log"].is_sampled
+    assert told["on_train_step_end"].is_sampled
+    assert 0 < told["on_train_step_end"].calls == report.window_steps < report.steps == 10 * STEPS
+    assert report.window_steps % WINDOW_STEPS == 0
+
+
+def test_nothing_is_counted_where_it_is_off(tmp_path: Path) -> None:
+    taker = run(tmp_path, Counts(), costs="off")
+    assert not taker.reports
+    assert not taker.windows
+
+
+def test_shares_and_worst_times_are_of_the_step(tmp_path: Path) -> None:
+    report = run(tmp_path, Sleeps(), Counts(), eval_interval=None).reports[-1]
+    costs = {(cost.callback, cost.event): cost for cost in report.costs}
+    slow, fast = costs["Sleeps", "on_train_step_end"], costs["Counts", "on_train_step_end"]
+    assert slow.seconds >= slow.calls * SLEEP
+    assert slow.worst_seconds >= SLEEP
+    assert slow.worst_seconds <= slow.seconds <= report.window_seconds <= report.seconds
+    assert report.share(slow) == slow.seconds / report.window_seconds
+    assert report.share(fast) < report.share(slow)
+
+
+def test_an_interval_is_not_counted_as_a_call(tmp_path: Path) -> None:
+    class Seldom(Callback):
+        @every("4ba")
+        def on_train_step_end(self, ctx: Context) -> None: ...
+
+    report = run(tmp_path, Seldom(), costs="all").reports[-1]
+    assert {cost.event: cost.calls for cost in report.costs if cost.callback == "Seldom"} == {"on_train_step_end": STEPS // 4}
+
+
+def test_windows_hold_the_spans_and_callbacks_of_a_few_steps_nested(tmp_path: Path) -> None:
+    taker = run(tmp_path, Counts(), eval_interval="2ba", log_interval="1ba")
+    window = taker.windows[-1]
+    assert window.last_step - window.first_step + 1 == WINDOW_STEPS
+    assert window.is_whole
+    for each in window.slices:
+        assert 0 <= each.begin <= each.begin + each.seconds <= window.seconds
+        assert window.first_step - 1 <= each.step <= window.last_step
+        assert (each.name in SPANS) == (not each.callback)
+    per_step = Counter(
+        each.name for each in window.slices if each.step == 4 and not each.callback
+    )  # four samples, microbatches of 3
+    assert per_step["train_step"] == per_step["optimizer_step"] == per_step["forward_backward"] == 1
+    assert per_step["microbatch"] == per_step["forward"] == per_step["loss"] == per_step["backward"] == 2
+    assert {"eval_all", "eval", "eval_step"} <= {each.name for each in window.slices}
+    assert {each.name for each in window.slices if each.callback == "Counts"} == {
+        "on_train_step_end",
+        "on_microbatch_start",
+        "on_eval_step_end",
+        "on_log",
+    }
+    ends: list[float] = []
+    for each in window.slices:  # a slice ends before whatever it began in
+        while ends and ends[-1] <= each.begin:
+            ends.pop()
+        assert not ends or each.begin + each.seconds <= ends[-1]
+        ends.append(each.begin + each.seconds)
+
+
+def test_reports_are_plain_data(tmp_path: Path) -> None:
+    taker = run(tmp_path, Counts())
+    told = json.loads(json.dumps([taker.reports[-1].to_dict(), taker.windows[-1].to_dict()]))
+    assert told[0]["costs"][0].keys() == {"callback", "event", "calls", "seconds", "worst_seconds", "is_sampled"}
+    assert told[1]["slices"][0][0] in SPANS
+
+
+def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        run(tmp_path, Sleeps(), Counts(), costs="sampled", eval_interval=None, max_duration="250ep")
+    named = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
+    assert len(named) == 1
+    assert named[0].startswith("callback Sleeps takes ")
+
+
+@pytest.mark.parametrize("share", [None, 1000.0])
+def test_nobody_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        run(tmp_path, Sleeps(), eval_interval=None, max_duration="100ep", warn_share=share)
+    assert "of the step" not in caplog.text
+
+
+def test_an_error_in_a_window_names_the_callback_that_raised_it(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 4:
+                raise ValueError("in a window")
+
+    recorder = Recorder()
+    manager = CallbackManager([Counts(), Fails(), recorder])
+    with pytest.raises(ValueError, match="in a window") as raised, small_trainer(tmp_path, callbacks=manager) as trainer:
+        trainer.fit()
+    assert "raised by callback Fails" in raised.value.__notes__[0]
+    assert "at on_train_step_end, step 4" in raised.value.__notes__[0]
+    check_events(recorder.events)
+
+
+def test_failures_are_in_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Callback):
+        on_error = "isolate"
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            raise RuntimeError("out of order")
+
+    (failures,) = run(tmp_path, Broken()).reports[-1].failures
+    assert (failures.callback, failures.count, failures.is_off) == ("Broken", 3, True)
+    assert failures.last.startswith("RuntimeError: out of order (at on_train_step_end, step 3")
+
+
+def test_who_hears_what_is_answered_the_same_in_a_window(tmp_path: Path) -> None:
+    answers: set[tuple[Any, ...]] = set()
+    manager = CallbackManager()
+
+    @manager.register("on_train_step_end")
+    def ask(ctx: Context) -> None:
+        heard = tuple(getattr(manager.heard, event) for event in sorted(manager.events))
+        answers.add((heard, tuple(manager.has_callbacks(event) for event in sorted(manager.events))))
+
+    with small_trainer(tmp_path, callbacks=manager) as trainer:
+        trainer.fit()
+    assert len(answers) == 1
+    assert sum(answers.pop()[1]) == 1
+
+
+def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None:
+    late = Counts()
+
+    class Adds(Callback):
+        def on_train_step_start(self, ctx: Context) -> None:
+            if ctx.step == 4:
+                manager.add(late)
+
+    taker = Taker()
+    manager = CallbackManager([Adds(), taker])
+    with small_trainer(tmp_path, callbacks=manager, eval_interval=None) as trainer:
+        trainer.fit()
+    assert late.heard["on_train_step_end"] == STEPS - 3
+    assert ("Counts", "on_train_step_end") in {(cost.callback, cost.event) for cost in taker.reports[-1].costs}
+
+
+def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CallbackManager()
+    now = [0.0]
+    monkeypatch.setattr("callsheet.costs.perf_counter", lambda: now[0])
+    manager.costs.reset()
+    told = []
+    for second in range(100_000):
+        now[0] = float(second)
+        if manager.costs.is_told_now(is_last=False):
+            told.append(second)
+    assert told[0] == 0
+    assert len(told) < 120
+    assert all(later - earlier <= 0.1 * later + 3 for earlier, later in pairwise(told))
+    assert manager.costs.is_told_now(is_last=True)
+
+
+def test_a_second_run_begins_anew(tmp_path: Path) -> None:
+    taker = Taker()
+    manager = CallbackManager([taker, Counts()])
+    for name in ("first", "second"):
+        with small_trainer(tmp_path / name, callbacks=manager, eval_interval=None, log_interval="1ba") as trainer:
+            trainer.fit()
+    assert [cost.calls for cost in taker.reports[-1].costs if cost.event == "on_log"] == [STEPS]
+
+
+@pytest.mark.parametrize("wrong", [{"costs": "sometimes"}, {"warn_share": 0.0}, {"warn_share": -1.0}])
+def test_bad_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"costs|warn_share"):
+        CallbackManager(**wrong)
+
+
+def test_what_is_told_at_every_batch_is_known_from_the_lifecycle() -> None:
+    assert {"on_fetch_start", "on_backward_end", "on_eval_forward_start", "on_predict_step_end"} <= PATH_EVENTS
+    assert not PATH_EVENTS & {"on_epoch_end", "on_eval_all_start", "on_eval_end", *POINTS} - {"on_checkpoint_due"}

@@ -1,0 +1,705 @@
+"""Callbacks in lanes hear all that the others hear, change nothing, and reach the run from where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import (
+    Background,
+    Callback,
+    CallbackManager,
+    CallbackSpec,
+    ConfigError,
+    Context,
+    NotACallbackError,
+    Outcome,
+    Process,
+    RegistrationError,
+    RequestRefused,
+    every,
+)
+from callsheet.lifecycle import EVENTS
+from callsheet.loggers import Logger
+from callsheet.testing import Recorder, run_ranks
+
+from .far_callbacks import Far, FarByClass
+from .small_run import EPOCHS, STEPS, History, run_small, small_trainer
+
+
+class Ears(Callback):
+    """Writes down everything it hears, and on which thread."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.threads: set[str] = set()
+
+    def on_event(self, ctx: Context) -> None:
+        self.heard.append((str(ctx.event), ctx.step))
+        self.threads.add(threading.current_thread().name)
+
+
+def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Any:
+    with small_trainer(folder, *callbacks, **changes) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def test_a_lane_hears_what_the_others_hear_in_order_and_elsewhere(tmp_path: Path) -> None:
+    inline, behind = Ears(), Ears()
+    fit(tmp_path, inline, Background(behind))
+    assert behind.heard == inline.heard
+    assert inline.threads == {"MainThread"}
+    assert behind.threads == {"callsheet-lane-Ears"}
+    assert behind.heard[-1][0] == "on_run_end"
+
+
+def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
+    class Hesitant(Callback):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+            self.loops: set[int] = set()
+            self.at_once = self.most_at_once = 0
+
+        async def hear(self, ctx: Context) -> None:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            self.loops.add(id(asyncio.get_running_loop()))
+            await asyncio.sleep(0.003 if str(ctx.event).endswith("_start") else 0)  # a start would come last, if it could
+            self.heard.append(str(ctx.event))
+            self.at_once -= 1
+
+        async def on_train_step_start(self, ctx: Context) -> None:
+            await self.hear(ctx)
+
+        async def on_train_step_end(self, ctx: Context) -> None:
+            await self.hear(ctx)
+
+    hesitant = Hesitant()
+    fit(tmp_path, Background(hesitant))
+    assert hesitant.heard == ["on_train_step_start", "on_train_step_end"] * STEPS
+    assert hesitant.most_at_once == 1
+    assert len(hesitant.loops) == 1
+
+
+def test_a_class_can_say_that_it_runs_in_a_lane(tmp_path: Path) -> None:
+    class Ready(Ears):
+        lane = "background"
+
+    ready = Ready()
+    fit(tmp_path, ready)
+    assert ready.threads == {"callsheet-lane-Ready"}
+
+
+def test_a_function_too(tmp_path: Path) -> None:
+    threads: set[str] = set()
+    manager = CallbackManager()
+    manager.register("on_log", lambda ctx: threads.add(threading.current_thread().name), lane="background", name="listener")
+    fit(tmp_path, callbacks=manager)
+    assert threads == {"callsheet-lane-listener"}
+
+
+def test_intervals_gates_and_phases_are_kept(tmp_path: Path) -> None:
+    class Seldom(Callback):
+        phase = "report"
+
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        @every("4ba")
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.steps.append(ctx.step)
+
+    seldom, elsewhere = Seldom(), Seldom()
+    elsewhere.ranks, elsewhere.name = {5}, "elsewhere"
+    trainer = fit(tmp_path, Background(seldom), Background(elsewhere))
+    assert seldom.steps == [4, 8, 12]
+    assert elsewhere.steps == []
+    assert [row[1:5] for row in trainer.callbacks.call_sheet().rows()] == [
+        ("report", "Seldom", "all", "background"),
+        ("report", "elsewhere", "5", "background"),
+    ]
+
+
+# --- what it is given ---
+
+
+def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
+    class Watch(Callback):
+        needs = ("loss", "loss_dict", "grad_norm", "learning_rate", "user_state", "batch")
+
+        def __init__(self) -> None:
+            self.seen: list[list[Any]] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.seen.append(values(ctx))
+
+    class Spoils(Callback):
+        """Changes, in place, what it can reach, right after the snapshot was taken."""
+
+        phase = "report"
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            ctx.loss.zero_()
+            ctx.batch[0].zero_()
+            ctx.user_state["nested"][0].append(ctx.step)
+            ctx.loss_dict.clear()
+
+    def values(ctx: Context) -> list[Any]:
+        numbers = [float(ctx.loss), float(ctx.loss_dict["loss"]), float(ctx.grad_norm), float(ctx.learning_rate)]
+        nested = [list(inner) for inner in ctx.user_state["nested"]]
+        return [ctx.step, ctx.state.timestamp, numbers, nested, ctx.batch[0].sum().item()]
+
+    expected: list[list[Any]] = []
+    watch = Watch()
+    manager = CallbackManager([Background(watch)])
+    manager.user_state["nested"] = [[]]
+    manager.register("on_train_step_end", lambda ctx: expected.append(values(ctx)), name="inline")
+    manager.add(Spoils())
+    fit(tmp_path, callbacks=manager)
+    assert watch.seen == expected
+    assert len({tuple(map(tuple, seen[3])) for seen in expected}) == STEPS
+
+
+def test_what_it_does_not_hold_is_named_with_the_mend(tmp_path: Path) -> None:
+    messages: dict[str, str] = {}
+
+    class Greedy(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            for name in ("model", "optimizer", "loss", "user_state", "eval_results", "nonsense"):
+                try:
+                    getattr(ctx, name)
+                except AttributeError as error:
+                    messages[name] = str(error)
+
+    fit(tmp_path, Background(Greedy()))
+    assert "not told in a lane: training goes on with it" in messages["model"]
+    assert "not told in a lane" in messages["optimizer"]
+    assert "needs = ('loss', ...)" in messages["loss"]
+    assert "needs = ('user_state', ...)" in messages["user_state"]
+    assert "it can be read at on_eval_all_end" in messages["eval_results"]
+    assert "has no field 'nonsense'" in messages["nonsense"]
+
+
+def test_without_needs_it_holds_what_costs_nothing(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class Plain(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            seen["step"] = (ctx.epoch, ctx.learning_rate, ctx.step_skipped, ctx.run.name, ctx.state.elapsed)
+
+        def on_log(self, ctx: Context) -> None:
+            seen["record"] = ctx.record.values.get("train/loss", seen.get("record"))
+
+        def on_eval_all_end(self, ctx: Context) -> None:
+            seen["evaluation"] = (ctx.eval_results["noisy"]["loss"], ctx.standalone)
+
+        def on_run_end(self, ctx: Context) -> None:
+            seen["outcome"] = ctx.run.outcome
+
+    fit(tmp_path, Background(Plain()))
+    assert seen["step"][0] == 4
+    assert seen["step"][3:] == ("small", 0.75)  # of four epochs, three are complete
+    assert isinstance(seen["record"], float)
+    assert isinstance(seen["evaluation"][0], float)
+    assert seen["outcome"] is Outcome.FINISHED
+
+
+def test_lanes_change_nothing(tmp_path: Path) -> None:
+    class Copies(Ears):
+        needs = ("loss", "batch", "outputs", "grad_norm", "user_state")
+
+    bare = run_small(tmp_path / "bare")
+    with_lanes = run_small(tmp_path / "lanes", Background(Copies()), Background(Recorder()))
+    assert with_lanes == bare
+
+
+# --- what it says ---
+
+
+def test_what_it_logs_stands_in_a_record_and_tables_reach_the_loggers(tmp_path: Path) -> None:
+    tables: list[Any] = []
+
+    class Tables(Logger):
+        def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
+            tables.append((threading.current_thread().name, name, columns, rows))
+
+    class Says(Callback):
+        needs = ("loss",)
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            ctx.log({"says/steps": 1}, over="sum", across="same")
+            ctx.log({"says/loss": ctx.loss}, over="mean")
+
+        def on_train_end(self, ctx: Context) -> None:
+            ctx.log_table("words", ["a"], [[1]])
+
+    logged: Counter[str] = Counter()
+    manager = CallbackManager([Background(Says()), Tables()])
+    manager.register("on_log", lambda ctx: logged.update({name: int(ctx.record.values.get(name, 0)) for name in ("says/steps",)}))
+    with small_trainer(tmp_path, callbacks=manager, log_interval="1ba") as trainer:
+        trainer.fit()
+        trainer.callbacks.drain(trainer.ctx)
+        trainer.fit("5ep")
+    assert logged["says/steps"] >= STEPS
+    assert tables[0] == ("MainThread", "words", ["a"], [[1]])
+
+
+@pytest.mark.parametrize("what", ["stop", "save", "evaluate"])
+def test_its_requests_are_carried_out(what: str, tmp_path: Path) -> None:
+    class Asks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                getattr(ctx.control, what)("from a lane")
+
+    recorder = Recorder()
+    manager = CallbackManager([Background(Asks()), recorder])
+    manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
+    asked: list[str] = []
+    manager.register("on_checkpoint_due", lambda ctx: asked.append(str(ctx.control.stop_requested)))
+    trainer = fit(tmp_path, callbacks=manager, eval_interval=None)
+    if what == "stop":
+        assert trainer.run.outcome is Outcome.STOPPED
+        assert asked[-1] == "Asks: from a lane"
+        assert 2 <= trainer.state.timestamp.batch < STEPS
+    else:
+        assert ("on_checkpoint_save_end" if what == "save" else "on_eval_all_end") in [str(told.event) for told in recorder.told]
+
+
+def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    class Asks(Callback):
+        def on_train_end(self, ctx: Context) -> None:
+            for ask in (
+                lambda: ctx.control.stop("all of us", replicated=True),
+                lambda: ctx.gather(1),
+                lambda: ctx.control.save("odd", kind="odd"),
+            ):
+                try:
+                    ask()
+                except (RequestRefused, ConfigError) as error:
+                    refused.append(str(error))
+
+    fit(tmp_path, Background(Asks()))
+    assert [message[:22] for message in refused] == ["control.stop(replicate", "ctx.gather() in a lane", "unknown kind of checkp"]
+
+
+# --- failing ---
+
+
+def test_failures_are_isolated_counted_and_switch_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Callback):
+        calls = 0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.calls += 1
+            raise SystemExit("a lane is no program") if self.calls == 2 else ValueError("broken")
+
+    broken, history = Broken(), History()
+    trainer = fit(tmp_path, Background(broken), history)
+    assert trainer.run.outcome is Outcome.FINISHED
+    assert broken.calls == 3
+    assert len(history.losses) == STEPS
+    assert "callback Broken is switched off after 3 failures in a row" in caplog.text
+    assert "LaneExit: SystemExit: a lane is no program" in caplog.text
+
+
+def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Says(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 1:
+                ctx.log({"says": 1.0}, over="avg")
+
+    manager = CallbackManager([Background(Says())])
+    manager.register("on_train_step_end", lambda ctx: time.sleep(0.02))
+    trainer = fit(tmp_path, callbacks=manager)
+    assert trainer.run.outcome is Outcome.FINISHED
+    assert "Says said 'log' in its lane, which cannot be done: unknown over 'avg'" in caplog.text
+
+
+def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) -> None:
+    class Reads(Callback):
+        needs = ("user_state",)
+
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.seen.append(float(ctx.user_state["count"]))
+
+    reads = Reads()
+    manager = CallbackManager()
+    manager.user_state["count"] = torch.zeros(())
+    manager.register("on_train_step_end", lambda ctx: ctx.user_state["count"].add_(1))
+    manager.add(Background(reads))
+    fit(tmp_path, callbacks=manager)
+    assert reads.seen == [float(step) for step in range(1, STEPS + 1)]
+
+
+def test_a_process_that_hangs_holds_up_no_checkpoint_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    far = Process(Far(hang_at=2), deadline=2.0)
+    with small_trainer(tmp_path, far, eval_interval=None) as trainer:
+        trainer.fit("2ep")
+        began = time.monotonic()
+        trainer.save_checkpoint()
+        trainer.save_checkpoint()
+        assert time.monotonic() - began < 15
+        trainer.fit(f"{EPOCHS}ep")
+    assert trainer.run.outcome is Outcome.FINISHED
+    assert "the state of Far" in caplog.text
+
+
+def test_what_cannot_be_copied_is_the_callbacks_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Wants(Callback):
+        needs = ("user_state",)
+
+        def on_train_step_end(self, ctx: Context) -> None: ...
+
+    manager = CallbackManager([Background(Wants())])
+    manager.user_state["lock"] = threading.Lock()
+    with small_trainer(tmp_path, callbacks=manager) as trainer:
+        trainer.fit()
+        manager.user_state.clear()
+    assert trainer.run.outcome is Outcome.FINISHED
+    assert "callback Wants is switched off after 3 failures in a row" in caplog.text
+    assert "cannot pickle" in caplog.text
+
+
+def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    class Hangs(Callback):
+        def on_train_start(self, ctx: Context) -> None:
+            release.wait(30)
+
+        def on_train_step_end(self, ctx: Context) -> None: ...
+
+    hanging = [Background(Hangs(), deadline=1.0) for _ in range(3)]
+    for number, callback in enumerate(hanging):
+        callback.name = f"hangs-{number}"
+    well = Ears()
+    trainer = small_trainer(tmp_path, *hanging, Background(well, deadline=1.0))
+    trainer.fit()
+    began = time.monotonic()
+    trainer.close()
+    took = time.monotonic() - began
+    release.set()
+    assert 0.9 < took < 3
+    assert well.heard[-1][0] == "on_run_end"
+    for number in range(3):
+        assert f"a lane has not told everything: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["error", "interrupt"])
+def test_lanes_are_emptied_when_training_fails(end: str, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 3:
+                raise KeyboardInterrupt if end == "interrupt" else RuntimeError("training failed")
+
+    ears = Ears()
+    with pytest.raises(KeyboardInterrupt if end == "interrupt" else RuntimeError):
+        fit(tmp_path, Background(ears), Fails())
+    assert ears.heard[-2:] == [("on_exception", 3), ("on_run_end", 3)]
+
+
+def test_a_manager_alone_empties_its_lanes_when_it_is_closed() -> None:
+    from callsheet import RunInfo
+
+    ears = Ears()
+    manager = CallbackManager([Background(ears)])
+    ctx = Context(RunInfo("by hand"))
+    manager.open(ctx)
+    for ctx.step in range(1, 51):
+        manager.fire("on_train_step_end", ctx)
+    manager.close()
+    manager.close()
+    assert [step for _, step in ears.heard] == list(range(1, 51))
+
+
+def test_dropped_events_are_in_the_report(tmp_path: Path) -> None:
+    reports: list[Any] = []
+
+    class Takes(Logger):
+        def log_costs(self, ctx: Context, report: Any) -> None:
+            reports.append(report)
+
+    class Slow(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            time.sleep(0.02)
+
+    fit(tmp_path, Background(Slow(), queue=2, overflow="drop_oldest"), Takes())
+    (told,) = reports[-1].failures
+    assert (told.callback, told.count) == ("Slow", 0)
+    assert told.dropped > 0
+
+
+# --- state ---
+
+
+class Tally(Callback):
+    """Counts steps, slowly."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        time.sleep(0.002)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def test_its_state_is_that_of_the_step_it_is_saved_at(tmp_path: Path) -> None:
+    with small_trainer(tmp_path, Background(Tally())) as trainer:
+        trainer.fit("2ep")
+        trainer.save_checkpoint()
+    resumed = Tally()
+    with small_trainer(tmp_path, Background(resumed), resume="auto") as trainer:
+        assert resumed.steps == STEPS // 2
+        trainer.fit()
+    assert resumed.steps == STEPS
+
+
+def test_a_background_callback_is_data_too() -> None:
+    far = Background(Far(bias=3), queue=7, overflow="latest")
+    spec = CallbackSpec.from_dict(CallbackSpec.of(far).to_dict())
+    again = spec.build()
+    assert isinstance(again, Background)
+    assert isinstance(again.callback, Far)
+    assert (again.callback.bias, again.lane_options.queue, again.lane_options.overflow) == (3, 7, "latest")
+
+
+def test_it_can_be_removed_by_what_it_holds() -> None:
+    ears, far = Ears(), Far()
+    manager = CallbackManager([Background(ears), Background(far)])
+    assert manager.remove(ears) == 1
+    assert manager.remove(Far) == 1
+    assert manager.callbacks == []
+
+
+# --- what is refused ---
+
+
+def test_what_cannot_run_in_a_lane_is_refused_when_it_is_added() -> None:
+    class Draws(Callback):
+        samples = True
+
+        def on_log(self, ctx: Context) -> None: ...
+
+    class Wants(Callback):
+        needs = ("model", "loss")
+
+        def on_log(self, ctx: Context) -> None: ...
+
+    class Collects(Callback):
+        collective = True
+
+        def on_log(self, ctx: Context) -> None: ...
+
+    for callback, message in ((Draws(), "draws random numbers"), (Wants(), "needs: model"), (Collects(), "calls collectives")):
+        with pytest.raises(RegistrationError, match=message):
+            CallbackManager([Background(callback)])
+    with pytest.raises(NotACallbackError, match="in no lane yet"):
+        Background(Background(Ears()))
+    with pytest.raises(ConfigError, match="unknown overflow 'drop'; did you mean 'drop_oldest'"):
+        Background(Ears(), overflow="drop")
+
+
+# --- on two ranks ---
+
+
+class FailsOn(Callback):
+    """Fails on one rank, at every step."""
+
+    on_error = "isolate"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.calls += 1
+        time.sleep(0.01)
+        if ctx.run.rank == self.rank:
+            raise ValueError("broken here")
+
+
+def failing_on_one_rank(folder: str, in_lane: bool) -> list[int]:
+    torch.manual_seed(0)
+    logging.getLogger("callsheet").setLevel(logging.CRITICAL)
+    callback = FailsOn(1)
+    steps: list[int] = []
+    manager = CallbackManager([Background(callback) if in_lane else callback])
+    manager.register("on_train_step_end", lambda ctx: steps.append(ctx.step))
+    with small_trainer(Path(folder), callbacks=manager, max_duration="30ep", seed=1) as trainer:
+        trainer.fit()
+        off = [member.is_off for member in manager._members[:1]]
+    return [len(steps), callback.calls, int(off[0])]
+
+
+@pytest.mark.parametrize("in_lane", [False, True])
+def test_one_that_fails_on_one_rank_is_switched_off_on_all(in_lane: bool, tmp_path: Path) -> None:
+    ends = run_ranks(failing_on_one_rank, 2, str(tmp_path), in_lane)
+    steps = {end[0] for end in ends}
+    assert len(steps) == 1
+    for rank, (_, calls, is_off) in enumerate(ends):
+        assert is_off
+        assert (3 if rank == 1 else 0) <= calls < steps.copy().pop()  # the other's lane may be behind when it is switched off
+    if not in_lane:
+        assert ends[0][1] == ends[1][1]  # together
+
+
+# --- in a process of its own ---
+
+
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    records: dict[int, float] = {}
+    far = Process(Far(bias=100))
+    manager = CallbackManager([far])
+    manager.register("on_log", lambda ctx: records.update({ctx.step: ctx.record.values.get("far/steps", 0.0)}))
+    with small_trainer(tmp_path, callbacks=manager, log_interval="1ba", eval_interval=None) as trainer:
+        trainer.fit("2ep")
+        checkpoint = trainer.save_checkpoint()
+        state = dict(manager.state_dict()["callbacks"]["Far"])
+        manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
+        trainer.fit(f"{EPOCHS}ep")
+    assert state == {"steps": STEPS // 2, "pid": state["pid"]}
+    assert state["pid"] != os.getpid()
+    assert max(records.values()) > 100 + STEPS // 2
+    outcome, steps, pid = (tmp_path / "small" / "far.txt").read_text().split()
+    assert (outcome, steps, pid) == ("finished", str(STEPS), str(state["pid"]))
+    with pytest.raises(ProcessLookupError):
+        os.kill(state["pid"], 0)
+    resumed = Process(Far())
+    with small_trainer(tmp_path, resumed, resume=checkpoint.path) as trainer:
+        trainer.fit()
+        assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS
+
+
+def test_a_process_that_dies_is_counted_and_started_again_with_its_last_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = Process(Far(crash_at=8, exit_at=2))
+    with small_trainer(tmp_path, far, eval_interval=None) as trainer:
+        trainer.fit("2ep")
+        trainer.save_checkpoint()
+        trainer.fit(f"{EPOCHS}ep")
+        assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS - 2  # the seventh and the eighth died with it
+    assert trainer.run.outcome is Outcome.FINISHED
+    assert "ProcessDied: the process of Far died, exit code 7" in caplog.text
+    assert "SystemExit: enough" in caplog.text
+
+
+def test_a_process_that_hangs_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
+    far = Process(Far(hang_at=1), deadline=2.0)
+    trainer = small_trainer(tmp_path, far, eval_interval=None)
+    trainer.fit()
+    end = time.monotonic() + 60
+    while (pid := far.pid) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    began = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - began < 6
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_process_can_stop_the_run_and_a_class_can_say_that_it_wants_one(tmp_path: Path) -> None:
+    manager = CallbackManager([FarByClass(stop_at=2)])
+    asked: list[str] = []
+    manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
+    manager.register("on_checkpoint_due", lambda ctx: asked.append(str(ctx.control.stop_requested)))
+    trainer = fit(tmp_path, callbacks=manager, max_duration="100ep", eval_interval=None)
+    assert trainer.run.outcome is Outcome.STOPPED
+    assert asked[-1] == "FarByClass: far enough"
+    assert manager.call_sheet().rows()[0][4] == "process"
+
+
+def test_what_another_process_cannot_make_anew_is_refused() -> None:
+    class Local(Callback):
+        def on_log(self, ctx: Context) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Local is defined in a function.*put the class into a module"):
+        Process(Local())
+    with pytest.raises(ConfigError, match=r"Far cannot be made anew in another process"):
+        Process(Far(bias=threading.Lock()))  # type: ignore[arg-type]  # that is what is tested
+    with pytest.raises(RegistrationError, match="cannot be sent to another process"):
+        CallbackManager().register("on_log", lambda ctx: None, lane="process")
+
+
+def test_every_event_can_be_heard_in_a_lane(tmp_path: Path) -> None:
+    ears = Ears()
+    data = [(torch.zeros(2, 3), torch.zeros(2, 1))]
+    with small_trainer(tmp_path, Background(ears)) as trainer:
+        trainer.fit()
+        trainer.save_checkpoint()
+        trainer.test(data)
+        trainer.predict(data)
+    missing = set(EVENTS) - {event for event, _ in ears.heard}
+    assert missing == {"on_preempt", "on_exception"}
+
+
+def test_a_name_is_given_to_both() -> None:
+    far = Far()
+    lane = Background(far)
+    assert lane.name == "Far"
+    lane.name = "another"
+    assert far.name == "another"
+    CallbackManager([lane, Background(Far())])  # two that keep state
+
+
+def test_what_is_logged_at_the_last_step_stands_in_the_last_record(tmp_path: Path) -> None:
+    class Says(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            ctx.log({"says/step": ctx.step}, across="same")
+
+    records: list[tuple[int, float | None]] = []
+    manager = CallbackManager([Background(Says())])
+    manager.register("on_log", lambda ctx: records.append((ctx.record.step, ctx.record.values.get("says/step"))))
+    fit(tmp_path, callbacks=manager, max_duration=f"{STEPS}ba", log_interval=f"{STEPS}ba", eval_interval=None)
+    assert records == [(STEPS, STEPS)]
+
+
+def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -> None:
+    class Hangs(Callback):
+        let_go = threading.Event()
+
+        def on_train_start(self, ctx: Context) -> None:
+            self.let_go.wait(60)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    class Preempted(Callback):
+        began = saved = 0.0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                self.began = time.monotonic()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_checkpoint_save_end(self, ctx: Context) -> None:
+            self.saved = time.monotonic()
+            Hangs.let_go.set()
+
+    preempted = Preempted()
+    trainer = fit(tmp_path, Background(Hangs(), deadline=40), preempted, grace_seconds=6.0, eval_interval=None)
+    assert trainer.run.outcome is Outcome.PREEMPTED
+    assert 1.0 < preempted.saved - preempted.began < 6.0

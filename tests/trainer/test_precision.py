@@ -1,0 +1,303 @@
+"""bf16 and fp16: which types are computed in, unscaled gradients, steps that are left out, and the scale in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, mse_loss
+
+from callsheet import Callback, Context, Trainer
+from callsheet.distributed import read_ranks
+from callsheet.testing import Recorder, check_events
+from callsheet.testing.ranks import run_ranks
+
+STEPS = 6
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def data_of(batches: int, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(batches, size, 3, generator=generator)
+    return [(batch, batch.sum(1, keepdim=True)) for batch in inputs]
+
+
+def small_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Whose gradients, times 65536, are within fp16's 65504."""
+    return mse_loss(outputs, targets) / 20
+
+
+def trainer_of(*callbacks: Callback, batches: int = STEPS, **changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "clip_grad_norm": 0.05,
+        "log_interval": "1ba",
+        "timeout_seconds": 20,
+    }
+    return Trainer(model_of(), small_loss, data_of(batches), callbacks=callbacks, **(arguments | changes))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights_of(model: nn.Module) -> list[list[float]]:
+    return [full(parameter.detach()).flatten().tolist() for parameter in model.parameters()]
+
+
+class Overflows(Callback):
+    """Makes the loss of one step so large, on one rank, that its scaled gradients overflow; it is finite itself."""
+
+    phase = "change"
+
+    def __init__(self, step: int, rank: int = 0) -> None:
+        self.step = step
+        self.rank = rank
+
+    def on_loss_end(self, ctx: Context) -> None:
+        if ctx.step == self.step and ctx.run.rank == self.rank:
+            ctx.loss = ctx.loss * 1e6
+
+
+class Looks(Callback):
+    """What each step was."""
+
+    def __init__(self) -> None:
+        self.types: set[torch.dtype] = set()
+        self.skipped: list[bool] = []
+        self.rates: list[float] = []
+        self.gradients: list[Tensor] = []
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+        self.weights: list[list[list[float]]] = []
+
+    def on_forward_end(self, ctx: Context) -> None:
+        self.types.add(ctx.outputs.dtype)
+
+    def on_forward_backward_end(self, ctx: Context) -> None:
+        self.gradients.append(torch.cat([full(p.grad).flatten() for p in ctx.model.parameters()]).clone())
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.skipped.append(ctx.step_skipped)
+        self.rates.append(ctx.learning_rate)
+        self.norms.append(float(ctx.grad_norm))
+        self.losses.append(float(ctx.loss))
+        self.weights.append(weights_of(ctx.model))
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_gradients_are_seen_as_they_are(precision: str, kind: torch.dtype) -> None:
+    """Near those of single precision, as many digits as the type has (8 and 11 bits, some lost on the way): a scale of 65536 would show."""
+    looks, reference = Looks(), Looks()
+    with trainer_of(looks, precision=precision) as trainer, trainer_of(reference) as other:
+        trainer.fit("1ba")
+        other.fit("1ba")
+    assert looks.types == {kind}
+    assert reference.types == {torch.float32}
+    atol = 0.005 if precision == "bf16" else 0.001
+    torch.testing.assert_close(looks.gradients[0], reference.gradients[0], rtol=0.05, atol=atol)
+    assert looks.norms == [pytest.approx(reference.norms[0], rel=0.05)]
+    assert looks.losses == [pytest.approx(reference.losses[0], rel=0.02)]
+    assert not torch.equal(looks.gradients[0], reference.gradients[0])
+    assert all(parameter.dtype is torch.float32 for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"accumulate": 2}])
+def test_a_step_that_overflows_is_left_out_with_its_scheduler(fused: bool, parts: dict[str, int]) -> None:
+    looks, recorder = Looks(), Recorder()
+    with trainer_of(
+        Overflows(3),
+        looks,
+        recorder,
+        precision="fp16",
+        batches=12,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused),
+        **parts,
+    ) as trainer:
+        trainer.fit("5ba")
+    assert looks.skipped == [False, False, True, False, False]
+    assert looks.rates == pytest.approx([0.01, 0.005, 0.01 / 3, 0.01 / 3, 0.0025])
+    assert looks.weights[2] == looks.weights[1]
+    assert looks.weights[3] != looks.weights[2]
+    assert not math.isfinite(looks.norms[2])
+    check_events(recorder.events)
+    assert recorder.events.count("on_optimizer_step_end") == 5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_a_scale_no_step_is_left_out(precision: str) -> None:
+    looks = Looks()
+    with trainer_of(Overflows(2), looks, precision=precision) as trainer:
+        trainer.fit("3ba")
+    assert looks.skipped == [False] * 3
+    assert looks.rates == pytest.approx([0.01, 0.005, 0.01 / 3])
+
+
+class SavesAt(Callback):
+    phase = "save"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if ctx.step == self.step and ctx.boundary == "step":
+            ctx.control.save("the test", replicated=True)
+
+
+@pytest.mark.parametrize("overflow", [2, 3, 4])
+def test_the_scale_comes_back_bit_for_bit(overflow: int, tmp_path: Path) -> None:
+    """Saved after step 3. With the scale at its beginning again, the halved one would be doubled, and other bits get lost."""
+    whole, first, rest = Looks(), Looks(), Looks()
+    keep: dict[str, Any] = {"precision": "fp16", "runs_folder": tmp_path, "seed": 0}
+    with trainer_of(Overflows(overflow), whole, run_name="whole", **keep) as trainer:
+        trainer.fit("1ep")
+        scale = trainer.save_checkpoint().path
+    with trainer_of(Overflows(overflow), first, SavesAt(3), run_name="parts", **keep) as trainer:
+        trainer.fit("3ba")
+    with trainer_of(Overflows(overflow), rest, run_name="parts", resume="auto", **keep) as trainer:
+        assert trainer.state.timestamp.batch == 3
+        trainer.fit("1ep")
+        other = trainer.save_checkpoint().path
+    assert first.weights + rest.weights == whole.weights
+    assert [*first.losses, *rest.losses] == whole.losses
+    assert [*first.skipped, *rest.skipped] == whole.skipped == [step == overflow for step in range(1, STEPS + 1)]
+    assert _scale_in(scale) == _scale_in(other) == {"scale": 2.0**15, "growth": STEPS - overflow}
+
+
+def _scale_in(path: str) -> dict[str, float]:
+    from callsheet.checkpoint import read_checkpoint
+
+    found = read_checkpoint(path).shared["precision"]["scaler"]
+    return {"scale": found["scale"], "growth": found["_growth_tracker"]}
+
+
+def test_a_run_may_go_on_in_another_precision(tmp_path: Path) -> None:
+    for number, precision in enumerate(["fp16", "fp32", "bf16", "fp16"], start=1):
+        with trainer_of(precision=precision, runs_folder=tmp_path, run_name="run", resume="auto") as trainer:
+            trainer.fit(f"{number}ba")
+            trainer.save_checkpoint()
+    assert trainer.state.timestamp.batch == 4
+
+
+# --- on several ranks ---
+
+
+def train(precision: str, parallel: str, overflow: int) -> dict[str, Any]:
+    """Rank 1 alone overflows, if at all."""
+    looks = Looks()
+    with trainer_of(
+        Overflows(overflow, rank=1),
+        looks,
+        precision=precision,
+        parallel=parallel,
+        batches=2 * STEPS,
+    ) as trainer:
+        trainer.fit()
+    return {name: value for name, value in vars(looks).items() if name not in ("gradients", "types")} | {
+        "types": [str(kind) for kind in looks.types],
+        "finite": [bool(gradients.isfinite().all()) for gradients in looks.gradients],
+        "steps": trainer.state.timestamp.batch,
+    }
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_overflow_on_one_rank_is_left_out_by_all(parallel: str) -> None:
+    zero, one = run_ranks(train, 2, "fp16", parallel, 3)
+    assert zero["skipped"] == one["skipped"] == [False, False, True, False, False, False]
+    assert zero["rates"] == one["rates"]
+    assert zero["weights"] == one["weights"]
+    assert zero["weights"][2] == zero["weights"][1] != zero["weights"][3]
+    assert zero["finite"] == [step != 3 for step in range(1, STEPS + 1)]
+    assert all(math.isfinite(value) for numbers in zero["weights"][-1] for value in [sum(numbers)])
+
+
+class OverflowsInOneWeight(Callback):
+    """An infinite gradient in the first row of the first weight only: one rank's shard."""
+
+    phase = "change"
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            for parameter in list(ctx.model.parameters())[:1]:
+                self.handle = parameter.register_post_accumulate_grad_hook(_spoil)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            self.handle.remove()
+
+
+def _spoil(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    grad: Any = parameter.grad
+    if read_ranks().rank == 0:
+        (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = math.inf
+
+
+def train_with_a_bad_shard(shard_size: int | None) -> dict[str, Any]:
+    from callsheet.trainer import Parallel
+
+    looks = Looks()
+    with trainer_of(
+        OverflowsInOneWeight(), looks, precision="fp16", parallel=Parallel("fsdp", shard_size=shard_size), batches=8
+    ) as trainer:
+        trainer.fit("3ba")
+        return {"skipped": looks.skipped, "rates": looks.rates, "weights": weights_of(trainer.model)}
+
+
+def test_an_overflow_in_one_shard_is_left_out_by_all() -> None:
+    zero, one = run_ranks(train_with_a_bad_shard, 2, None)
+    assert zero["skipped"] == one["skipped"] == [False, True, False]
+    assert zero == one
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
+def test_a_sharded_model_computes_in_the_same_type(precision: str, kind: str) -> None:
+    """Near what replicas compute: both round to 8 or 11 bits, perhaps at other places."""
+    sharded = run_ranks(train, 2, precision, "fsdp", 0)
+    replicated = run_ranks(train, 2, precision, "ddp", 0)
+    for one, other in zip(sharded, replicated, strict=True):
+        assert one["types"] == other["types"] == [kind]
+        assert one["skipped"] == other["skipped"] == [False] * STEPS
+        assert one["losses"] == pytest.approx(other["losses"], rel=0.05, abs=0.02)
+        found, expected = (torch.tensor([v for numbers in it["weights"][-1] for v in numbers]) for it in (one, other))
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)
+
+
+def losses_of_a_sharded_model() -> list[float]:
+    """Three classes as likely as each other: the loss is log 3, which bf16 would tell as 1.1016."""
+    found: list[float] = []
+
+    class Notes(Callback):
+        def on_loss_end(self, ctx: Context) -> None:
+            found.append(float(ctx.loss))
+
+    model = nn.Linear(1, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    data = [(torch.zeros(2, 1), torch.tensor([0, 2]))] * 2
+    with Trainer(
+        model,
+        cross_entropy,
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        precision="bf16",
+        parallel="fsdp",
+        callbacks=Notes(),
+    ) as trainer:
+        trainer.fit()
+    return found
+
+
+def test_a_sharded_model_s_loss_has_all_digits() -> None:
+    assert run_ranks(losses_of_a_sharded_model, 2) == [[pytest.approx(math.log(3), rel=1e-6)]] * 2

@@ -1,0 +1,75 @@
+"""Killed and started again on several ranks, a run goes on as if nothing had happened: the same losses on every rank, to the last bit.
+
+The long form, with more kinds of runs and deaths and a table of them, is `make oracle`.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from .ranked_run import STEPS, Death, Setting, Survival, flip_a_bit, lives, survives, undisturbed
+
+SETTINGS = {
+    "ddp": Setting("ddp", 2, workers=4, in_background=True, pause=0.002),
+    "fsdp": Setting("fsdp", 2, workers=4, in_background=True, pause=0.002),
+    "replicas of shards": Setting("fsdp", 4, shard_size=2),
+    "one rank": Setting(workers=4, loader="stateful", in_background=True, pause=0.002),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def check(survival: Survival, wanted: list[dict[str, object]], *, records: bool = True) -> None:
+    for found, good in zip(survival.values, wanted, strict=True):
+        assert found["losses"] == good["losses"]
+        assert found["weights"] == good["weights"]
+        if records:
+            assert found["records"] == good["records"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    good = undisturbed(tmp_path / "undisturbed", setting)
+    assert [len(value["losses"]) for value in good] == [STEPS] * setting.world_size
+    deaths = [Death(in_save=3), Death(rank=setting.world_size - 1, in_save=2)]
+    survival = survives(tmp_path / "killed", setting, deaths)
+    assert survival.deaths == 2
+    check(survival, good)
+
+
+def test_killed_damaged_and_asked_to_make_way(tmp_path: Path) -> None:
+    random.seed(3)
+    setting = SETTINGS["fsdp"]
+    good = undisturbed(tmp_path / "undisturbed", setting)
+    deaths = [Death(in_save=5), Death(in_save=3), Death(signal=signal.SIGTERM, after=0.3)]
+    survival = survives(tmp_path / "killed", setting, deaths, between=flip_a_bit)
+    assert survival.deaths >= 2
+    check(survival, good, records=False)  # a run that makes way tells what it has logged before it goes
+
+
+def test_a_run_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
+    """The same global batches, another order of adding up: to tolerance. Without dropout and augmentation, which ranks draw for themselves."""
+    four, two = Setting("fsdp", 4, noise=0.0), Setting("fsdp", 2, noise=0.0)
+    good = undisturbed(tmp_path / "undisturbed", four)
+    ends = lives(tmp_path / "moved", four, Death(in_save=5), seed=5)
+    assert all(end.value is None for end in ends)
+    moved = undisturbed(tmp_path / "moved", two)
+    counts, losses = (
+        [
+            [
+                (step, {name: float.fromhex(value) for name, value in values.items() if name.startswith(family)})
+                for step, values in run
+            ]
+            for run in (moved[0]["records"], good[0]["records"])
+        ]
+        for family in ("time/", ("train/", "validation/"))
+    )
+    assert counts[0] == counts[1]
+    for (step, found), (_, wanted) in zip(*losses, strict=True):
+        if step != 9:  # half of this record was collected by ranks that are gone
+            assert found == pytest.approx(wanted, rel=1e-4), step

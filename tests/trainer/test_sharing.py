@@ -1,0 +1,414 @@
+"""Every sample once over all ranks, equally many batches on each, whatever the dataloader is; and augmentation that depends on nothing else."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from callsheet.distributed import read_ranks
+from callsheet.errors import ConfigError
+from callsheet.randomness import random_state, same_random_state
+from callsheet.testing.ranks import run_ranks
+from callsheet.trainer.data import SeededDataset, shared
+from callsheet.trainer.data.seeded import mixed, seeded
+from callsheet.trainer.data.splitting import Split, drawn_order
+from callsheet.trainer.world import World
+
+SMALL = st.integers(1, 5)
+RANKS = 3
+
+
+def splits(batch_size: int | None, drop_last: bool, world_size: int) -> list[Split]:
+    return [Split(batch_size, drop_last, rank, world_size) for rank in range(world_size)]
+
+
+# --- the algebra ---
+
+
+@given(n=st.integers(0, 60), batch_size=SMALL, world_size=SMALL, drop_last=st.booleans(), start=st.integers(0, 60))
+def test_every_sample_is_in_one_share(n: int, batch_size: int, world_size: int, drop_last: bool, start: int) -> None:
+    start = min(start, n)
+    order = random.Random(n).sample(range(1000), n)
+    parts = splits(batch_size, drop_last, world_size)
+    by_rank = [list(part.shares(order, start)) for part in parts]
+    assert {len(shares) for shares in by_rank} == {parts[0].count(n - start)}
+    for number, shares in enumerate(zip(*by_rank, strict=True)):
+        first = start + number * batch_size * world_size
+        expected = order[first : first + batch_size * world_size]
+        counted = [index for share in shares for index in share.indices if not share.is_filler]
+        sizes = [share.samples_here for share in shares]
+        assert sorted(counted) == sorted(expected)
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= batch_size
+        assert all(share.samples_in_all == sum(sizes) == len(expected) for share in shares)
+        assert all(len(share.indices) == 1 and share.indices[0] in expected for share in shares if share.is_filler)
+    left = n - start - parts[0].count(n - start) * batch_size * world_size
+    assert (0 <= left < batch_size * world_size) if drop_last else left <= 0
+
+
+@given(n=st.integers(1, 60), batch_size=SMALL, world_size=SMALL, factor=SMALL, before=st.integers(0, 5))
+def test_another_world_goes_on_with_the_same_global_batches(
+    n: int, batch_size: int, world_size: int, factor: int, before: int
+) -> None:
+    """`world_size * factor` ranks with `batch_size` samples are as `world_size` ranks with `batch_size * factor`."""
+    many, few = splits(batch_size, False, world_size * factor), splits(batch_size * factor, False, world_size)
+    start = min(n, before * many[0].global_size)
+
+    def batches(parts: list[Split]) -> list[set[int]]:
+        together = zip(*(part.shares(range(n), start) for part in parts), strict=True)
+        return [{index for share in shares for index in share.indices} for shares in together]
+
+    assert batches(many) == batches(few)
+
+
+@given(sizes=st.lists(st.integers(1, 4), max_size=20), world_size=SMALL)
+def test_whole_batches_are_taken_in_turn(sizes: list[int], world_size: int) -> None:
+    order = [[(number, i) for i in range(size)] for number, size in enumerate(sizes)]
+    by_rank = [list(part.shares(order)) for part in splits(None, False, world_size)]
+    counted = [share.indices for shares in zip(*by_rank, strict=True) for share in shares if not share.is_filler]
+    assert counted == order
+    for shares in zip(*by_rank, strict=True):
+        assert {share.samples_in_all for share in shares} == {sum(share.samples_here for share in shares)}
+
+
+class Shuffles(Sampler[int]):
+    """A sampler that draws from Python's random states, as many home-made ones do."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(20), 20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def some_samplers() -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    weights = [1.0] * 20
+    return [
+        RandomSampler(range(20)),
+        RandomSampler(range(20), generator=generator),
+        RandomSampler(range(20), replacement=True, num_samples=30),
+        WeightedRandomSampler(weights, 20, generator=generator),
+        WeightedRandomSampler(weights, 20),
+        SubsetRandomSampler(range(20)),
+        Shuffles(),
+        StatefulDataLoader(range(20), shuffle=True).sampler,
+        BatchSampler(SubsetRandomSampler(range(20)), 3, False),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_an_order_depends_on_the_seed_alone_and_disturbs_nothing() -> None:
+    for sampler in some_samplers():
+        before, own = random_state(), getattr(sampler, "generator", None)
+        state = own.get_state() if own is not None else torch.empty(0)
+        order = list(drawn_order(sampler, 7))
+        assert same_random_state(before, random_state())
+        assert own is None or torch.equal(own.get_state(), state)
+        random.random()
+        torch.rand(3)
+        assert list(drawn_order(sampler, 7)) == order
+        assert list(drawn_order(sampler, 8)) != order
+        assert all(type(index) in (int, list) for index in order)
+    assert list(drawn_order(SequentialSampler(range(4)), 7)) == [0, 1, 2, 3]
+
+
+# --- samples with random states of their own ---
+
+
+class Noisy(Dataset[Any]):
+    """Draws from all three generators."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.asked: list[Any] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.asked.append(index)
+        return [float(index), random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+class NoisyAtOnce(Noisy):
+    def __getitems__(self, indices: Sequence[int]) -> list[list[float]]:
+        self.asked.append(list(indices))
+        return numpy.column_stack([indices, numpy.random.rand(len(indices))]).tolist()  # type: ignore[no-any-return]
+
+
+def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone() -> None:
+    before = random_state()
+    data = SeededDataset(Noisy(10), seed=3)
+    first = [data[index] for index in range(10)]
+    assert same_random_state(before, random_state())
+    assert data.__getitems__([4, 2]) == [first[4], first[2]]
+    assert Subset(data, [7, 1]).__getitems__([1]) == [first[1]]
+    assert same_random_state(before, random_state())
+    drawn = [value for sample in first for value in sample[1:]]
+    assert len(set(drawn)) == 30  # nor are NumPy's and torch's numbers each other's
+    assert SeededDataset(Noisy(10), seed=3)[4] == pickle.loads(pickle.dumps(data))[4] == first[4]
+    assert SeededDataset(Noisy(10), seed=4)[4] != first[4]
+    data.set_epoch(1)
+    assert data[4] != first[4]
+    data.set_epoch(0)
+    assert data[4] == first[4]
+
+
+def test_numpy_and_torch_do_not_draw_the_same_numbers() -> None:
+    """From the same 32 bits they would."""
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    assert int(torch.empty((), dtype=torch.int32).random_()) == numpy.random.randint(2**31)
+    with seeded(5):
+        assert int(torch.empty((), dtype=torch.int32).random_()) != numpy.random.randint(2**31)
+    seeds = {mixed(seed, epoch, index) for seed in range(10) for epoch in range(10) for index in range(100)}
+    assert len({number & 0xFFFFFFFF for number in seeds}) > 9990
+    assert len({number >> 32 for number in seeds}) > 9990
+
+
+def test_a_dataset_that_loads_batches_at_once_still_does() -> None:
+    inner = NoisyAtOnce(10)
+    data = SeededDataset(inner, seed=3)
+    assert data.__getitems__([4, 2]) == data.__getitems__([4, 2]) != data.__getitems__([2, 4])
+    assert inner.asked == [[4, 2], [4, 2], [2, 4]]
+
+
+def test_a_seeded_dataset_is_its_dataset_otherwise() -> None:
+    inner = Noisy(10)
+    data = SeededDataset(inner, seed=3)
+    data.opened = "file"
+    assert vars(inner)["opened"] == data.opened == "file"
+    assert (len(data), data.n) == (10, 10)
+    named: Any = {"a": 1, "b": 2}
+    assert SeededDataset(named, 0)["b"] == 2
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = data.nonsense
+    with pytest.raises(ConfigError, match="SeededDataset\\(Counting\\): samples need an index"):
+        SeededDataset(Counting(3), 0)
+
+
+# --- real ranks ---
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counting(IterableDataset[int]):
+    """A stream in its own random order, whose length nobody knows."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(self.n), self.n))
+
+
+class Stream:
+    """Batches of random sizes in random order, without a torch class about it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = random.sample(range(20), 20)
+        while left:
+            size = random.randint(1, 4)
+            yield left[:size]
+            left = left[size:]
+
+
+class Uneven(Sampler[list[int]]):
+    """Batches of uneven sizes, as bucketing by length gives them."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = random.sample(range(20), 20)
+        return iter([order[:3], order[3:10], order[10:12], order[12:]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Unmeasured(Shuffles):
+    """A sampler that may go on for ever, for all that one can know."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+class OfLength(list[Any]):
+    """A list that does not know its length."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+
+
+class Replays(DataLoader[Any]):
+    """A subclass with a constructor of its own, as PyTorch Geometric's."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(Numbers(n), batch_size=2, collate_fn=list)
+
+
+class Odd(Replays):
+    """A subclass with an iteration of its own, which a DataLoader of ours would not repeat."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """By name: the loader, and what is said of it."""
+    listed: dict[str, Any] = {"collate_fn": list}
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    lengths = [2, 5, 4]
+    own = [[10 * rank + i] for i in range(lengths[rank])]
+    hugging_face: Any = pytest.importorskip("datasets").IterableDataset
+    stream = hugging_face.from_generator(lambda: ({"n": n} for n in range(20)))
+    samples, generator = Numbers(20), torch.Generator().manual_seed(rank)
+    return {
+        "split sequential": (DataLoader(samples, batch_size=2, **listed), {}),
+        "split random": (DataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
+        "split dropping": (DataLoader(samples, batch_size=2, shuffle=True, drop_last=True, **listed), {}),
+        "split batch sampler": (DataLoader(samples, batch_sampler=BatchSampler(Shuffles(), 2, False), **listed), {}),
+        "split sampler": (DataLoader(samples, batch_size=2, sampler=Shuffles(), **listed), {}),
+        "split uneven": (DataLoader(samples, batch_sampler=Uneven(), **listed), {}),
+        "split stateful": (StatefulDataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
+        "split subclass": (Replays(20), {}),
+        "split fewer than ranks": (DataLoader(Numbers(2), **listed), {}),
+        "split workers": (DataLoader(samples, batch_size=3, shuffle=True, **workers, **listed), {}),
+        "dealt list": ([[n, n + 1] for n in range(0, 20, 2)], {}),
+        "dealt stream": (Stream(), {}),
+        "dealt dataset": (DataLoader(Counting(20), batch_size=3, **listed), {}),
+        "dealt unmeasured": (DataLoader(samples, batch_size=2, sampler=Unmeasured(), **listed), {}),
+        "dealt unbatched": (
+            DataLoader(samples, batch_size=None, shuffle=True, generator=generator, collate_fn=lambda n: [n]),
+            {},
+        ),
+        "own distributed": (DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed), {}),
+        "own list": (own, {"shard": False}),
+        "own unknown": (OfLength(own), {"shard": False}),
+        "own hugging face": (DataLoader(stream, batch_size=2, collate_fn=lambda rows: [row["n"] for row in rows]), {}),
+    }
+
+
+def gone_through() -> dict[str, list[Any]]:
+    """On one rank: each loader twice; batches and what was said of them."""
+    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    found: dict[str, list[Any]] = {}
+    for name, (loader, options) in loaders(world.rank).items():
+        batches = shared(loader, world, 11, argument=name, count_samples=len, **options)
+        way = batches._sharing.way
+        assert way == name.split()[0], f"{name} is {way}"
+        seen = []
+        for _ in range(2):
+            epoch = iter(batches)
+            seen.append([(batch, epoch.samples_here, epoch.samples_in_all, epoch.is_filler) for batch in epoch])
+        found[name] = [batches.length, *seen]
+    world.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks_found() -> list[dict[str, list[Any]]]:
+    return run_ranks(gone_through, RANKS)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("name", sorted(loaders(0)))
+def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[dict[str, list[Any]]]) -> None:
+    by_rank = [found[name][1] for found in ranks_found]
+    is_own, is_dropping = name.startswith("own"), "dropping" in name
+    assert [found[name][1] for found in ranks_found] == [
+        found[name][2] for found in ranks_found
+    ]  # the second time is as the first
+    [length] = {found[name][0] for found in ranks_found}
+    assert {len(seen) for seen in by_rank} == {len(by_rank[0])}
+    assert length in (None, len(by_rank[0]))
+    counted: Counter[int] = Counter()
+    for together in zip(*by_rank, strict=True):
+        here = [0 if is_filler else len(batch) for batch, _, _, is_filler in together]
+        counted.update(sample for batch, _, _, is_filler in together if not is_filler for sample in batch)
+        assert all(batch for batch, *_ in together)  # a filler is a real batch
+        for size, (_, samples_here, in_all, is_filler) in zip(here, together, strict=True):
+            assert samples_here == size or (is_own and not is_filler and samples_here is None)
+            assert in_all == (None if is_own else sum(here))
+    assert set(counted.values()) == {1} or "distributed" in name  # a DistributedSampler gives some samples twice
+    samples = {"own list": 11, "own unknown": 11, "split fewer than ranks": 2}.get(name, 20)
+    assert len(counted) == (samples - samples % (2 * RANKS) if is_dropping else samples)
+    fillers = {name for name, [_, seen, _] in ranks_found[0].items() if any(is_filler for *_, is_filler in seen)}
+    assert "own list" in fillers
+    assert "own unknown" in fillers
+
+
+def refused(kind: str) -> str:
+    """On one rank: the error, which must be there on all."""
+    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    empty: Iterable[Any] = [] if world.rank == 1 else [[1]]
+    cases: dict[str, tuple[Any, bool]] = {
+        "own empty": (empty, False),
+        "own empty unknown": (OfLength(empty), False),
+        "other samples": (DataLoader(Numbers(10 + world.rank)), True),
+        "other batches": ([1, 2, 3][world.rank :], True),
+        "odd": (Odd(10), True),
+        "none": ([], True),
+        "too few": (DataLoader(Numbers(5), batch_size=2, drop_last=True), True),
+    }
+    loader, shard = cases[kind]
+    try:
+        list(shared(loader, world, 0, argument="data", shard=shard))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("own empty", "data has no batches on rank 1 of 3; give every rank some"),
+        ("own empty unknown", "data has no batches on rank 1 of 3; give every rank some"),
+        ("other samples", "data: the order of the samples (1{} on rank {}) is not the same on all ranks"),
+        ("other batches", "not the same number on all ranks"),
+        ("odd", "data is a Odd, which makes its batches in a way of its own"),
+        ("none", "data has no batches; is the dataset empty"),
+        ("too few", "data has 5 samples, not enough for one batch of 2 on each of 3 ranks"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_all_ranks(kind: str, message: str) -> None:
+    for rank, error in enumerate(run_ranks(refused, RANKS, kind)):
+        assert message.format(rank, rank) in error

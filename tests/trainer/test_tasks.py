@@ -1,0 +1,349 @@
+"""Tasks: one function for a whole step, metrics over uneven shares, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+from torchmetrics.text import Perplexity
+
+from callsheet import Callback, Context, Trainer
+from callsheet.callbacks import History
+from callsheet.distributed import read_ranks
+from callsheet.errors import ConfigError
+from callsheet.testing.ranks import run_ranks
+from callsheet.trainer import ForwardStepTask, HuggingFaceTask, SupervisedTask, Task
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+DATA = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.ones(n, 1)) for n in (5, 2)]
+
+
+class Named(Callback):
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.losses.append({name: float(loss) for name, loss in ctx.loss_dict.items()})
+
+
+# --- ForwardStepTask ---
+
+
+def one_loss(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]), lambda outputs: mse_loss(outputs, batch[1])
+
+
+def with_others(model: nn.Module, batch: Any) -> Any:
+    def loss(outputs: Tensor) -> Any:
+        error = outputs - batch[1]
+        return error.square().mean(), {"absolute": error.abs().mean()}
+
+    return model(batch[0]), loss
+
+
+@pytest.mark.parametrize("step", [one_loss, with_others])
+@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"accumulate": 2}])
+def test_one_function_trains_as_a_loss_function_does(step: Any, parts: dict[str, int]) -> None:
+    models = [linear(), linear()]
+    results, named = [], Named()
+    for model, task in zip(models, (mse_loss, ForwardStepTask(step)), strict=True):
+        with Trainer(model, task, DATA, DATA, optimizer=sgd, callbacks=named, **parts) as trainer:  # type: ignore[arg-type]
+            trainer.fit("2ep")
+            results.append(trainer.eval_results["validation"])
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"])
+    assert ("absolute" in results[1]) == ("absolute" in named.losses[-1]) == (step is with_others)
+
+
+def test_the_other_losses_are_means_too() -> None:
+    model, named = linear(), Named()
+    inputs, targets = DATA[0]
+    expected = (model(inputs) - targets).abs().mean().item()
+    with Trainer(model, ForwardStepTask(with_others), DATA[:1], optimizer=sgd, callbacks=named, microbatch_size=2) as trainer:
+        trainer.fit("1ba")
+    assert named.losses[0]["absolute"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("given", [lambda model, batch: model(batch[0]), lambda model, batch: (model(batch[0]), 1.0)])
+def test_a_function_that_gives_something_else_is_refused(given: Any) -> None:
+    with Trainer(linear(), ForwardStepTask(given), DATA, optimizer=sgd) as trainer:
+        with pytest.raises(ConfigError, match=r"forward_step gave (Tensor|tuple); let it return \(outputs, a function"):
+            trainer.fit()
+
+
+def test_a_loss_that_is_no_scalar_is_refused_with_its_shape() -> None:
+    task = ForwardStepTask(lambda model, batch: (model(batch[0]), lambda outputs: outputs))
+    with Trainer(linear(), task, DATA, optimizer=sgd) as trainer:
+        with pytest.raises(ConfigError, match=r"loss has the shape \(5, 1\)"):
+            trainer.fit()
+
+
+def test_its_metrics_need_judged() -> None:
+    with pytest.raises(ConfigError, match=r"override judged\(outputs, batch\)"):
+        ForwardStepTask(one_loss, metrics={"mean": MeanMetric()})
+
+    class Judged(ForwardStepTask):
+        def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+            return (outputs - batch[1]).abs(), torch.ones_like(outputs)
+
+    model = linear()
+    with Trainer(model, Judged(one_loss, metrics={"absolute": MeanMetric()}), eval_dataloader=DATA) as trainer:
+        found = trainer.evaluate()["validation"]["absolute"]
+    errors = torch.cat([(model(inputs) - targets).abs() for inputs, targets in DATA])
+    assert found == pytest.approx(errors.mean().item())
+
+
+# --- what is given ---
+
+
+def test_metrics_stand_in_one_place() -> None:
+    with pytest.raises(ConfigError, match="a Task has its metrics itself"):
+        Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
+    with pytest.raises(ConfigError, match=r"metrics\['accuracy'\] is function, not a torchmetrics Metric"):
+        Trainer(linear(), mse_loss, DATA, metrics={"accuracy": lambda outputs, targets: 1.0})
+
+
+@pytest.mark.parametrize("task", [None, nn.MSELoss, "mse"])
+def test_what_is_no_task_is_refused(task: Any) -> None:
+    with pytest.raises(ConfigError, match=r"give a loss function of \(outputs, targets\)"):
+        Trainer(linear(), task, DATA)
+
+
+class Opaque:
+    """A batch that does not show how many samples it holds."""
+
+    def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
+        self.inputs, self.targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
+
+
+class OpaqueTask(Task):
+    def forward(self, model: nn.Module, batch: Opaque) -> Any:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Any, batch: Opaque) -> Tensor:
+        return mse_loss(outputs, batch.targets)
+
+
+def train_opaque(kind: str) -> list[float]:
+    torch.manual_seed(0)
+    data: Any = DataLoader(TensorDataset(torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 1)), 4, collate_fn=Opaque)
+    if kind == "list":
+        data = list(data)
+    model = linear()
+    with Trainer(model, OpaqueTask(), data, data, optimizer=sgd) as trainer:
+        trainer.fit("1ba")
+        assert trainer.evaluate()["validation"]["loss"] > 0
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["samples", "list"])
+def test_batches_of_any_kind_are_trained_on(kind: str) -> None:
+    model = linear()
+    inputs = torch.arange(24.0).reshape(8, 3) / 24
+    mse_loss(model(inputs), torch.ones(8, 1)).backward()
+    sgd(model.parameters()).step()
+    for found in run_ranks(train_opaque, 2, kind):
+        assert found == pytest.approx(model.weight.flatten().tolist())
+
+
+# --- metrics over ranks ---
+
+
+class Same(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale
+
+
+def judged_samples(number: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(number)
+    return TensorDataset(torch.randn(number, 3, generator=generator), torch.randint(0, 3, (number,), generator=generator))
+
+
+class Positive(SupervisedTask):
+    """Whether the first class is the right one, besides which it is."""
+
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        return outputs[:, 0].sigmoid(), (batch[1] == 0).long()
+
+
+def evaluate_metrics(numbers: list[int]) -> list[dict[str, dict[str, float]]]:
+    """An accuracy and a metric that keeps every sample."""
+    data = {str(number): DataLoader(judged_samples(number), batch_size=2) for number in numbers}
+    metrics = {"accuracy": MulticlassAccuracy(3, average="micro")}
+    with Trainer(Same(), cross_entropy, metrics=metrics) as trainer:
+        return [trainer.evaluate(data), trainer.evaluate(data)]
+
+
+def evaluate_list_states(numbers: list[int]) -> list[dict[str, dict[str, float]]]:
+    data = {str(number): DataLoader(judged_samples(number), batch_size=2) for number in numbers}
+    with Trainer(Same(), Positive(cross_entropy, {"auroc": BinaryAUROC()})) as trainer:
+        return [trainer.evaluate(data), {"test": trainer.test(data[str(numbers[0])])}]
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [
+        (evaluate_metrics, [9, 1, 4]),
+        (evaluate_list_states, [9, 5]),
+        (evaluate_list_states, [1]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples", "ignore:The ``compute`` method")
+def test_metrics_over_ranks_are_those_of_the_whole(function: Any, numbers: list[int]) -> None:
+    """9 samples: shares of 5 and 4; 1 sample: rank 1 has a filler alone."""
+    whole = function(numbers)
+    for found in run_ranks(function, 2, numbers):
+        for one, other in zip(found, whole, strict=True):
+            assert one.keys() == other.keys()
+            for name, results in other.items():
+                assert one[name] == pytest.approx(results, rel=1e-6)
+
+
+# --- Hugging Face ---
+
+
+def hugging_face(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "causal":
+        config = transformers.LlamaConfig(
+            vocab_size=7,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+        )
+        return transformers.LlamaForCausalLM(config)
+    if kind == "seq2seq":
+        config = transformers.T5Config(
+            vocab_size=7, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+        )
+        return transformers.T5ForConditionalGeneration(config)
+    config = transformers.BertConfig(
+        vocab_size=7,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=1 if kind == "regression" else 3,
+    )
+    kinds = {
+        "masked": transformers.BertForMaskedLM,
+        "tokens": transformers.BertForTokenClassification,
+        "sequences": transformers.BertForSequenceClassification,
+        "regression": transformers.BertForSequenceClassification,
+    }
+    return kinds[kind](config)
+
+
+def labelled(kind: str, rows: int = 4) -> dict[str, Tensor]:
+    """Unequally many labels a row; in the last row it is the first token alone."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 7, (rows, 5), generator=generator)
+    if kind == "regression":
+        return {"input_ids": ids, "labels": torch.randn(rows, 1, generator=generator)}
+    if kind == "sequences":
+        return {"input_ids": ids, "labels": torch.randint(0, 3, (rows,), generator=generator)}
+    labels = torch.randint(0, 3, (rows, 5), generator=generator)
+    for row in range(rows):
+        labels[row, rows - row :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq", "masked", "tokens", "sequences", "regression"])
+def test_every_kind_of_model_s_microbatches_give_the_whole_batch(kind: str) -> None:
+    batch, results = labelled(kind), []
+    for size in (None, 1):
+        model = hugging_face(kind)
+        with Trainer(model, None, [batch], optimizer=sgd, microbatch_size=size) as trainer:
+            trainer.fit("2ba")
+            parts = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(4)]
+            results.append((model.state_dict(), trainer.evaluate([batch]), trainer.evaluate(parts)))
+    (whole, evaluated, in_parts), (other, _, _) = results
+    torch.testing.assert_close(other, whole, rtol=1e-4, atol=1e-6)
+    assert in_parts["validation"]["loss"] == pytest.approx(evaluated["validation"]["loss"], rel=1e-5)
+
+
+def test_a_language_model_s_metrics_compare_what_it_says_with_what_comes_next() -> None:
+    """Perplexity is the exponential of the loss, if they do."""
+    batch = labelled("causal")
+    with Trainer(hugging_face("causal"), metrics={"perplexity": Perplexity(ignore_index=-100)}) as trainer:
+        found = trainer.evaluate([batch])["validation"]
+    assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequences"])
+def test_other_models_metrics_compare_logits_and_labels(kind: str) -> None:
+    model, batch = hugging_face(kind), labelled(kind)
+    model.eval()
+    logits = model(**batch).logits.argmax(-1)
+    counts = batch["labels"] != -100
+    expected = (logits == batch["labels"])[counts].float().mean().item()
+
+    class Flat(HuggingFaceTask):
+        def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+            logits, labels = super().judged(outputs, batch)
+            return logits.reshape(-1, 3), labels.reshape(-1)
+
+    metric = MulticlassAccuracy(3, average="micro", ignore_index=-100)
+    with Trainer(model, Flat({"accuracy": metric}, shifts_labels=False)) as trainer:
+        assert trainer.evaluate([batch])["validation"]["accuracy"] == pytest.approx(expected)
+    if kind == "sequences":
+        with Trainer(model, metrics={"accuracy": metric}) as trainer:
+            assert trainer.evaluate([batch])["validation"]["accuracy"] == pytest.approx(expected)
+
+
+def test_a_model_that_gives_no_loss_is_told_what_the_batch_needs() -> None:
+    with Trainer(hugging_face("causal"), None, [{"input_ids": torch.ones(1, 3, dtype=torch.long)}], optimizer=sgd) as trainer:
+        with pytest.raises(ConfigError, match=r"the batch needs `labels` \(it has input_ids\)"):
+            trainer.fit()
+
+
+def label_tokens(kind: str, options: dict[str, Any]) -> list[float | None]:
+    """`train/label_tokens` of each record; rank 1 has the last three of five rows, rank 0 the first two."""
+    batch = labelled(kind, rows=5)
+    ranks = read_ranks()
+    mine = slice(None) if ranks.world_size == 1 else slice(2, 5) if ranks.rank else slice(0, 2)
+    data = [{name: value[mine] for name, value in batch.items()}] * 3
+    history = History()
+    with Trainer(
+        hugging_face(kind), None, data, optimizer=sgd, log_interval=1, callbacks=[history], shard_data=False, **options
+    ) as trainer:
+        trainer.fit("1ep")
+    return [record.get("train/label_tokens") for _, record in history.records]
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}])
+def test_labels_of_a_step_are_counted(options: dict[str, Any]) -> None:
+    """Shifted: 4 + 3 + 2 + 1 of rows with 5, 4, 3, 2 and 1 labels."""
+    assert label_tokens("causal", options) == [10.0, 10.0, 10.0]
+    assert label_tokens("sequences", options) == [None, None, None]
+
+
+def test_labels_of_all_ranks_are_counted() -> None:
+    assert run_ranks(label_tokens, 2, "causal", {}) == [[10.0] * 3] * 2
+    assert label_tokens("causal", {"accumulate": 3}) == [30.0]
