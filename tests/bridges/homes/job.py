@@ -1,0 +1,81 @@
+"""What is trained in every home: the same small models, on the same data, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callsheet import Callback
+from callsheet.testing.small_run import SmallModel
+
+EMPTY = "empty"
+"""In the place of callbacks: one callback of the framework's own, that hears what the host hears and does nothing."""
+
+Given = Sequence[Callback] | str | None
+"""The callbacks that are hosted; `EMPTY`; or None, for the framework alone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and its data: 24 rows for training, in batches of 4, not shuffled, so 6 steps an epoch, and 12 for validation.
+
+    A home trains with `torch.optim.AdamW(lr=0.02)`, makes a record every 2 steps, and evaluates after each epoch where its framework does
+    that, under its own name for the validation set. It sets `torch.manual_seed(3)` when model and data are made and training begins, so
+    that a run with callbacks and one without are the same to the last bit.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: TensorDataset
+    validation: TensorDataset
+
+    def made_model(self) -> nn.Module:
+        """The same weights each time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return self.model()
+
+    def batches(self, *, steps_an_epoch: int = 6) -> DataLoader[tuple[Tensor, ...]]:
+        """One epoch of (inputs, targets)."""
+        repeated = -(-steps_an_epoch // 6)
+        data = torch.utils.data.ConcatDataset([self.train] * repeated) if repeated > 1 else self.train
+        return DataLoader(data, batch_size=4)
+
+    def validation_batches(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Three batches of (inputs, targets)."""
+        return DataLoader(self.validation, batch_size=4)
+
+
+class Home(Protocol):
+    """`train` of a home: trains, and returns the model. With `folder` as the place for whatever is written.
+
+    `epochs` of `steps_an_epoch` (6, or a multiple of it: the benchmark makes long ones). With `evaluate` False nothing is evaluated.
+    """
+
+    def __call__(
+        self,
+        job: Job,
+        folder: Path,
+        callbacks: Given,
+        *,
+        strict: bool = True,
+        epochs: int = 2,
+        steps_an_epoch: int = 6,
+        evaluate: bool = True,
+    ) -> nn.Module: ...
+
+
+def _points() -> tuple[TensorDataset, TensorDataset]:
+    inputs = torch.randn(36, 4, generator=torch.Generator().manual_seed(7))
+    whole = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return TensorDataset(*whole[:24]), TensorDataset(*whole[24:])
+
+
+POINTS = Job(SmallModel, nn.functional.mse_loss, *_points())
+"""Four numbers to one."""
