@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from callsheet.context import Context
+from callsheet.context import CheckpointInfo, Context
 from callsheet.control import Request
 from callsheet.spans import Spans
 from callsheet.trainer.checkpoints import Stateful
@@ -63,6 +63,8 @@ class HostCheckpoints:
         self.local: dict[str, Stateful] = {}
         self.requests: tuple[Request, ...] = ()
         """What the next checkpoint of the host answers."""
+        self.loads: Callable[[], CheckpointInfo | None] = lambda: None
+        """Takes back what stands in the checkpoint that the host goes on from, and says which; None where there is none."""
         self._ctx = ctx
         self._spans = spans
         self._saves = saves
@@ -72,9 +74,9 @@ class HostCheckpoints:
         return 0
 
     def load(self, resume: str | None) -> None:
-        """The host has loaded already: tell that there was nothing to be done."""
+        """The host has loaded already, but for what is kept here."""
         with self._spans.checkpoint_load:
-            self._ctx.checkpoint = None
+            self._ctx.checkpoint = self.loads()
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> None:

@@ -1,8 +1,9 @@
-"""For tests: hold a callback against what all have to hold, record what a loop tells, hold it against the lifecycle's grammar, and run a
-function on several ranks."""
+"""For tests: hold a callback against what all have to hold, record what a loop tells, hold it against the lifecycle's grammar, tell a
+whole run without training (`FakeLoop`), and run a function on several ranks."""
 
 from callsheet.testing.conformance import CONFORMANCE, Check, check_callback
 from callsheet.testing.conformance_on_ranks import check_on_ranks, find_on_ranks
+from callsheet.testing.fake_loop import FakeLoop
 from callsheet.testing.grammar import GrammarChecker, GrammarError, check_events
 from callsheet.testing.ranks import RankEnd, RankProcesses, RanksFailed, run_ranks
 from callsheet.testing.recorder import Recorder, Told
@@ -13,6 +14,7 @@ __all__ = [
     "CONFORMANCE",
     "Check",
     "ConformanceError",
+    "FakeLoop",
     "GrammarChecker",
     "GrammarError",
     "RankEnd",

@@ -1,0 +1,280 @@
+"""A loop that trains nothing: it tells a whole run, with the losses it is given, and does what callbacks ask for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.callback import Callback
+from callsheet.context import CheckpointInfo, Context, Outcome
+from callsheet.control import Request
+from callsheet.errors import ConfigError
+from callsheet.manager import CallbackManager
+
+ROWS, INPUTS = 4, 2
+"""The shape of each batch."""
+
+
+class FakeLoop:
+    """Tells callbacks every event of a run, in the lifecycle's order, in milliseconds; for tests of what a callback decides.
+
+    Each step's loss is the next of `losses`, and so are the results of each evaluation. Every gradient is that loss, and a plain SGD of
+    learning rate 0.1 moves the parameters by it, so that what a monitor should find can be worked out by hand. A stop, a save and an evaluation
+    that are asked for are carried out; a checkpoint is kept in memory. What is not there: data, a scheduler, other ranks.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        losses: the mean loss of each step; there are as many steps.
+        steps_per_epoch: all steps are one epoch where it is None.
+        microbatches: in each step.
+        validation: by dataset, the loss that each evaluation finds, one after the other; the last goes on to be found.
+        eval_every: steps between two evaluations; None is at the end of each epoch.
+        log_interval: how often a record is made.
+        test_loss: found by a test after training; None leaves the test out.
+        predictions: batches predicted after training.
+        model: what callbacks see; a `Linear(2, 1)` of zeros where it is None.
+        folder: where the run's folder stands, for callbacks that write.
+        resume: a checkpoint of an earlier loop, one of the values of its `saved`.
+        raises: an exception that the model raises in the forward of a step, by the step's number.
+
+    Raises:
+        ConfigError: no losses, or a dataset without any.
+
+    Example:
+        >>> from callsheet.callbacks import EarlyStopper
+        >>> loop = FakeLoop(EarlyStopper(monitor="validation/loss"), [1.0] * 9, steps_per_epoch=3, validation={"validation": [2, 1, 3]})
+        >>> loop.run().steps
+        9
+    """
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback],
+        losses: Sequence[float],
+        *,
+        steps_per_epoch: int | None = None,
+        microbatches: int = 1,
+        validation: Mapping[str, Sequence[float]] | None = None,
+        eval_every: int | None = None,
+        log_interval: int = 1,
+        test_loss: float | None = None,
+        predictions: int = 0,
+        model: nn.Module | None = None,
+        folder: str | Path = "runs",
+        resume: Mapping[str, Any] | None = None,
+        raises: Mapping[int, BaseException] | None = None,
+    ) -> None:
+        if not losses:
+            raise ConfigError("losses=[]: give the loss of each step, at least one")
+        if empty := [name for name, found in (validation or {}).items() if not found]:
+            raise ConfigError(f"validation={{{empty[0]!r}: []}}: give the loss of at least one evaluation")
+        self._losses = [float(loss) for loss in losses]
+        self._steps_per_epoch = steps_per_epoch or len(losses)
+        self._microbatches = microbatches
+        self._validation = {name: list(found) for name, found in (validation or {}).items()}
+        self._eval_every = eval_every
+        self._test_loss = test_loss
+        self._predictions = predictions
+        self._resume = resume
+        self._raises = dict(raises or {})
+        self.model = model if model is not None else _zeros()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._step_loss: Tensor | None = None
+        self._wants_evaluation = self._wants_checkpoint = False
+        self._evaluations = 0
+        self._run = HostedRun(
+            callbacks,
+            model=self.model,
+            optimizer=self._optimizer,
+            host="the fake loop",
+            run_name="fake",
+            runs_folder=folder,
+            max_duration=f"{len(losses)}ba",
+            log_interval=log_interval,
+            able=("stop", "save", *(["evaluate"] if self._validation else [])),
+            saves=self._ask_for_checkpoint,
+        )
+        self._run.evaluation.asks = self._ask_for_evaluation
+        self._run.checkpoints.loads = self._load
+        self._run.losses = lambda: self._step_loss
+        self.saved: dict[int, dict[str, Any]] = {}
+        """What each checkpoint holds, by the step after which it was made; one of them is `resume` of another loop."""
+
+    @property
+    def ctx(self) -> Context:
+        """What the callbacks are given."""
+        return self._run.ctx
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run ended; None before."""
+        return self._run.ctx.run.outcome
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made, those before a resume included."""
+        return self._run.state.timestamp.batch
+
+    @property
+    def stopped_because(self) -> str:
+        """What the callback said that asked for the stop; empty where none did."""
+        asked = self._run.control.stop_requested
+        return asked.why if asked is not None else ""
+
+    def run(self) -> FakeLoop:
+        """Tell the whole run; returns the loop itself.
+
+        Raises:
+            BaseException: what a callback raised, or `raises` said; it is told before.
+        """
+        run = self._run
+        try:
+            run.begin()
+            self._train()
+            run.narrator.end("train")
+            if self._test_loss is not None:
+                self._test(self._test_loss)
+            if self._predictions:
+                self._predict()
+            run.finish()
+        except BaseException as error:
+            run.fail(error)
+            raise
+        return self
+
+    def _train(self) -> None:
+        run = self._run
+        while not run.boundaries.is_over:
+            run.narrator.start("epoch")
+            while True:
+                self._step(self._losses[self.steps])
+                run.end_step()
+                is_whole = self.steps % self._steps_per_epoch == 0
+                self._carry_out(eval_is_due=self._eval_every is not None and self.steps % self._eval_every == 0)
+                if is_whole or run.boundaries.is_over:
+                    break
+            run.end_epoch(is_whole=is_whole)
+            self._carry_out(eval_is_due=self._eval_every is None and is_whole)
+
+    def _step(self, loss: float) -> None:
+        narrator, ctx = self._run.narrator, self._run.ctx
+        narrator.start("fetch")
+        ctx.batch = torch.zeros(ROWS, INPUTS)
+        narrator.end("fetch")
+        narrator.start("train_step")
+        self._run.counted = (ROWS, 0)
+        self._optimizer.zero_grad()
+        parts = []
+        for _ in range(self._microbatches):
+            narrator.start("microbatch")
+            ctx.microbatch = ctx.batch
+            narrator.start("forward")
+            if error := self._raises.get(self.steps + 1):
+                raise error
+            ctx.outputs = torch.full((ROWS, 1), loss)
+            narrator.end("forward")
+            narrator.start("loss")
+            ctx.loss = torch.tensor(loss)
+            narrator.end("loss")
+            parts.append(ctx.loss.detach())
+            narrator.start("backward")
+            for parameter in self.model.parameters():
+                added = torch.full_like(parameter, float(parts[-1]) / self._microbatches)
+                parameter.grad = added if parameter.grad is None else parameter.grad + added
+            narrator.end("microbatch")
+        self._step_loss = torch.stack(parts).mean()
+        narrator.start("clip_gradients")
+        narrator.end("clip_gradients")
+        narrator.start("optimizer_step")
+        self._optimizer.step()
+        narrator.end("optimizer_step")
+
+    # --- what is due between steps ---
+
+    def _ask_for_checkpoint(self, requests: tuple[Request, ...]) -> None:
+        self._wants_checkpoint = True
+
+    def _ask_for_evaluation(self) -> None:
+        self._wants_evaluation = True
+
+    def _carry_out(self, *, eval_is_due: bool) -> None:
+        if self._wants_evaluation or (eval_is_due and self._validation):
+            self._wants_evaluation = False
+            self._evaluate()
+        if self._wants_checkpoint:
+            self._wants_checkpoint = False
+            self._run.tell_checkpoint(f"step {self.steps}", self._save)
+
+    def _evaluate(self) -> None:
+        run, ctx, narrator = self._run, self._run.eval_ctx, self._run.eval_narrator
+        self.model.eval()
+        for name, found in self._validation.items():
+            loss = found[min(self._evaluations, len(found) - 1)]
+            run.begin_evaluation(name)
+            narrator.start("eval_step")
+            ctx.batch = torch.zeros(ROWS, INPUTS)
+            narrator.start("eval_forward")
+            ctx.outputs = torch.full((ROWS, 1), float(loss))
+            narrator.end("eval_step")
+            run.end_dataset(name, {"loss": loss})
+        run.end_evaluation()
+        self.model.train()
+        self._evaluations += 1
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        run.boundaries.tell_checkpoint_due("step")
+
+    def _save(self, info: CheckpointInfo) -> None:
+        parts = {"state": self._run.state, "callbacks": self._run.manager, "records": self._run.records}
+        parts |= {"model": self.model, "optimizer": self._optimizer}
+        self.saved[info.step] = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+        self.saved[info.step] |= {"evaluations": self._evaluations, "info": info}
+
+    def _load(self) -> CheckpointInfo | None:
+        if self._resume is None:
+            return None
+        run, parts = self._run, copy.deepcopy(dict(self._resume))
+        self._evaluations = parts["evaluations"]
+        for name, part in (("state", run.state), ("model", self.model), ("optimizer", self._optimizer)):
+            part.load_state_dict(parts[name])
+        run.manager.load_state_dict(parts["callbacks"])
+        run.records.load_state_dict(parts["records"])
+        info: CheckpointInfo = parts["info"]
+        return info
+
+    # --- after training ---
+
+    def _test(self, loss: float) -> None:
+        ctx, narrator = self._run.eval_ctx, self._run.eval_narrator
+        ctx.step, ctx.epoch = self._run.ctx.step, self._run.ctx.epoch
+        self._batch_of("test", loss)
+        ctx.eval_losses = {"loss": torch.tensor(loss)}
+        ctx.log({"test/loss": loss}, across="same")
+        narrator.end("test")
+        self._run.records.tell(self._run.ctx)
+
+    def _predict(self) -> None:
+        for _ in range(self._predictions):
+            self._batch_of("predict", 0.0)
+        self._run.eval_narrator.end("predict")
+
+    def _batch_of(self, loop: str, output: float) -> None:
+        ctx, narrator = self._run.eval_ctx, self._run.eval_narrator
+        narrator.start(f"{loop}_step")
+        ctx.batch = torch.zeros(ROWS, INPUTS)
+        narrator.start(f"{loop}_forward")
+        ctx.outputs = torch.full((ROWS, 1), output)
+        narrator.end(f"{loop}_step")
+
+
+def _zeros() -> nn.Module:
+    model = nn.Linear(INPUTS, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
