@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow ranks oracle test-gpu lint format generate docs bench clean help
+.PHONY: demo test slow matrix ranks oracle test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,10 @@ test: $(READY)  ## all tests; those that look at pages in a browser by themselve
 
 slow: $(READY)  ## the tests that start many interpreters, about five minutes
 	$(BIN)/python -m pytest -m slow
+
+matrix: $(READY)  ## which callback works in which loop, run and written down anew; about five minutes
+	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest" -p no:randomly
+	$(BIN)/python tools/generate.py
 
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; what came of them goes to benchmarks/results/ranks.md
 	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from callsheet import lifecycle
+from callsheet.bridges import matrix
 from callsheet.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_told
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,6 +96,8 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "event-table": event_table,
     "field-table": field_table,
     "order-table": order_table,
+    "matrix": matrix.markdown,
+    **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
     **{
         f"figures-{name}": figures(name)
         for name in (
@@ -107,6 +111,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "monitors",
             "lanes",
             "recipes",
+            "bridges",
             "ranks",
             "resume",
         )

@@ -96,6 +96,14 @@ def _add_recipes(command: AddsCommand) -> None:
         added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
     command("events", _events, "print the lifecycle: every event, and where it stands", "  callsheet events | less")
 
+    bridges = command(
+        "bridges",
+        _bridges,
+        "print which callback works in which training loop, as the tests found it",
+        "  callsheet bridges\n  callsheet bridges lightning",
+    )
+    bridges.add_argument("name", nargs="?", metavar="NAME", help="a framework: its limits, and its own callbacks as guests here")
+
     recipes = command(
         "recipes",
         _recipes,
@@ -215,6 +223,12 @@ def _show(given: argparse.Namespace, overrides: list[str]) -> int:
 
 def _events(given: argparse.Namespace, _: list[str]) -> int:
     return _printed(lifecycle.tree())
+
+
+def _bridges(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.commands.bridges import bridges
+
+    return _printed(bridges(given.name))
 
 
 def _runs(given: argparse.Namespace, _: list[str]) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -405,3 +407,24 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert saved  # of both ranks together; earlier ones have gone
     assert all(int(name.removeprefix("ep0-ba")) in (*range(4, 40, 4), step) for name in saved)
+
+
+def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
+    recorder, copies = Recorder(), []
+
+    class Copies(Callback):
+        def on_forward_end(self, ctx: Context) -> None:
+            copies.append(copy.deepcopy(ctx.model))
+            copies.append(pickle.loads(pickle.dumps(ctx.model)))
+            for each in copies[-2:]:
+                each(torch.zeros(1, 2))
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model=model, optimizer=optimizer, callbacks=[Copies(), recorder], runs_folder=tmp_path) as run:
+        for inputs in run.steps([torch.zeros(1, 2)] * 2):
+            model(inputs).sum().backward()
+            optimizer.step()
+    check_events(recorder.events)
+    assert recorder.events.count("on_forward_end") == 2
+    assert len(copies) == 4

@@ -95,7 +95,7 @@ def test_it_tells_the_numbers_that_it_was_given(tmp_path: Path) -> None:
 
 def test_gradients_move_the_parameters_as_it_says(tmp_path: Path) -> None:
     loop = FakeLoop([], [1.0, 2.0], folder=tmp_path).run()
-    assert torch.allclose(loop.model.weight, torch.full((1, 2), -0.3))
+    assert torch.allclose(next(loop.model.parameters()), torch.full((1, 2), -0.3))
 
 
 def test_deciders_decide(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_resumed_loop_goes_on(tmp_path: Path) -> None:
     again, later, other = made(resume=whole.saved[4])
     assert again.run().steps == 6
     assert later["train/loss"] == history["train/loss"]
-    assert torch.equal(again.model.weight, whole.model.weight)
+    assert torch.equal(next(again.model.parameters()), next(whole.model.parameters()))
     for name, tensor in average.state_dict()["average"].items():
         assert torch.equal(tensor, other.state_dict()["average"][name])
 

@@ -17,7 +17,25 @@ _watches: list[BackwardWatch] = []
 _backward: Callable[..., None] = Tensor.backward
 
 
-class ModelHooks:
+class Deaf:
+    """The owner of hooks in a copy of a model: whoever calls the copy is not the loop, so all that it is asked is nothing, and no."""
+
+    def __getattr__(self, name: str) -> Deaf:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+
+class StaysBehind:
+    """The owner of hooks in a model; it is not copied, nor pickled, with the model."""
+
+    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
+        return Deaf, ()
+
+
+class ModelHooks(StaysBehind):
     """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
 
     They stand in the model only between `listen(True)` and `listen(False)`: a model with hooks is called more slowly.
@@ -51,6 +69,46 @@ class ModelHooks:
             self._narrator.start("loss")  # which ends the forward
             return ctx.outputs
         return outputs
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class JudgingHooks(StaysBehind):
+    """Tells the forward of a model in evaluation or prediction, and its outputs, which a callback may replace.
+
+    They stand in the model only between `listen(True)` and `listen(False)`.
+
+    Args:
+        kind: `eval`, `test` or `predict`.
+    """
+
+    def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module, *, kind: str = "eval") -> None:
+        self._narrator = narrator
+        self._ctx = ctx
+        self._model = model
+        self._step, self._forward = f"{kind}_step", f"{kind}_forward"
+        self._handles: list[Any] = []
+
+    def listen(self, is_heard: bool) -> None:
+        """Stand in the model, or leave it as it was."""
+        if is_heard and not self._handles:
+            self._handles = [self._model.register_forward_pre_hook(self._begins), self._model.register_forward_hook(self._ends)]
+        elif not is_heard:
+            self.remove()
+
+    def _begins(self, model: nn.Module, inputs: Any) -> None:
+        if not model.training and self._narrator.is_open(self._step):
+            self._narrator.start(self._forward)
+
+    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if not self._narrator.is_open(self._forward):
+            return outputs
+        self._ctx.outputs = outputs
+        self._narrator.end(self._forward)
+        return self._ctx.outputs
 
     def remove(self) -> None:
         """Leave the model as it was."""

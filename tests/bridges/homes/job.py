@@ -79,3 +79,62 @@ def _points() -> tuple[TensorDataset, TensorDataset]:
 
 POINTS = Job(SmallModel, nn.functional.mse_loss, *_points())
 """Four numbers to one."""
+
+
+class Convolution(nn.Module):
+    """Images to a mask of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.head(torch.relu(self.body(images)))
+        return outputs
+
+
+def _pixels() -> tuple[TensorDataset, TensorDataset]:
+    inputs = torch.rand(36, 3, 6, 8, generator=torch.Generator().manual_seed(7))
+    whole = TensorDataset(inputs, (inputs[:, 0] > 0.5).long())
+    return TensorDataset(*whole[:24]), TensorDataset(*whole[24:])
+
+
+IMAGES = Job(Convolution, nn.functional.cross_entropy, *_pixels())
+"""Images to masks."""
+
+
+class Language(nn.Module):
+    """Tokens to the next ones, from the last alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Embedding(257, 8)
+        self.head = nn.Linear(8, 257)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.body(ids))
+        return outputs
+
+    def generate(self, ids: Tensor, *, max_new_tokens: int, do_sample: bool, temperature: float = 1.0) -> Tensor:
+        """The likeliest continuation, or one that is drawn."""
+        for _ in range(max_new_tokens):
+            logits = self(ids)[:, -1] / temperature
+            drawn = torch.multinomial(logits.softmax(-1), 1) if do_sample else logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, drawn], 1)
+        return ids
+
+
+def _tokens() -> tuple[TensorDataset, TensorDataset]:
+    ids = torch.randint(0, 256, (36, 6), generator=torch.Generator().manual_seed(7))
+    whole = TensorDataset(ids[:, :-1], ids[:, 1:])
+    return TensorDataset(*whole[:24]), TensorDataset(*whole[24:])
+
+
+def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Logits of shape (batch, tokens, 257), targets of shape (batch, tokens)."""
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), targets)
+
+
+TOKENS = Job(Language, next_token_loss, *_tokens())
+"""Tokens to the next ones."""

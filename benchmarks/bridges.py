@@ -1,0 +1,97 @@
+"""What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
+
+The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 2 steps. The time is the training
+thread's own; that of a step is the difference between a run of many steps and one of few, so that a framework's start and end do not
+count.
+
+    python benchmarks/bridges.py [--turns 15] [--homes lightning,ignite]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callsheet import Callback, Context
+from timing import difference, in_turns, machine
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+MANY, FEW = 600, 60
+NO_LISTENERS, TEN = "with nothing in it", "with ten callbacks"
+
+
+class Nothing(Callback):
+    """Hears four events of a step, and does nothing."""
+
+    def on_train_step_start(self, ctx: Context) -> None: ...
+
+    def on_forward_end(self, ctx: Context) -> None: ...
+
+    def on_optimizer_step_end(self, ctx: Context) -> None: ...
+
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+
+def seconds(home: Any, job: Any, callbacks: Any, steps: int) -> float:
+    """Of the training thread, for a run of so many steps."""
+    folder = tempfile.mkdtemp()
+    try:
+        began = time.thread_time()
+        home.train(job, Path(folder), callbacks, strict=False, epochs=1, steps_an_epoch=steps, evaluate=False)
+        return time.thread_time() - began
+    finally:
+        shutil.rmtree(folder)
+
+
+def a_step(home: Any, job: Any, made: Callable[[], Any]) -> Callable[[], float]:
+    """Microseconds."""
+    return lambda: (seconds(home, job, made(), MANY) - seconds(home, job, made(), FEW)) / (MANY - FEW) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--homes", default="")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(TESTS))
+    job = importlib.import_module("bridges.homes.job")
+    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
+    names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
+    lines = []
+    for name in names:
+        try:
+            home = importlib.import_module(f"bridges.homes.{name}")
+        except ModuleNotFoundError:
+            continue  # its framework is not here
+        print(name, file=sys.stderr, flush=True)
+        subjects = {
+            "empty": a_step(home, job.POINTS, lambda: job.EMPTY),
+            NO_LISTENERS: a_step(home, job.POINTS, list),
+            TEN: a_step(home, job.POINTS, lambda: [Nothing() for _ in range(10)]),
+        }
+        figures = in_turns(subjects, given.turns)
+        added = [difference(figures, each, "empty") for each in (NO_LISTENERS, TEN)]
+        middle = sorted(figures["empty"])[given.turns // 2]
+        lines.append(f"| {home.NAME} {home.VERSION} | {middle:.0f} | {added[0]:+.0f} | {added[1]:+.0f} |")
+    print(f"# {machine()}; medians over {given.turns} turns of {MANY} steps less {FEW}, one thread, its own time\n")
+    print("| host | µs a step with an empty callback of its own | µs more, nobody listens | µs more, ten callbacks of four events |")
+    print("| --- | --- | --- | --- |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

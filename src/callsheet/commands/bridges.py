@@ -1,0 +1,19 @@
+"""`callsheet bridges`: which callback works in which loop."""
+
+from __future__ import annotations
+
+from callsheet.bridges.matrix import about, frameworks, overview
+from callsheet.errors import ConfigError, did_you_mean
+
+
+def bridges(name: str | None = None) -> str:
+    """The whole matrix, or one framework with its limits and guests.
+
+    Raises:
+        ConfigError: no such bridge.
+    """
+    if name is None:
+        return overview()
+    if name not in frameworks():
+        raise ConfigError(f"there is no bridge {name!r}{did_you_mean(name, frameworks())} (one of {', '.join(frameworks())})")
+    return about(name)

@@ -1,0 +1,154 @@
+"""What a built-in does in a home, beside what it does in our own Trainer: a cell of the matrix."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from callsheet import Callback, CallsheetError, Context, NotCarried, RequestRefused
+from callsheet.bridges.matrix import Cell
+from callsheet.callbacks import EarlyStopper, ThresholdStopper
+from callsheet.testing import Subject
+
+from .homes.job import IMAGES, POINTS, TOKENS, Job
+
+EPOCHS = 3
+
+WITH_CAUSE: dict[str, Callable[[], Callback]] = {
+    "EarlyStopper": lambda: EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep"),
+    "ThresholdStopper": lambda: ThresholdStopper(monitor="train/loss", threshold=1e9),
+}
+"""Those that act only where they have cause to, and here have it."""
+
+
+class Sees(Callback):
+    """What there is to see of a run, for a callback that hears everything."""
+
+    phase = "restore"  # after all others
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.saved = self.evaluated = 0
+        self.outcome = ""
+        self.failures: list[str] = []
+
+    def on_event(self, ctx: Context) -> None:
+        event = str(ctx.event)
+        if event == "on_log":
+            self.names |= ctx.record.values.keys()
+        self.saved += event == "on_checkpoint_published"
+        self.evaluated += event == "on_eval_all_end"
+        if event == "on_run_end":
+            self.outcome = str(ctx.run.outcome)
+            self.failures = [str(failure) for failure in ctx.run.failures]
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a run came to."""
+
+    names: set[str]
+    suffixes: set[str]
+    saves: bool
+    outcome: str
+    weights: tuple[torch.Tensor, ...] = field(repr=False)
+
+    def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
+        """What a callback does in a run `wanted` and does not in this one; `alone` are the runs without it."""
+        found = []
+        if names := (wanted.names - wanted_alone.names) - self.names:
+            found.append(f"logs no {_listed(names)}")
+        if suffixes := (wanted.suffixes - wanted_alone.suffixes) - (self.suffixes - alone.suffixes):
+            found.append(f"writes no {_listed(suffixes)}")
+        if wanted.saves and not self.saves:
+            found.append("saves nothing")
+        if wanted.outcome != self.outcome:
+            found.append(f"the run is told as {self.outcome}, not as {wanted.outcome}")
+        if wanted.outcome == "finished" and not _same(wanted, wanted_alone) and _same(self, alone):
+            found.append("does not change the weights")
+        return found
+
+
+def home(name: str) -> ModuleType:
+    """A home by its file's name.
+
+    Raises:
+        ModuleNotFoundError: its framework is not there.
+    """
+    return importlib.import_module(f"{__package__}.homes.{name}")
+
+
+def job_of(subject: Subject) -> Job:
+    """The job on which it has something to do."""
+    return {"images": IMAGES, "language": TOKENS}.get(getattr(subject.trainer, "__name__", ""), POINTS)
+
+
+def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *, strict: bool) -> Effects:
+    """Train there with them; a failure of one that is isolated is an error here."""
+    sees = Sees()
+    model = home(where).train(job, folder, [*callbacks, sees], strict=strict, epochs=EPOCHS)
+    assert not sees.failures, sees.failures
+    paths = [path for path in folder.rglob("*") if path.is_file() and not any("checkpoint" in part for part in path.parts)]
+    return Effects(
+        sees.names,
+        {re.sub(r"\d+", "N", path.suffix or path.name) for path in paths},
+        sees.saved > 0,
+        sees.outcome,
+        tuple(tensor.detach().clone() for tensor in model.state_dict().values()),
+    )
+
+
+@cache
+def alone(where: str, job: Job, folder: Path) -> Effects:
+    """Without any callback."""
+    return effects(where, job, [], folder / f"{where}-{id(job)}", strict=False)
+
+
+@cache
+def at_home(subject: Subject, make: Callable[[], Callback], folder: Path) -> Effects:
+    """In our own Trainer."""
+    return effects("trainer", job_of(subject), [make()], folder, strict=True)
+
+
+def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) -> Cell:
+    """Train with it there and in our own Trainer, and compare."""
+    make, job = WITH_CAUSE.get(name, subject.make), job_of(subject)
+    refusal = ""
+    try:
+        found = effects(where, job, [make()], folder / "strict", strict=True)
+    except NotCarried as error:
+        refusal = _short(error)
+        try:
+            found = effects(where, job, [make()], folder / "loose", strict=False)
+        except (NotCarried, RequestRefused) as again:
+            return Cell("refused", _short(again))
+    except RequestRefused as error:
+        return Cell("refused", _short(error))
+    wanted = at_home(subject, make, shared / name)
+    lacks = found.lacks(wanted, alone(where, job, shared), alone("trainer", job, shared))
+    nothing = refusal and not (found.names - alone(where, job, shared).names) and bool(lacks)
+    if nothing:
+        return Cell("refused", refusal)
+    why = "; ".join([*([refusal] if refusal else []), *lacks])
+    return Cell("limited" if why else "works", why)
+
+
+def _same(one: Effects, other: Effects) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+def _listed(names: set[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
+
+
+def _short(error: CallsheetError) -> str:
+    """Its first clause, which says what is not carried."""
+    return str(error).partition("; ")[0]

@@ -1,0 +1,47 @@
+"""`callsheet bridges` prints what the tests found."""
+
+from __future__ import annotations
+
+import pytest
+
+from callsheet.bridges.matrix import Cell, Framework, about, frameworks, markdown, markdown_of, overview, read
+from callsheet.cli import main
+
+
+def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bridges"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == list(frameworks())
+    assert printed == overview() + "\n"
+    line = next(line for line in printed.splitlines() if line.startswith("GradientAccumulationScheduler "))
+    assert "–" in line
+
+
+def test_one_of_them_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bridges", "bare"]) == 0
+    printed = capsys.readouterr().out
+    assert "torch 2." in printed
+    assert "– GradientAccumulationScheduler" in printed
+    assert frameworks()["bare"].callbacks["GradientAccumulationScheduler"].why in printed
+
+
+def test_one_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bridges", "lightnin"]) == 2
+    assert "there is no bridge 'lightnin'; did you mean 'lightning'?" in capsys.readouterr().err
+
+
+def test_a_file_is_read_as_it_was_written() -> None:
+    made = Framework("It", "1.0", "fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")})
+    assert read(made.to_json()) == made
+
+
+def test_nothing_is_lost_on_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Framework("It", "1.0", "fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")})
+    monkeypatch.setattr("callsheet.bridges.matrix.frameworks", lambda: {"it": made})
+    assert "| `EMA` | ~ |" in "\n".join(markdown())
+    page = "\n".join(markdown_of("it"))
+    assert "It 1.0, fired" in page
+    assert "| `EMA` | ~ | logs no a\\|b |" in page
+    assert "| `Timer` | drives | ✓ |" in page
+    assert "~ EMA" in about("it")
+    assert "drives" in about("it")
