@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from callsheet.background import END_SECONDS, inner
@@ -51,7 +52,7 @@ class CallbackLane:
         if self._process is not None:
             self._process.join(seconds)
 
-    def call(self, handler: Callable[..., Any], snapshot: Snapshot, payload: dict[str, Any]) -> None:
+    def call(self, handler: Callable[..., Any], snapshot: Any, **payload: Any) -> None:
         """On the lane's thread: call a handler, here or in its process, and await it where it is to be awaited."""
         try:
             if self._process is not None:
@@ -94,7 +95,7 @@ class Handover:
     def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
         self.event: object = entry.event
         self._event = str(entry.event)
-        self._handler, self._member, self._lane = entry.handler, entry.member, lane
+        self._member, self._call = entry.member, partial(lane.call, entry.handler)
         self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
         self._take, self._put = self._taker.take, lane.lane.put
 
@@ -117,9 +118,6 @@ class Handover:
             _count(error, self._member, self._event, taken[0])
         else:
             isolated(self._call, self._member, self._event, snapshot)
-
-    def _call(self, snapshot: Any) -> None:
-        self._lane.call(self._handler, snapshot, {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,10 +145,8 @@ class LoggerCall:
 
     def done(self, taken: tuple[Any, ...]) -> None:
         """On the lane's thread."""
-        isolated(self._call, self.lane.member, self.event, self.taker.build(taken))
-
-    def _call(self, snapshot: Any) -> None:
-        self.lane.call(self.method, snapshot, self.payload)
+        call = partial(self.lane.call, self.method, **self.payload)
+        isolated(call, self.lane.member, self.event, self.taker.build(taken))
 
 
 def _count(error: Exception, member: Member, event: str, ctx: Context) -> None:

@@ -377,17 +377,23 @@ class Taker:
         ctx, values = taken
         if self._run is None or self.event is Event.RUN_END:
             self._run = copy.copy(ctx.run)
-        if self._control is None or not self._control.is_of(ctx.control):
-            self._control = LaneControl(ctx.control, self._inbox, self._by)
-        made = Snapshot.__new__(Snapshot)
-        made._inbox, made._lane_control = self._inbox, self._control
-        made.control = self._control  # type: ignore[assignment]  # the part of it that a lane has
+        control = self._control
+        if control is None or not control.is_of(ctx.control):
+            self._control = control = LaneControl(ctx.control, self._inbox, self._by)
+        made = _new(Snapshot)
+        made._inbox, made._lane_control = self._inbox, control
+        made.control = control  # type: ignore[assignment]  # the part of it that a lane has
         made.event, made.run = self.event, self._run
-        made.step, made.epoch, *state = values[: len(_STILL)]
-        made.state = TrainState(*state)
-        for name, value in zip(self._names, values[len(_STILL) :], strict=True):
-            if value is not _NOT_TOLD:
-                setattr(made, name, value if type(value) in _PLAIN else _arrived(value))
+        made.step, made.epoch = values[0], values[1]
+        made.state = TrainState(*values[2:_OF_ALL])
+        place = _OF_ALL
+        for name in self._names:
+            value = values[place]
+            place += 1
+            if type(value) in _PLAIN:
+                setattr(made, name, value)
+            elif value is not _NOT_TOLD:
+                setattr(made, name, _arrived(value))
         return made
 
     def _frozen(self, values: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
@@ -400,6 +406,8 @@ class Taker:
 
 
 _NOT_TOLD = object()
+_OF_ALL = len(_STILL)
+_new = object.__new__
 
 
 def _is_tensor(value: Any) -> bool:
