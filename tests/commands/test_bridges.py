@@ -26,8 +26,8 @@ def test_one_of_them_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_one_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bridges", "lightnin"]) == 2
-    assert "there is no bridge 'lightnin'; did you mean 'lightning'?" in capsys.readouterr().err
+    assert main(["bridges", "bar"]) == 2
+    assert "there is no bridge 'bar'; did you mean 'bare'?" in capsys.readouterr().err
 
 
 def test_a_file_is_read_as_it_was_written() -> None:
