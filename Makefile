@@ -15,6 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch  # first, and pinned: later packages take the one that is there
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps instructlab-training==0.16.2 megatron-bridge==0.3.1  # of which only the callbacks are used
 	touch $@
 
 RESUME ?= auto
@@ -23,6 +24,7 @@ demo: $(READY)  ## train a small language model on the standard library's source
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 test: $(READY)  ## all tests; those that look at pages in a browser by themselves, since what drives it keeps an event loop in the main thread
+	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 	$(BIN)/python -m pytest -m browser tests/report
 
@@ -30,7 +32,8 @@ slow: $(READY)  ## the tests that start many interpreters, about five minutes
 	$(BIN)/python -m pytest -m slow
 
 matrix: $(READY)  ## which callback works in which loop, run and written down anew; about five minutes
-	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest" -p no:randomly
+	$(BIN)/python tools/composer_venv.py
+	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer" -m "slow or not slow" -p no:randomly
 	$(BIN)/python tools/generate.py
 
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; what came of them goes to benchmarks/results/ranks.md
@@ -62,4 +65,4 @@ bench: $(READY)  ## the figures of benchmarks/, ratios to a floor or a peer in t
 	$(BIN)/python benchmarks/run.py
 
 clean:  ## everything that the other targets made, but not runs/
-	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-composer site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

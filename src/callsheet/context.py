@@ -166,6 +166,9 @@ class Accumulator(Protocol):
     def log(self, values: Loggable, *, over: str, across: str, weight: Any) -> None:
         """Take values; see `Context.log`."""
 
+    def latest(self, family: str) -> dict[str, Any]:
+        """What has been taken; see `Context.logged`."""
+
 
 class LoggerLine(Protocol):
     """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.tell_loggers`."""
@@ -274,6 +277,10 @@ class Context:
         """
         if self._accumulator is not None:
             self._accumulator.log(values, over=over, across=across, weight=weight)
+
+    def logged(self, family: str) -> dict[str, Any]:
+        """What was logged as `<family>/<name>` since the last boundary, on this rank: the last value of each, by that name."""
+        return self._accumulator.latest(family) if self._accumulator is not None else {}
 
     def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Give the run's settings to every logger."""

@@ -14,7 +14,7 @@ from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.lanes import Lane, close
 from callsheet.sheet import Entry, Member, isolated
-from callsheet.snapshot import DeviceNumbers, Inbox, Snapshot, Taker, copied
+from callsheet.snapshot import DeviceNumbers, Inbox, Taker, copied
 
 if TYPE_CHECKING:
     import asyncio

@@ -157,6 +157,11 @@ class MetricLog:
             apart.update(series.split(names) if key == names else {key: series})
         self._series = apart
 
+    def latest(self, family: str) -> dict[str, Any]:
+        """The last value of each `<family>/<name>` since the last `take`, by that name; see `Context.logged`."""
+        found = {name: series.values[-1] for name, series in self._series.items() if isinstance(name, str) and series.values}
+        return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
+
     def take(self) -> dict[str, float]:
         """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,29 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
-from transformers import TrainingArguments
 
 from callsheet import Callback, Context, NotCarried
-from callsheet.bridges.huggingface import host
+from callsheet.bridges.huggingface import GUEST_EVENTS, NOT_TOLD, TOLD_AT, guest, host
 from callsheet.callbacks import EMA, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
-from callsheet.testing import Recorder, check_events
+from callsheet.testing import Recorder, check_events, run_ranks
 
 ROWS = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """One thread; and what stands in memory already is not looked through again after each test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
 
 
 class Points(Dataset[dict[str, torch.Tensor]]):
@@ -46,7 +60,7 @@ class Line(nn.Module):
         return {"loss": (said - labels).square().mean(), "logits": said} if labels is not None else {"logits": said}
 
 
-def trainer(folder: Path, callbacks: list[Any], **options: Any) -> Any:
+def trainer(folder: Path, callbacks: list[Any], *, evaluates: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
     given = {
         "num_train_epochs": 2,
@@ -60,7 +74,7 @@ def trainer(folder: Path, callbacks: list[Any], **options: Any) -> Any:
         "use_cpu": True,
     } | options
     arguments = TrainingArguments(output_dir=str(folder / "out"), **given)
-    evaluated = {"eval_dataset": Points(8)} if given.get("eval_strategy", "no") != "no" else {}
+    evaluated = {"eval_dataset": evaluates or Points(8)} if given.get("eval_strategy", "no") != "no" else {}
     return HuggingFaceTrainer(Line(), arguments, train_dataset=Points(), callbacks=callbacks, **evaluated)
 
 
@@ -94,6 +108,15 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
     evaluated = [entry["eval_loss"] for entry in without.state.log_history if "eval_loss" in entry]
     assert history["validation/loss"] == pytest.approx(evaluated)
     assert set(recorder.values["batch"][0][1]) == {"x", "labels"}
+
+
+def test_the_maps_name_every_event_once() -> None:
+    told = [event for events in TOLD_AT.values() for event in events]
+    assert sorted([*told, *NOT_TOLD]) == sorted(EVENTS)
+    theirs = {name for name in vars(TrainerCallback) if name.startswith("on_")}
+    assert {moment for moment in TOLD_AT if moment.startswith("on_")} < theirs
+    assert set(GUEST_EVENTS) < set(EVENTS)
+    assert {event for events in GUEST_EVENTS.values() for event in events} == theirs - {"on_push_begin"}
 
 
 class Asks(Callback):
@@ -226,3 +249,190 @@ def test_train_may_be_called_again(tmp_path: Path) -> None:
     trained.train()
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
     assert not trained.model._forward_hooks
+
+
+@pytest.mark.parametrize("names", [(), ("short", "validation"), ("validation",)])
+def test_a_dictionary_of_datasets_is_one_evaluation(names: tuple[str, ...], tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("eval_name", "standalone")), History()
+    trained = trainer(
+        tmp_path,
+        [host([recorder, history], eval_names=names)],
+        evaluates={"short": Points(4), "validation": Points(8)},
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+    )
+    trained.train()
+    check_events(recorder.events)
+    logged = trained.state.log_history
+    assert recorder.events.count("on_eval_all_end") == 4
+    for name in ("short", "validation"):
+        found = [entry[f"eval_{name}_loss"] for entry in logged if f"eval_{name}_loss" in entry]
+        assert [results[name] for _, results in history.evaluations] == [{"loss": loss} for loss in found]
+        assert history[f"{name}/loss"] == pytest.approx(found)
+    begun = [name for event, name in recorder.values["eval_name"] if event == "on_eval_start"]
+    assert begun[2:] == ["short", "validation"] * 3  # learnt
+    if names == ("short", "validation"):
+        assert begun[:2] == ["short", "validation"]
+    assert not any(standalone for _, standalone in recorder.values["standalone"])
+
+
+def test_a_stop_at_an_evaluation_of_several_datasets(tmp_path: Path) -> None:
+    class Stops(Callback):
+        def on_eval_all_end(self, ctx: Context) -> None:
+            ctx.control.stop("seen")
+
+    for names, step in {(): 4, ("short", "long"): 3}.items():  # what is not known to be the last ends when the next step begins
+        trained = trainer(
+            tmp_path / f"{step}",
+            [host([Stops()], eval_names=names)],
+            evaluates={"short": Points(4), "long": Points(8)},
+            eval_strategy="steps",
+            eval_steps=3,
+        )
+        trained.train()
+        assert trained.state.global_step == step
+
+
+def test_an_evaluation_before_training_and_what_is_asked_outside_it(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("eval_results",))
+    trained = trainer(tmp_path, [host([recorder])], eval_strategy="epoch", eval_on_start=True)
+    trained.train()
+    check_events(recorder.events)
+    assert recorder.events.index("on_eval_all_end") < recorder.events.index("on_train_start")
+    evaluated = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
+    assert [found["validation"] for _, found in recorder.values["eval_results"]] == [{"loss": loss} for loss in evaluated]
+    told = len(recorder.events)
+    trained.evaluate()
+    trained.predict(Points(4))
+    assert len(recorder.events) == told
+
+
+def test_what_the_trainer_logs_besides_is_in_the_records(tmp_path: Path) -> None:
+    history = History()
+
+    class Logs(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trained.log({"mine": float(state.global_step)})
+
+    trained = trainer(tmp_path, [host([history]), Logs()], eval_strategy="epoch")
+    trained.train()
+    assert history["huggingface/mine"] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]  # the last before each record
+    assert all(seconds > 0 for seconds in history["huggingface/eval_runtime"])
+    norms = [entry["grad_norm"] for entry in trained.state.log_history if "grad_norm" in entry]
+    assert history["train/grad_norm"] == pytest.approx(norms)
+
+
+def test_a_guest_may_come_back(tmp_path: Path) -> None:
+    said = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+    options: dict[str, Any] = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "num_train_epochs": 4}
+    steps: list[int] = []
+    for callback in (EarlyStoppingCallback(2, 0.1), host([stopper := guest(EarlyStoppingCallback(2, 0.1), args=said)])):
+        trained = trainer(tmp_path / str(len(steps)), [callback], **said, **options)
+        trained.train()
+        steps.append(trained.state.global_step)
+    assert steps == [6, 6]
+    assert (stopper.state.global_step, stopper.state.max_steps, stopper.state.epoch) == (6, 24, 1.0)
+
+
+# --- several ranks ---
+
+
+class OneAsks(Callback):
+    """Asks on one rank alone."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 4 and ctx.run.rank == 1:
+            ctx.control.stop("one asks")
+
+
+class OneSets(TrainerCallback):  # type: ignore[misc]
+    """Likewise; or on all of them."""
+
+    def __init__(self, is_replicated: bool) -> None:
+        self.is_replicated = is_replicated
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and (self.is_replicated or state.is_world_process_zero):
+            control.should_training_stop = True
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    """Everything in one go: importing transformers takes longest."""
+    from .test_huggingface_guest import as_guests
+
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "eval_strategy": "epoch"}
+    recorder, history = Recorder(), History()
+    logger = JSONLLogger()
+    trained = trainer(Path(folder, "one"), [host([recorder, history, logger])], save_strategy="epoch", **options)
+    trained.train()
+    check_events(recorder.events)
+    found["kind"] = type(trained.model_wrapped).__name__
+    found["events"] = recorder.events
+    found["records"] = [
+        (step, {name: value for name, value in values.items() if not name.startswith("huggingface/")})
+        for step, values in history.records
+    ]
+    plain = trainer(Path(folder, "two"), [], **options)
+    plain.train()
+    found["neutral"] = all(torch.equal(a, b) for a, b in zip(weights(trained), weights(plain), strict=True))
+    found["logged"] = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    again = History()
+    resumed = trainer(Path(folder, "one"), [host([again])], save_strategy="epoch", **options)
+    resumed.train(resume_from_checkpoint=str(Path(folder, "one", "out", "checkpoint-6")))
+    found["resumed"] = again["train/loss"] == history["train/loss"] and resumed.state.global_step == 12
+    recorder = Recorder()
+    stopped = trainer(Path(folder, "three"), [host([recorder, OneAsks()])], ddp_backend="gloo", num_train_epochs=20)
+    stopped.train()
+    check_events(recorder.events)
+    found["stopped"] = stopped.state.global_step
+    found["guests"] = [
+        as_guests(
+            Path(folder),
+            guest(OneSets(is_replicated), replicated=is_replicated),
+            epochs=300,
+            eval_interval=None,
+            name=f"guest-{is_replicated}",
+        ).state.timestamp.batch
+        for is_replicated in (True, False)
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_ranks(on_ranks, 2, str(folder))
+
+
+def test_ranks_train_what_they_trained_and_tell_the_same(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, (one, other) = ranks
+    assert one["kind"] == "DistributedDataParallel"
+    assert one["neutral"]
+    assert other["neutral"]
+    assert one["events"] == other["events"]
+    assert one["events"].count("on_train_step_end") == 12
+    assert one["records"] == other["records"]
+    losses = [values["train/loss"] for _, values in one["records"] if "train/loss" in values]
+    assert losses == pytest.approx(one["logged"], rel=1e-5)
+    samples = [values["time/sample"] for _, values in one["records"]]
+    assert samples[-1] == 2 * ROWS
+    written = [record.step for record in read_metrics(folder / "one" / "out")]
+    assert written == [step for step, _ in one["records"]]  # once, not by each rank
+
+
+def test_ranks_go_on_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (one, other) = ranks
+    assert one["resumed"]
+    assert other["resumed"]
+
+
+def test_ranks_stop_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (one, other) = ranks
+    assert 4 <= one["stopped"] == other["stopped"] < 60
+    assert one["guests"] == other["guests"]
+    at_once, agreed = one["guests"]
+    assert at_once == 1
+    assert 1 < agreed <= 3  # at the latest when the epoch ends

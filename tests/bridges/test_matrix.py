@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import callsheet.bridges.matrix as matrix
-from callsheet.bridges.matrix import Framework, frameworks
+from callsheet import Callback, callbacks, loggers
 from callsheet.testing import Subject
 
 from .cells import cell, home
+from .rows import hold
 
 HOMES = sorted(
     path.stem for path in (Path(__file__).parent / "homes").glob("*.py") if path.stem not in ("__init__", "job", "trainer")
 )
-WRITES = os.environ.get("CALLSHEET_MATRIX") == "write"
-FILES = Path(matrix.__file__).parent
+BUILT_INS = [
+    name
+    for module in (callbacks, loggers)
+    for name in module.__all__
+    if isinstance(kind := getattr(module, name), type) and issubclass(kind, Callback) and kind is not loggers.Logger
+]
+ALWAYS = (
+    "CheckpointSaver",
+    "EMA",
+    "EarlyStopper",
+    "GradientAccumulationScheduler",
+    "History",
+    "JSONLLogger",
+    "OptimizerMonitor",
+    "SpeedMonitor",
+)
+"""One of each kind, which every run of the tests looks at; the others are in `make slow` and `make matrix`."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,23 +51,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("where", HOMES)
+@pytest.mark.parametrize("built_in", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in BUILT_INS])
 def test_a_built_in_does_in_a_host_what_the_matrix_says(
     where: str, built_in: str, subjects: Mapping[str, Subject], tmp_path: Path, shared: Path
 ) -> None:
-    if built_in == "Logger":
-        pytest.skip("the base of the others")
     try:
         it = home(where)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    found = cell(where, built_in, subjects[built_in], tmp_path, shared)
-    if WRITES:
-        path = FILES / f"{where}.json"
-        known = matrix.read(path.read_text("utf-8")) if path.exists() else Framework(it.NAME, it.VERSION)
-        cells = {**known.callbacks, built_in: found}
-        path.write_text(
-            replace(known, name=it.NAME, version=it.VERSION, how=getattr(it, "HOW", ""), callbacks=cells).to_json(), "utf-8"
-        )
-    else:
-        said = frameworks()[where].callbacks
-        assert said.get(built_in) == found, "make matrix writes what is found"
+    hold(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)

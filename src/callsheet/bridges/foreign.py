@@ -32,6 +32,8 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python itself asks for these, when it copies an object, say
+        if name in self._allowed():  # a property of ours has raised an AttributeError
+            raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, but only while the run tells what it is made of")
         raise NotOnTheList(
             f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; run it at home for the rest"
         )
@@ -85,7 +87,9 @@ class Guest(Callback):
         for event in {**self.OWN, **self.EVENTS}:
             handlers = [getattr(self, self.OWN[event])] if event in self.OWN else []
             handlers += [
-                self.handler(theirs, getattr(foreign, theirs)) for theirs in self.EVENTS.get(event, ()) if self.hears(theirs)
+                self.handler(theirs, getattr(foreign, theirs, None))
+                for theirs in self.EVENTS.get(event, ())
+                if self.hears(theirs)
             ]
             if handlers:
                 setattr(self, event, handlers[0] if len(handlers) == 1 else _in_turn(tuple(handlers)))
@@ -96,8 +100,8 @@ class Guest(Callback):
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
 
-    def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """What calls `method` with what its framework gives it."""
+    def handler(self, theirs: str, method: Any) -> Handler:
+        """What calls `method` with what its framework gives it; `method` is None where the callback has no attribute of that name."""
         raise NotImplementedError
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -111,12 +115,16 @@ class Guest(Callback):
             self.foreign.load_state_dict(state)
 
     def _refuse(self, never: list[str], strict: bool) -> None:
-        if not never:
-            return
-        message = f"{type(self.foreign).__name__} hears {', '.join(never)} of {self.FRAMEWORK}, which callsheet never tells"
-        if strict:
-            raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without")
-        logger.warning("%s", message)
+        if never:
+            refuse_never(type(self.foreign).__name__, never, self.FRAMEWORK, strict)
+
+
+def refuse_never(hearer: str, never: list[str], framework: str, strict: bool) -> None:
+    """Refuse, or warn of, one who hears what is never told here."""
+    message = f"{hearer} hears {', '.join(never)} of {framework}, which callsheet never tells"
+    if strict:
+        raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without")
+    logger.warning("%s", message)
 
 
 def _in_turn(handlers: tuple[Handler, ...]) -> Handler:

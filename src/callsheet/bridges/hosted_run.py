@@ -136,8 +136,12 @@ class HostedRun:
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.losses: Callable[[], Tensor | None] = lambda: None
         """The step's mean loss, or None; the host says how it is found."""
+        self.other_losses: Mapping[str, Tensor] = {}
+        """Beside that, the step's others by name."""
         self.step_skipped = False
         """Whether the optimizer left this step out."""
+        self.grad_norm: Any = None
+        """The step's, where the host has heard it when `clip_gradients` ends; else clipping is the loop's own, and says nothing."""
         self.counted = (0, 0)
         """The samples and tokens of the step in hand."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
@@ -149,8 +153,8 @@ class HostedRun:
 
     # --- beginning and end ---
 
-    def begin(self, resume: str | None = None) -> None:
-        """Tell the run's start, load what `resume` names, and tell that the data may be made."""
+    def begin(self, resume: str | None = None, *, data_is_made: bool = True) -> None:
+        """Tell the run's start, load what `resume` names, and tell that the data may be made, and where it is, that it is there."""
         ctx = self.ctx
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -165,19 +169,31 @@ class HostedRun:
         for each in (ctx, self.eval_ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
             each.user_state = self.manager.user_state
-        with self.spans.data_init:
-            pass
+        self.narrator.start("data_init")
+        if data_is_made:
+            self.narrator.end("data_init")
         self.manager.take_time(ctx.step)
+
+    def tell_the_rest(self) -> None:
+        """Training is over, perhaps between two records: tell its end, and what was logged after the last one. `finish` follows."""
+        self.records.tally.stop()
+        self.records.tally.settle(self.state)
+        self.narrator.end("train")
+        self.records.tell(self.ctx)
 
     def finish(self) -> None:
         """Training is over: tell its end, carry out what was asked for last, and end the run."""
+        self.finish_training()
+        self.lifetime.end()
+
+    def finish_training(self) -> None:
+        """The same, for a host that may still evaluate or test."""
         self.records.tally.stop()
         self.records.tally.settle(self.state)
         self.narrator.end("train")
         self.boundaries.finish()
         if not self.boundaries.is_making_way:
             self.lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
-        self.lifetime.end()
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the loop: tell it, and the end."""
@@ -204,35 +220,46 @@ class HostedRun:
             self.boundaries.tell_checkpoint_due("step")
         return False
 
-    def end_epoch(self, *, is_whole: bool) -> bool:
-        """The epoch in hand is over, or left; whether training is to end."""
+    def close_epoch(self, *, is_whole: bool) -> None:
+        """The epoch in hand is over, or left; its boundary is reached later, behind the evaluation that the host makes of it."""
         self.records.tally.settle(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
         self.narrator.end("epoch")
+
+    def end_epoch(self, *, is_whole: bool) -> bool:
+        """The epoch in hand is over, or left; whether training is to end."""
+        self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 
-    def check_carried(self, *, strict: bool, logger: Any) -> None:
-        """After the first step: refuse, or warn of, events that somebody hears and that the host has not told.
+    def check_carried(self, *, strict: bool, logger: Any, narrator: Narrator | None = None) -> None:
+        """After the first step, or the first of the `narrator` of evaluations: refuse, or warn of, events that somebody hears and that
+        the host has not told.
 
         Raises:
             NotCarried: with `strict`; the message names event, callbacks and host.
         """
-        for name in sorted(self.narrator.made_up, key=list(SPANS).index):
+        made_up = (narrator or self.narrator).made_up
+        for name in sorted(made_up, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
                 self._not_carried(event, "has not told it in its first step", strict, logger)
-        self.narrator.made_up.clear()
+        made_up.clear()
 
     # --- checkpoints of the host's own ---
 
-    def tell_checkpoint(self, path: str, write: Callable[[CheckpointInfo], Any]) -> None:
-        """Tell a checkpoint that the host has just written; `write` adds to it what is kept here."""
+    def tell_checkpoint(
+        self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
+    ) -> CheckpointInfo:
+        """Tell a checkpoint that the host has just written, of the last step or of `step`; `write` adds to it what is kept here.
+
+        One that is still on its way to the disk is not published; `publish` is for when it is there.
+        """
         ctx, checkpoints = self.ctx, self.checkpoints
         requests, checkpoints.requests = checkpoints.requests, ()
         kinds = [request.kind for request in requests]
         ctx.checkpoint = info = CheckpointInfo(
             path,
-            self.state.timestamp.batch,
+            self.state.timestamp.batch if step is None else step,
             self.state.timestamp.epoch,
             max(kinds, key=SAVE_KINDS.index, default="periodic"),
             train_loss=self.records.mean_loss(),
@@ -243,6 +270,13 @@ class HostedRun:
         with self.spans.checkpoint_save:
             write(info)
         ctx.close("on_checkpoint_save_end")
+        if is_durable:
+            self.publish(info)
+        return info
+
+    def publish(self, info: CheckpointInfo) -> None:
+        """Tell that a checkpoint of the host is there, whole."""
+        ctx = self.ctx
         ctx.checkpoint = info
         self.manager.fire("on_checkpoint_published", ctx)
         ctx.close("on_checkpoint_published")
@@ -286,16 +320,20 @@ class HostedRun:
 
     # --- evaluation ---
 
-    def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
-        """The host begins to evaluate a dataset; of a run's evaluation the first, or the next."""
+    def begin_evaluations(self, *, standalone: bool = False) -> None:
+        """The host begins to evaluate; nothing where it has begun."""
         ctx, narrator = self.eval_ctx, self.eval_narrator
         if not narrator.is_open("eval_all"):
             self.records.tally.stop()
             ctx.step, ctx.epoch, ctx.standalone = self.ctx.step, self.ctx.epoch, standalone
             self._found: dict[str, dict[str, float]] = {}
             narrator.start("eval_all")
-        ctx.eval_name = name
-        narrator.start("eval")
+
+    def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
+        """The host begins to evaluate a dataset; of a run's evaluation the first, or the next."""
+        self.begin_evaluations(standalone=standalone)
+        self.eval_ctx.eval_name = name
+        self.eval_narrator.start("eval")
 
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
         """The dataset in hand is evaluated: its losses and metrics by name."""
@@ -340,7 +378,7 @@ class HostedRun:
 
     def _step_begins(self) -> None:
         self.ctx.step += 1
-        self.step_skipped = False
+        self.step_skipped, self.grad_norm = False, None
 
     def _gradients_are_there(self) -> None:
         loss = self.losses()
@@ -348,7 +386,7 @@ class HostedRun:
             self.ctx.loss = loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = None  # clipping is the loop's own, and says nothing
+        self.ctx.grad_norm = self.grad_norm
 
     def _optimizer_begins(self) -> None:
         if self._optimizer is not None:
@@ -364,7 +402,7 @@ class HostedRun:
         ctx, state = self.ctx, self.state
         loss = self.losses()
         if loss is not None:
-            ctx.loss, ctx.loss_dict = loss, {"loss": loss}
+            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             self.records.add(ctx.loss_dict, *self.counted, moved=not self.step_skipped)
         else:
             self.records.tally.samples += self.counted[0]

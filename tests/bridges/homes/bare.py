@@ -11,7 +11,7 @@ from torch import nn
 
 import callsheet
 
-from .job import EMPTY, Given, Job
+from .job import Given, Job
 
 NAME, VERSION = "a loop by hand", f"(torch {torch.__version__.partition('+')[0]})"
 
@@ -39,7 +39,7 @@ def train(
         return {"validation": {"loss": sum(losses) / len(losses)}}
 
     attached: Any = nullcontext()
-    if callbacks is not None and callbacks != EMPTY:
+    if callbacks is not None and not isinstance(callbacks, str):
         attached = callsheet.attach(
             model=model,
             optimizer=optimizer,

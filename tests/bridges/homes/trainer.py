@@ -9,7 +9,7 @@ from torch import nn
 
 from callsheet import Trainer, __version__
 
-from .job import EMPTY, Given, Job
+from .job import Given, Job
 
 NAME, VERSION = "the callsheet Trainer", __version__
 
@@ -38,7 +38,7 @@ def train(
         device="cpu",
         run_name="small",
         runs_folder=folder,
-        callbacks=() if callbacks is None or callbacks == EMPTY else callbacks,
+        callbacks=() if callbacks is None or isinstance(callbacks, str) else callbacks,
     )
     with trainer:
         trainer.fit()

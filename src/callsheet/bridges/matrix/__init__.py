@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from textwrap import wrap
 
-SIGNS = {"works": "✓", "limited": "~", "refused": "–"}
+SIGNS = {"works": "✓", "limited": "~", "refused": "✗"}
 """How a verdict is drawn."""
 
 
@@ -68,7 +68,7 @@ def overview() -> str:
     for name in names:
         signs = [_sign(each.callbacks.get(name)).ljust(len(bridge)) for bridge, each in found.items()]
         lines.append(" ".join([name.ljust(width), *signs]).rstrip())
-    legend = "✓ works   ~ works, with a limit that is named   – is refused, with the reason"
+    legend = "✓ works   ~ works, with a limit that is named   ✗ is refused, with the reason"
     return "\n".join(
         [*lines, "", legend, "callsheet bridges NAME tells of one: its limits, and its own callbacks as guests here"]
     )
@@ -100,9 +100,7 @@ def markdown() -> list[str]:
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     lines = [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
-    for name in names:
-        lines.append(f"| `{name}` | {' | '.join(_sign(each.callbacks.get(name)) for each in found.values())} |")
-    return lines
+    return lines + [f"| `{name}` | {' | '.join(_sign(each.callbacks.get(name)) for each in found.values())} |" for name in names]
 
 
 def markdown_of(bridge: str) -> list[str]:

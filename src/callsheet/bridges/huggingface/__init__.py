@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from callsheet.bridges.hosted_run import HostedRun, counts_of
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
+from callsheet.bridges.huggingface.hooks import ALONE, SPEEDS, Datasets, ForwardHooks, by_dataset
 from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.callback import Callback
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
@@ -23,43 +22,81 @@ from callsheet.control import Request
 from callsheet.errors import CheckpointError
 from callsheet.manager import CallbackManager, normalize_callbacks
 
+__all__ = ["GUEST_EVENTS", "NOT_TOLD", "STATE", "TOLD_AT", "HuggingFaceHost", "guest", "host"]
+
 logger = logging.getLogger("callsheet")
 
 NOT_TOLD = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    "on_predict_end",
+    *("on_predict_end", "on_preempt"),
 )
 """Events that the Trainer has no moment for."""
+
+TOLD_AT: Mapping[str, tuple[str, ...]] = {
+    "on_train_begin": (
+        *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
+        *("on_train_start", "on_round_start"),
+    ),
+    "on_epoch_begin": ("on_epoch_start",),
+    "the model is called": (
+        *("on_fetch_start", "on_fetch_end", "on_train_step_start", "on_forward_backward_start", "on_microbatch_start"),
+        "on_forward_start",
+    ),
+    "the model has answered": ("on_forward_end", "on_loss_start"),
+    "backward": ("on_loss_end", "on_backward_start", "on_backward_end"),
+    "on_substep_end": ("on_microbatch_end",),
+    "on_pre_optimizer_step": (
+        *("on_forward_backward_end", "on_clip_gradients_start", "on_clip_gradients_end", "on_optimizer_step_start"),
+    ),
+    "on_optimizer_step": ("on_optimizer_step_end", "on_train_step_end"),
+    "on_step_end": ("on_log", "on_checkpoint_due"),
+    "the model is called in evaluation": ("on_eval_all_start", "on_eval_start", "on_eval_step_start", "on_eval_forward_start"),
+    "the model has answered in evaluation": ("on_eval_forward_end",),
+    "on_prediction_step": ("on_eval_step_end",),
+    "on_evaluate": ("on_eval_end", "on_eval_all_end"),
+    "on_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
+    "an error of a callback": ("on_exception",),
+}
+"""The Trainer's moments, and ours that are told there; a step's last microbatch ends with `on_pre_optimizer_step`."""
 
 STATE = "callsheet"
 """The folder in a checkpoint of the Trainer in which the callbacks' states stand."""
 
 
-def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool = True) -> HuggingFaceHost:
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, eval_names: Iterable[str] = (), strict: bool = True
+) -> HuggingFaceHost:
     """The callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one `trainer.train()`. The step is told from the Trainer's own events, the forward from the model, the loss from `backward`;
     a batch is what the model is called with. Records are made every `logging_steps`; what the Trainer logs besides is in them under its
     names. A stop, a save or an evaluation that a callback asks for is the Trainer's to carry out; the callbacks' states are saved in
-    its checkpoints, and loaded where training goes on from one. An evaluation is told from its first forward on; that of a dictionary
-    of datasets as one for each.
+    its checkpoints, and loaded where training goes on from one. An evaluation is told from its first forward on.
 
     What is not carried: gradient norms but in the records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
     after the first, evaluations and predictions outside training, and exceptions, which the Trainer tells nobody: such a run ends, as
     failed, when the host is forgotten or the program ends.
 
     Args:
+        eval_names: the names of the datasets, in their order, where `eval_dataset` is a dictionary. The Trainer tells a dataset's name
+            when it is through: where they are not said, the first evaluation begins each as `validation`, and ends at what follows it.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
 
     Raises:
         NotCarried: when training begins, or after the first step; see `strict`.
     """
-    return HuggingFaceHost(callbacks, strict=strict)
+    return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict)
 
 
 _TOLD_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
 """What the Trainer logs, and records have by other names or from elsewhere."""
+
+
+_OF_EVALUATION = frozenset({"on_log", "on_prediction_step", "on_evaluate"})
+"""What the Trainer tells between two datasets of an evaluation."""
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
@@ -72,6 +109,8 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
             return
         self._asks.control = control
         try:
+            if self._datasets.done and method.__name__ not in _OF_EVALUATION:
+                self._end_evaluation(run)
             method(self, run=run, args=args, state=state, **given)
         except BaseException as error:
             self._fail(error)
@@ -97,11 +136,14 @@ class _Asks:
 class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """See `host`."""
 
-    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, eval_names: Iterable[str], strict: bool
+    ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
         self._run: HostedRun | None = None
         self._asks = _Asks()
+        self._datasets = Datasets(eval_names)
         self._is_due_told = False  # since the last step or epoch, and before an evaluation
         self._skips: Any = None
 
@@ -132,10 +174,13 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             evaluates=None,
         )
         run.evaluation.asks = self._asks.evaluate
+        run.state.evaluators = tuple(self._datasets.names)
+        if isinstance(train_dataloader, Sized):
+            run.state.epoch_batches = -(-len(train_dataloader) // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = lambda: watch.total
-        self._hooks = _Forward(self, run, model)
+        self._hooks = ForwardHooks(run, watch, self._datasets, model)
         self._ends = weakref.finalize(self, _end, run, self._watch, self._hooks)
         try:
             run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
@@ -146,7 +191,9 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             self._fail(error)
             raise
         self._asks.control = control
-        run.narrator.start("round")
+        self._datasets.done = 0
+        if not args.eval_on_start:  # else training begins when that is over
+            run.narrator.start("round")
 
     @_in_a_run
     def on_train_end(self, run: HostedRun, **_: Any) -> None:
@@ -227,7 +274,11 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         values = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
         if "grad_norm" in values:
             run.ctx.log({"train/grad_norm": values.pop("grad_norm")}, across="same")
-        rest = {f"huggingface/{name}": values[name] for name in values.keys() - _TOLD_ELSEWHERE if not name.startswith("eval_")}
+        rest = {
+            f"huggingface/{name}": value
+            for name, value in values.items()
+            if name not in _TOLD_ELSEWHERE and (not name.startswith("eval_") or name.endswith(SPEEDS))
+        }
         if rest:
             run.ctx.log(rest, across="same")
 
@@ -238,11 +289,16 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
     @_in_a_run
     def on_evaluate(self, run: HostedRun, metrics: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """An evaluation is over."""
-        for name, found in _by_dataset(metrics or {}).items():
-            if not run.eval_narrator.is_open("eval_all"):  # the model was not called
-                run.begin_evaluation(name)
-            run.end_dataset(name, found)
+        """A dataset is through, and with the last one the evaluation."""
+        name, found = by_dataset(metrics or {}, self._datasets.names)
+        if not run.eval_narrator.is_open("eval"):  # the model was not called
+            run.begin_evaluation(name or ALONE)
+        run.end_dataset(name or ALONE, found)
+        if self._datasets.end(name):
+            self._end_evaluation(run)
+
+    def _end_evaluation(self, run: HostedRun) -> None:
+        self._datasets.done = 0
         run.end_evaluation()
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
@@ -290,85 +346,11 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
 
 
-class _Forward:
-    """Hears the model being called: in training a microbatch, else a batch of an evaluation."""
-
-    def __init__(self, host: HuggingFaceHost, run: HostedRun, model: nn.Module) -> None:
-        self._run = weakref.proxy(run)
-        self._watch = weakref.proxy(host._watch)
-        self._model = model
-        self._handles = [
-            model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ends),
-        ]
-
-    def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        run, batch = self._run, kwargs if kwargs or not args else args[0]
-        if not model.training:
-            return self._evaluates(run.eval_narrator, batch, args, kwargs)
-        if not torch.is_grad_enabled() or not self._watch.is_on:
-            return None
-        narrator, ctx = run.narrator, run.ctx
-        samples, tokens = counts_of(batch)
-        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        ctx.batch = batch
-        if not narrator.is_open("train_step"):
-            narrator.start("fetch")
-            narrator.end("fetch")
-            narrator.start("train_step")
-        if narrator.hears("forward"):
-            ctx.microbatch = ctx.batch
-            narrator.start("microbatch")
-            narrator.start("forward")
-            given = ctx.microbatch
-        else:
-            given = ctx.batch
-        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
-
-    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        run = self._run
-        if not model.training:
-            if run.eval_narrator.is_open("eval_forward"):
-                run.eval_ctx.outputs = outputs
-                run.eval_narrator.end("eval_forward")
-                return run.eval_ctx.outputs
-        elif run.narrator.is_open("forward"):
-            run.ctx.outputs = outputs
-            run.narrator.start("loss")
-            return run.ctx.outputs
-        return outputs
-
-    def _evaluates(self, narrator: Narrator, batch: Any, args: Any, kwargs: Any) -> Any:
-        run = self._run
-        if not narrator.is_open("eval_all"):
-            run.begin_evaluation("validation")
-        narrator.end("eval_step")
-        run.eval_ctx.batch = batch
-        narrator.start("eval_forward")
-        given = run.eval_ctx.batch
-        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
-
-
-def _end(run: HostedRun, watch: BackwardWatch, hooks: _Forward) -> None:
+def _end(run: HostedRun, watch: BackwardWatch, hooks: ForwardHooks) -> None:
     """Also when the program ends, or the host is forgotten: then training was left by an exception."""
     watch.remove()
     hooks.remove()
     run.lifetime.end(Outcome.FAILED)
-
-
-def _by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """`eval_loss` is the validation's loss, `eval_<name>_loss` that of a dataset of a dictionary."""
-    numbers = {name.removeprefix("eval_"): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-    numbers.pop("epoch", None)
-    own = next((name.removesuffix("_loss") for name in numbers if name.endswith("_loss")), "")
-    if "loss" in numbers or not own:
-        return {"validation": numbers}
-    return {own: {name.removeprefix(f"{own}_"): value for name, value in numbers.items()}}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

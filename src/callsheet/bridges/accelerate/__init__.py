@@ -1,0 +1,424 @@
+"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
+from callsheet.bridges.bare import AttachedRun
+from callsheet.bridges.host_parts import Evaluates
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.callback import Callback
+from callsheet.context import CheckpointInfo, Context
+from callsheet.errors import NotCarried, RequestRefused
+from callsheet.manager import CallbackManager
+from callsheet.time import Time
+
+__all__ = ["NOT_TOLD", "TOLD_AT", "AcceleratedRun", "TrackerGuest", "guest", "host"]
+
+logger = logging.getLogger("callsheet")
+
+TOLD_AT: Mapping[str, tuple[str, ...]] = {
+    "with": (
+        "on_run_start",
+        "on_checkpoint_load_start",
+        "on_checkpoint_load_end",
+        "on_data_init_start",
+        "on_data_init_end",
+        "on_run_end",
+    ),
+    "run.steps": ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_fetch_end", "on_microbatch_start"),
+    "Accelerator.sync_gradients": ("on_train_step_start", "on_train_step_end", "on_log", "on_checkpoint_due"),
+    "the model": ("on_forward_start", "on_forward_end"),
+    "Accelerator.backward": ("on_loss_end", "on_backward_start", "on_backward_end"),
+    "Accelerator.clip_grad_norm_": ("on_clip_gradients_start", "on_clip_gradients_end"),
+    "AcceleratedOptimizer.step": ("on_optimizer_step_start", "on_optimizer_step_end"),
+    "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"),
+    "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+}
+"""What of the loop tells what. Where a step ends, and so the next begins, is where the accelerator says that gradients are synchronised."""
+
+NOT_TOLD = (
+    *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    "on_predict_end",
+)
+"""Events that such a loop has no moment for."""
+
+_NOT_HEARD = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Whose engines go backward and step by themselves."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    max_duration: str | int | Time | None = None,
+    log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    evaluate: Evaluates | None = None,
+    config: Mapping[str, Any] | None = None,
+    preempt_signals: Iterable[str] = ("SIGTERM",),
+    timeout_seconds: float = 600.0,
+    strict: bool = True,
+) -> AcceleratedRun:
+    """The callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
+
+    The loop iterates over `run.steps(dataloader)`, and is else as it was. A step is over where `accelerator.sync_gradients` says so, so
+    accumulation is as the accelerator was told. Gradient norms are heard from `accelerator.clip_grad_norm_`, what the loop logs from
+    `accelerator.log`, checkpoints from `accelerator.save_state`, by which also those are written that callbacks ask for; registered
+    with `accelerator.register_for_checkpointing(run)`, the callbacks' states are in them.
+
+    Args:
+        accelerator: on which `prepare` was called.
+        model, optimizer, scheduler: as `prepare` gave them.
+        max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
+        log_interval: how often a record is made; a whole number means batches.
+        run_name, runs_folder: of the run and its folder.
+        resume: a folder that `accelerator.save_state` wrote, to be loaded when the block is entered.
+        evaluate: called without arguments when a callback asks for an evaluation; gives the results by the dataset's name, such as
+            `{"validation": {"loss": 1.2}}`.
+        config: the program's settings, for the run's record.
+        preempt_signals: which ask the run to save and make way.
+        timeout_seconds: until a rank that does not answer fails the run.
+        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+
+    Raises:
+        NotCarried: DeepSpeed or Megatron-LM; or, when the block is entered or in the first step, see `strict`.
+    """
+    if accelerator.distributed_type in _NOT_HEARD:
+        raise NotCarried(
+            f"{accelerator.distributed_type.value} goes backward and steps in an engine of its own, which cannot be heard"
+        )
+    accelerated = AcceleratedRun(
+        HostedRun(
+            callbacks,
+            model=accelerator.unwrap_model(model),
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            scheduler=getattr(scheduler, "scheduler", scheduler),
+            host="this loop with Accelerate",
+            run_name=run_name,
+            runs_folder=runs_folder,
+            config=config,
+            max_duration=max_duration,
+            log_interval=log_interval,
+            device=accelerator.device,
+            evaluates=evaluate,
+            saves=lambda requests: me()._save_as_asked(),  # type: ignore[union-attr]  # the run lives no longer than what is returned
+            signals=("SIGINT", *preempt_signals),
+            timeout_seconds=timeout_seconds,
+        ),
+        model,
+        getattr(optimizer, "optimizer", optimizer),
+        accelerator,
+        resume=os.fspath(resume) if resume is not None else None,
+        strict=strict,
+    )
+    me = weakref.ref(accelerated)
+    return accelerated
+
+
+class AcceleratedRun(AttachedRun):
+    """What `host` gives. Besides what an attached run has, it is an object to register for checkpointing."""
+
+    def __init__(
+        self,
+        run: HostedRun,
+        model: nn.Module,
+        optimizer: Optimizer,
+        accelerator: Accelerator,
+        *,
+        resume: str | None,
+        strict: bool,
+    ) -> None:
+        super().__init__(run, model, optimizer, accumulate=1, scaler=accelerator.scaler, resume=resume, strict=strict)
+        self._accelerator = accelerator
+        self._instead = _Instead(accelerator, self)
+        self._loaded: Mapping[str, Any] | None = None
+        self._is_inside = False
+        self._microbatches = 0  # of the step in hand
+        self._taken = 0  # batches of the epoch
+        self._to_skip = 0  # of the first epoch after a resume
+        self._is_resumed = False
+        self._may_tell_save = True  # nothing has been trained or saved since a checkpoint was due
+        self._saves = False  # because a callback has asked for it
+        self._is_kept = False  # in the checkpoint that was written last
+
+    def __enter__(self) -> Self:
+        run = self._run
+        run.checkpoints.loads = self._load
+        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        super().__enter__()
+        self._is_inside = True
+        self._instead.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self._catch_up(goes_on=False)
+                self._run.tell_the_rest()
+        except BaseException as raised:
+            kind, error, frames = type(raised), raised, raised.__traceback__
+            raise
+        finally:
+            try:
+                super().__exit__(kind, error, frames)
+            finally:
+                self._is_inside = False
+                self._instead.end()
+
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
+        super().evaluated(results)
+        self._may_tell_save = True
+        if not self._is_iterating:  # else the end of the step looks
+            self._is_over |= self._run.control.stop_requested is not None
+
+    def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+        """One epoch: the batches. After a resume, those that were taken before it are left out: `skip_first_batches` is called here.
+
+        Raises:
+            RequestRefused: inside another call of it.
+        """
+        if self._is_iterating:
+            raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
+        if self._is_over:
+            return
+        self._catch_up(goes_on=True)
+        run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
+        self._is_iterating, is_whole = True, False
+        narrator.start("epoch")
+        try:
+            batches = iter(self._left_of(dataloader))
+            while not self._is_over:
+                batch = self._fetch(batches)
+                if batch is None:
+                    is_whole = True
+                    break
+                samples, tokens = counts_of(batch)
+                run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                self._microbatches += 1
+                self._taken += 1
+                self._backward.is_on, ctx.batch = True, batch
+                if narrator.hears("microbatch"):
+                    ctx.microbatch = batch
+                    narrator.start("microbatch")
+                    batch = ctx.microbatch
+                yield batch
+                self._backward.is_on = False
+                self._end_microbatch()
+            if self._microbatches:  # the accelerator did not step at the end of the data
+                self._end_step()
+            if is_whole:
+                self._taken = 0
+            self._is_over |= run.end_epoch(is_whole=is_whole)
+            self._may_tell_save = True
+        finally:
+            self._is_iterating = self._backward.is_on = False
+
+    def _catch_up(self, *, goes_on: bool) -> None:
+        super()._catch_up(goes_on=goes_on)
+        if goes_on:  # the epoch that was left is over
+            self._taken = 0
+
+    def _left_of(self, dataloader: Any) -> Iterable[Any]:
+        skip, self._to_skip = self._to_skip, 0
+        self._taken = skip
+        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # what it counts by itself began anew
+            dataloader.set_epoch(self._run.state.timestamp.epoch)
+        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:  # which begins where it was by itself
+            return dataloader  # type: ignore[no-any-return]
+        return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        """The next batch, or None. One at a time, since the accelerator looks at where the dataloader is; of a step the first is told."""
+        if self._microbatches:
+            return next(batches, None)
+        run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
+        self._may_tell_save = False
+        narrator.listen()
+        self._model_hooks.listen(narrator.hears("forward"))
+        narrator.start("fetch")
+        ctx.batch = next(batches, None)
+        narrator.end("fetch")
+        batch = ctx.batch
+        if batch is not None:
+            run.counted = (0, 0)
+            self._optimizer_hooks.has_stepped, self._backward.total = False, None
+            narrator.start("train_step")
+        return batch
+
+    def _end_microbatch(self) -> None:
+        """Or the step, if it is not over yet."""
+        if not self._microbatches:
+            return
+        if self._accelerator.sync_gradients:
+            self._end_step()
+        else:
+            self._run.narrator.end("microbatch")
+
+    def _end_step(self) -> None:
+        self._microbatches = 0
+        super()._end_step()
+        self._may_tell_save = True
+
+    def _check_first(self) -> None:
+        run = self._run
+        if not self._optimizer_hooks.has_stepped:
+            if self._scaler is not None:  # it leaves steps out until it has found its scale
+                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+            elif self._strict:
+                raise NotCarried(
+                    "the loop has not stepped the optimizer in its first step, where gradients were synchronised; give host the one that it"
+                    " steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
+                )
+        run.check_carried(strict=self._strict, logger=logger)
+
+    # --- what the accelerator is asked for ---
+
+    def _clip(self, clips: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of `accelerator.clip_grad_norm_`."""
+        run = self._run
+        if not self._backward.is_on or not self._accelerator.sync_gradients:
+            return clips(*args, **kwargs)
+        run.narrator.start("clip_gradients")
+        run.grad_norm = norm = clips(*args, **kwargs)
+        run.narrator.end("clip_gradients")
+        if norm is not None:
+            run.ctx.log({"train/grad_norm": norm}, over="mean", across="same")
+        return norm
+
+    def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        """In the place of `accelerator.save_state`: the step that the optimizer has made is over, and what was written is told."""
+        if self._is_iterating and self._optimizer_hooks.has_stepped:
+            self._end_microbatch()
+        may_tell, self._may_tell_save = self._may_tell_save or self._saves, False
+        self._is_kept = False
+        folder = saves(*args, **kwargs)
+        if not self._is_kept:
+            logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
+        if may_tell:
+            self._run.tell_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
+        return folder
+
+    def _save_as_asked(self) -> None:
+        accelerator, run = self._accelerator, self._run
+        self._saves = True
+        try:
+            if accelerator.project_configuration.automatic_checkpoint_naming:
+                accelerator.save_state()
+            else:
+                accelerator.save_state(str(Path(run.ctx.run.checkpoints) / f"step-{run.state.timestamp.batch}"))
+        finally:
+            self._saves = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callbacks' states, and how far the run is: what `accelerator.save_state` writes of a registered object."""
+        run = self._run
+        self._is_kept = True
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return {
+            "state": run.state.state_dict(),
+            "callbacks": run.manager.state_dict(),
+            "records": run.records.state_dict(),
+            "taken": self._taken,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: when the block is entered, or at once within it, but not in the midst of an epoch."""
+        if self._is_iterating:
+            raise RequestRefused("accelerator.load_state() inside steps(): load before the first epoch")
+        self._loaded = state
+        if self._is_inside:
+            self._load()
+
+    def _load(self) -> CheckpointInfo | None:
+        run, ctx = self._run, self._run.ctx
+        if self._resume is not None and not self._is_inside:
+            self._accelerator.load_state(self._resume)
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            if self._resume is not None:
+                logger.warning(
+                    "no states of callbacks were loaded from %s: accelerator.register_for_checkpointing(run) does", self._resume
+                )
+            return None
+        run.state.load_state_dict(loaded["state"])
+        run.manager.load_state_dict(loaded["callbacks"])
+        run.records.load_state_dict(loaded["records"])
+        self._to_skip, self._is_resumed = loaded["taken"], True
+        now = run.state.timestamp
+        ctx.step, ctx.epoch = now.batch, now.epoch
+        return CheckpointInfo(self._resume or "", now.batch, now.epoch, "periodic")
+
+
+class _Instead:
+    """Other methods for an accelerator, and a tracker more, for as long as a run lasts: an Accelerator tells nobody what it does."""
+
+    def __init__(self, accelerator: Accelerator, run: AcceleratedRun) -> None:
+        self._accelerator = accelerator
+        self._run = weakref.proxy(run)
+        self._tracker = _Tracker(run.ctx)
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Put them there."""
+        run = self._run
+        for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
+            self._before[name] = vars(self._accelerator).get(name)
+            setattr(self._accelerator, name, _before(getattr(self._accelerator, name), method))
+        self._accelerator.trackers.append(self._tracker)
+
+    def end(self) -> None:
+        """Put back what was there."""
+        for name, before in self._before.items():
+            if before is None:
+                delattr(self._accelerator, name)
+            else:
+                setattr(self._accelerator, name, before)
+        self._before.clear()
+        if self._tracker in self._accelerator.trackers:
+            self._accelerator.trackers.remove(self._tracker)
+
+
+def _before(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: ours(theirs, *args, **kwargs)
+
+
+class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+    """Hears `accelerator.log`."""
+
+    name = "callsheet"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, ctx: Context) -> None:
+        self.tracker = ctx
+        super().__init__()  # which looks for what has just been set
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tracker.log_hyperparameters(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        if found := numbers(values):
+            self.tracker.log({f"accelerate/{name}": value for name, value in found.items()}, across="same")

@@ -1,0 +1,84 @@
+"""Accelerate's trackers as loggers: the only thing that Accelerate lets others plug in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy
+from accelerate.tracking import GeneralTracker
+from torch import Tensor
+
+from callsheet.bridges.foreign import Guest, Handler
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.loggers import Logger
+from callsheet.loggers.pixels import as_pixels
+from callsheet.loggers.tracker import flat
+
+
+def guest(tracker: Any, *, name: str = "", phase: str = "report", strict: bool = True) -> Callback:
+    """A tracker of Accelerate's as a logger: `guest(TensorBoardTracker("run", "logs"))`, or one of your own.
+
+    It is started with the run, given the settings, every record, images and tables where it can take them, and finished at the run's end.
+
+    Args:
+        tracker: an instance of `accelerate.tracking.GeneralTracker` that has not been started.
+        name: what it is called in messages; else its class.
+        phase: where in each event's order it stands.
+        strict: as of all guests; a tracker hears nothing that is not told.
+
+    Raises:
+        RegistrationError: no such instance.
+    """
+    return TrackerGuest(tracker, name=name, phase=phase, strict=strict)
+
+
+class TrackerGuest(Guest, Logger):
+    """See `guest`."""
+
+    FRAMEWORK: ClassVar[str] = "Accelerate"
+    BASE: ClassVar[type | None] = GeneralTracker
+    EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"on_log": ("log",), "on_run_end": ("finish",)}
+    OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
+
+    def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
+        """`log` is given the record, `finish` nothing."""
+        if theirs == "log":
+            return lambda ctx: method(ctx.record.values, step=ctx.record.step)
+        return lambda ctx: method()
+
+    def begin(self, ctx: Context) -> None:
+        """Start the tracker, and give it the run's settings."""
+        if hasattr(self.foreign, "start"):  # those of earlier versions begin when they are made
+            self.foreign.start()
+        if ctx.run.config:
+            self.log_hyperparameters(ctx, ctx.run.config)
+
+    def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        """Nested settings come under dotted names, and lists as text: most trackers take nothing else."""
+        plain = (bool, int, float, str)
+        self.foreign.store_init_configuration(
+            {name: value if isinstance(value, plain) else str(value) for name, value in flat(values).items()}
+        )
+
+    def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
+        """As one array of shape (images, 3, height, width), where they are of one size, as TensorBoard wants it; else one at a time."""
+        if hasattr(self.foreign, "log_images"):
+            arrays = [numpy.moveaxis(as_pixels(image), 2, 0) for image in images]
+            for group in [arrays] if len({array.shape for array in arrays}) == 1 else [[array] for array in arrays]:
+                self.foreign.log_images({name: numpy.stack(group)}, step=ctx.step)
+
+    def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Where the tracker takes tables."""
+        if hasattr(self.foreign, "log_table"):
+            self.foreign.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=ctx.step)
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that are one number."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }

@@ -1,0 +1,396 @@
+"""The AutoModel bridge: callsheet's callbacks in NeMo AutoModel's recipes, and AutoModel's callbacks here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
+from callsheet.bridges.automodel.hooks import CalledModel
+from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
+from callsheet.callback import Callback
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.context import CheckpointInfo, Outcome
+from callsheet.control import Request
+from callsheet.errors import CheckpointError, NotCarried
+from callsheet.manager import CallbackManager, normalize_callbacks
+
+__all__ = ["EVENTS", "NOT_TOLD", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
+
+logger = logging.getLogger("callsheet")
+
+TOLD: Mapping[str, tuple[str, ...]] = {
+    "on_train_start": (
+        *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
+        *("on_train_start", "on_round_start"),
+    ),
+    "on_train_batch_end": ("on_train_step_end", "on_log", "on_epoch_end", "on_checkpoint_due"),
+    "on_validation_end": ("on_eval_end", "on_eval_all_end", "on_log"),
+    "on_save_checkpoint": ("on_checkpoint_due", "on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+    "on_exception": ("on_exception", "on_run_end"),
+    "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
+}
+"""AutoModel's hook, and what is told at it; what stands between is heard from the model, the loss and the optimizer."""
+
+NOT_TOLD = (
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    "on_predict_end",
+)
+"""Events that a recipe has no moment for."""
+
+NOT_TOLD_OF_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
+"""The same where a recipe has several validation sets: it does not say when it goes on to the next."""
+
+STATE = "callsheet"
+"""The folder in a checkpoint of AutoModel in which the callbacks' states stand."""
+
+_RENAMED = {
+    "grad_norm": "train/grad_norm",
+    "num_label_tokens": "train/label_tokens",
+    "accuracy": "train/accuracy",
+}
+_TOLD_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
+_NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
+"""What AutoModel measures beside a validation, and is none of its results."""
+
+_ONLY = "default"
+"""What AutoModel calls a validation set that is alone."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, log_interval: str | int = "10ba", strict: bool = True
+) -> AutoModelHost:
+    """The callbacks as one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
+
+    A run is one `recipe.run_train_validation_loop()`. AutoModel tells six moments; the rest of the step is heard from the model, from
+    `backward` and from the optimizer. A batch is what the model is called with. What AutoModel measures at a step is in the records, under our
+    names where there is one, else as `automodel/<name>`. A stop, a checkpoint or an evaluation that a callback asks for is carried out by AutoModel:
+    its step scheduler is told that this step is the last, or one to save or validate at. It validates at every step at which it saves.
+    The callbacks' states are saved in its checkpoints, and loaded where training goes on from one.
+
+    What is not carried: gradients at `on_train_step_end`, which are zeroed by then; the fetch of microbatches after a step's first; the steps of an
+    evaluation of several sets; exceptions, unless the script calls `CallbackRunner.on_exception`, which AutoModel does in its `main`
+    alone: without that such a run ends, as failed, when the host is forgotten or the program ends. Pipeline parallelism is refused.
+
+    Args:
+        log_interval: how often a record is made.
+        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+
+    Raises:
+        NotCarried: when training begins, or after the first step; see `strict`.
+    """
+    return AutoModelHost(callbacks, log_interval=log_interval, strict=strict)
+
+
+def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Called as AutoModel calls it, and given the run; nothing where there is none. An error of a callback fails the run."""
+
+    @functools.wraps(method)
+    def told(self: AutoModelHost, recipe: Any, **given: Any) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._called.is_deaf = True  # what callbacks call the model for is not the loop's
+        try:
+            method(self, recipe, run=run, **given)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._called.is_deaf = False
+
+    return told
+
+
+class _Asks:
+    """Has AutoModel's step scheduler do what callbacks ask for. It knows no recipe: the run has to be forgotten with the host."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._changed: dict[str, Any] = {}  # its intervals, as they were
+
+    def save(self, requests: tuple[Request, ...]) -> None:
+        """At the step in hand, as if its interval ended there."""
+        self._now("ckpt_every_steps")
+
+    def evaluate(self) -> None:
+        """Likewise."""
+        self._now("val_every_steps")
+
+    def stop(self, *, now: bool = False) -> None:
+        """After the step in hand, as if it had been given no more; with `now` before it."""
+        scheduler = self._scheduler
+        scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
+
+    def take_back(self) -> bool:
+        """The step is over: the intervals are what they were; whether they had been changed."""
+        changed, self._changed = self._changed, {}
+        for name, value in changed.items():
+            setattr(self._scheduler, name, value)
+        return bool(changed)
+
+    def _now(self, name: str) -> None:
+        self._changed.setdefault(name, getattr(self._scheduler, name))
+        setattr(self._scheduler, name, self._scheduler.step + 1)
+
+
+class AutoModelHost(AutoModelCallback):
+    """See `host`."""
+
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, log_interval: str | int, strict: bool
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._log_interval = log_interval
+        self._strict = strict
+        self._run: HostedRun | None = None
+        self._is_due_told = False  # since the last step or epoch, and before an evaluation
+        self._on_its_way: CheckpointInfo | None = None  # to the disk, in the background
+
+    # --- the run ---
+
+    def on_train_start(self, recipe: Any, **_: Any) -> None:
+        """Begin a run."""
+        if self._run is not None:  # one that an exception had left
+            self._let_go()
+        if getattr(recipe, "pp", None) is not None:
+            raise NotCarried(
+                "AutoModel's pipeline parallelism is not carried: its stages do not show a step's parts; train without"
+            )
+        scheduler = recipe.step_scheduler
+        model = _only(getattr(recipe, "model_parts", None) or recipe.model)
+        optimizer = _only(recipe.optimizer)
+        checkpoints = getattr(getattr(recipe, "checkpointer", None), "config", None)
+        output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
+        sets = _validation_sets(recipe)
+        self._asks = asks = _Asks(scheduler)
+        self._run = run = HostedRun(
+            self.manager,
+            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            optimizer=optimizer,
+            scheduler=_only(getattr(recipe, "lr_scheduler", None)),
+            host="NeMo AutoModel",
+            run_name=output.name,
+            runs_folder=output.parent,
+            config=_plain(getattr(recipe, "cfg", None)),
+            max_duration=f"{scheduler.max_steps}ba" if scheduler.max_steps < 2**62 else None,
+            log_interval=self._log_interval,
+            able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
+            saves=asks.save,
+            evaluates=None,
+        )
+        run.evaluation.asks = asks.evaluate
+        run.state.epoch_batches = getattr(scheduler, "epoch_len", None)
+        run.state.evaluators = tuple(sets)
+        if scheduler.step:
+            given = recipe.cfg.get("checkpoint.restore_from", None) if hasattr(recipe.cfg, "get") else None
+            places = [Path(given), output / given] if isinstance(given, str) else []
+            run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
+        self._watch = watch = BackwardWatch(run.narrator, run.ctx)
+        run.losses = lambda: watch.total
+        self._called = CalledModel(run, watch, scheduler, model, sets)
+        self._ends = weakref.finalize(self, _end, run, [watch, self._called, OptimizerHooks(run.narrator, optimizer)])
+        try:
+            run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
+            run.begin()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        run.narrator.start("round")
+        if run.control.stop_requested is not None:
+            asks.stop(now=True)
+
+    @_in_a_run
+    def on_train_end(self, recipe: Any, *, run: HostedRun, **_: Any) -> None:
+        """End it."""
+        if run.narrator.is_open("epoch"):  # of data whose length nobody knew
+            run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
+        self._publish(run)
+        if _is_leaving(recipe):
+            _make_way(run)
+        self._asks.take_back()
+        run.finish()
+        if self._asks.take_back():
+            logger.warning("a checkpoint or an evaluation was asked for when AutoModel's training was over, and is not made")
+        self._let_go()
+
+    def on_exception(self, recipe: Any, *, exception: BaseException | None = None, **_: Any) -> None:
+        """It has failed; an error of a callback has been told already."""
+        self._fail(exception if exception is not None else RuntimeError("AutoModel did not say what happened"))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(error)
+            self._asks.take_back()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._ends()
+        self._run = self._on_its_way = None
+
+    # --- steps ---
+
+    @_in_a_run
+    def on_train_batch_end(self, recipe: Any, *, run: HostedRun, train_log_data: Any = None, **_: Any) -> None:
+        """A step is over, and what may be between steps begins."""
+        self._asks.take_back()
+        self._called.end_step()
+        self._take(run, {} if train_log_data is None else train_log_data.metrics)
+        is_first = run.state.timestamp.batch == run.state.baseline.batch
+        run.end_step()
+        if is_first:
+            run.check_carried(strict=self._strict, logger=logger)
+        if getattr(recipe.step_scheduler, "is_last_batch", False):
+            run.end_epoch(is_whole=True)
+        self._is_due_told = True
+        self._stop_if_asked(run)
+
+    def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
+        """What AutoModel says of the step, where somebody hears it: its loss is that of all ranks and microbatches."""
+        heard = run.manager.heard
+        if not heard.on_log and not heard.on_train_step_end:
+            return
+        if "loss" in measured:
+            self._watch.total = torch.as_tensor(measured["loss"], dtype=torch.float32)
+        run.other_losses = {name: torch.as_tensor(measured[name]) for name in ("ce_loss", "kd_loss") if name in measured}
+        if "grad_norm" in measured and run.narrator.is_open("train_step"):
+            run.ctx.grad_norm = torch.as_tensor(measured["grad_norm"], dtype=torch.float32)
+        if heard.on_log:
+            for name, value in measured.items():
+                if name not in _TOLD_ELSEWHERE:
+                    run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None:
+            self._asks.stop()
+
+    # --- evaluations and checkpoints ---
+
+    @_in_a_run
+    def on_validation_end(self, recipe: Any, *, run: HostedRun, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """All validation sets are through; a recipe tells it also where it has none."""
+        if not val_results:
+            return
+        for name, sample in val_results.items():
+            shown = _shown(name)
+            if not run.eval_narrator.is_open("eval"):
+                run.begin_evaluation(shown)
+            found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
+            run.end_dataset(shown, found)
+        run.end_evaluation()
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        self._tell_due(run)  # what is asked for now is saved at this very step
+        self._stop_if_asked(run)
+
+    @_in_a_run
+    def on_save_checkpoint(self, recipe: Any, *, run: HostedRun, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
+        """A checkpoint has been written, or is being written: add the callbacks' states to it. Told also where none is written at all."""
+        self._publish(run)  # AutoModel has waited for the one before
+        if "save" not in run.control.able:
+            return
+        if _is_leaving(recipe):
+            _make_way(run)
+        elif not self._is_due_told:
+            self._tell_due(run)
+        if (loss := checkpoint_info.get("train_loss")) is not None:
+            run.records.last_loss = torch.as_tensor(loss, dtype=torch.float32)
+        path = Path(checkpoint_info["checkpoint_path"])
+        in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
+        info = run.tell_checkpoint(str(path), lambda info: _write(run, path, info), is_durable=not in_background)
+        self._on_its_way = info if in_background else None
+        self._is_due_told = False
+        self._stop_if_asked(run)
+
+    def _tell_due(self, run: HostedRun) -> None:
+        run.boundaries.tell_checkpoint_due("step" if run.narrator.is_open("epoch") else "epoch")
+        self._is_due_told = True
+
+    def _publish(self, run: HostedRun) -> None:
+        info, self._on_its_way = self._on_its_way, None
+        if info is not None:
+            run.publish(info)
+
+
+def _write(run: HostedRun, path: Path, info: CheckpointInfo) -> None:
+    told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
+    local = {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+    write_checkpoint(path / STATE, {"state": run.state.state_dict()}, local, told, group=run.world.saving, overwrite=True)
+
+
+def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:
+    """Training goes on from a checkpoint of AutoModel, which it has loaded: take back what else stands in it."""
+    step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
+    if found is None:
+        logger.warning("%s goes on from step %d, and no state of callbacks was found where its checkpoints are", run.host, step)
+        run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
+            batch=step, epoch=scheduler.epoch, epoch_in_round=scheduler.epoch
+        )
+        return None
+    loaded = read_checkpoint(found / STATE, group=run.world.saving)
+    if loaded.info.get("step") != step:
+        raise CheckpointError(f"{found / STATE} is of step {loaded.info.get('step')}, and AutoModel goes on from {step}")
+    run.state.load_state_dict(loaded.shared["state"])
+    run.manager.load_state_dict(loaded.local["callbacks"])
+    run.records.load_state_dict(loaded.local["records"])
+    return CheckpointInfo(str(found), step, run.state.timestamp.epoch, str(loaded.info.get("kind", "periodic")))
+
+
+def _is_leaving(recipe: Any) -> bool:
+    """Whether AutoModel ends because of a SIGTERM, as all ranks know."""
+    return bool(getattr(recipe.step_scheduler, "sigterm_flag", False))
+
+
+def _make_way(run: HostedRun) -> None:
+    """AutoModel has heard the signal, not we: tell it, and have the next checkpoint be the one for it."""
+    if not run.boundaries.is_making_way:
+        run.control.able.add("save")  # AutoModel saves now, if it does at all
+        run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
+        run.boundaries.finish()  # what is asked for, all ranks know then
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Also when the program ends, or the host is forgotten: then training was left by an exception."""
+    for hook in hooks:
+        hook.remove()
+    run.lifetime.end(Outcome.FAILED)
+
+
+def _only(given: Any) -> Any:
+    """A recipe has lists where pipeline parallelism would need them; the first, or None."""
+    return next(iter(given), None) if isinstance(given, (list, tuple)) else given
+
+
+def _validation_sets(recipe: Any) -> list[str]:
+    """Their names, as they are called here."""
+    several = getattr(recipe, "val_dataloaders", None)
+    if several is not None:
+        return [_shown(name) for name in several]
+    return ["validation"] if getattr(recipe, "val_dataloader", None) is not None else []
+
+
+def _shown(name: str) -> str:
+    return "validation" if name == _ONLY else name
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        return {}
+    return {
+        str(name): _plain(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if isinstance(value, (bool, int, float, str, Mapping)) or value is None
+    }

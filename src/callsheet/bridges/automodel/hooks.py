@@ -1,0 +1,140 @@
+"""Where an AutoModel recipe is between the moments that it tells: heard from its model, which it calls with each batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.torch_hooks import BackwardWatch, StaysBehind
+
+
+class CalledModel(StaysBehind):
+    """Hears the model being called: in training a microbatch, the first of which begins a step; else a batch of an evaluation.
+
+    Args:
+        scheduler: the recipe's, for its epoch.
+        model: what the recipe calls.
+        sets: the validation sets' names; of several the batches are not told, since nobody says whose they are.
+    """
+
+    def __init__(self, run: HostedRun, watch: BackwardWatch, scheduler: Any, model: nn.Module, sets: list[str]) -> None:
+        self._run: HostedRun = weakref.proxy(run)
+        self._watch: BackwardWatch = weakref.proxy(watch)
+        self._scheduler = scheduler
+        self._model = model
+        self._sets = sets
+        self._epoch = scheduler.epoch
+        self._is_in_step = False
+        self.is_deaf = False
+        """Whether a callback is being told something, so that the model's calls are not the loop's."""
+        self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self._after: Any = None  # while somebody hears the forward's end: with it the model is called more slowly
+
+    def end_step(self) -> None:
+        """The loop has told that the step is over."""
+        if not self._is_in_step:  # and the model was not called as a whole
+            run = self._run
+            self._begin_step(run)
+            run.ctx.batch = None
+            run.narrator.start("fetch")
+            run.narrator.end("fetch")
+            run.narrator.made_up.add("fetch")
+            run.narrator.start("train_step")
+        self._is_in_step = self._watch.is_on = False
+
+    def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.is_deaf:
+            return None
+        batch = kwargs if kwargs or not args else args[0]
+        if not model.training:
+            return self._evaluates(batch, args)
+        if not torch.is_grad_enabled():
+            return None
+        run = self._run
+        narrator, ctx = run.narrator, run.ctx
+        is_first = not self._is_in_step
+        if is_first:
+            self._begin_step(run)
+            run.counted = counts_of(batch)
+        else:
+            samples, tokens = counts_of(batch)
+            run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+        ctx.batch = batch
+        if is_first:
+            narrator.start("fetch")
+            narrator.end("fetch")
+            narrator.start("train_step")
+        if self._watch.is_on:
+            narrator.end("microbatch")  # the one before, whose fields are gone with it
+            ctx.microbatch = ctx.batch
+            narrator.start("microbatch")
+            narrator.start("forward")
+            given = ctx.microbatch
+        else:
+            given = ctx.batch
+        return _replaced(given, batch, args)
+
+    def _begin_step(self, run: HostedRun) -> None:
+        narrator, watch = run.narrator, self._watch
+        if self._scheduler.epoch != self._epoch:
+            if narrator.is_open("epoch"):  # its end did not show: nobody knew how long the data is
+                run.end_epoch(is_whole=True)
+            self._epoch = self._scheduler.epoch
+        narrator.start("epoch")
+        narrator.listen()
+        self._is_in_step = True
+        watch.total, watch.is_on = None, narrator.hears("forward")
+        self._listen(watch.is_on or run.eval_spans.eval_forward.ends is not None)
+
+    def _listen(self, is_heard: bool) -> None:
+        if is_heard and self._after is None:
+            self._after = self._model.register_forward_hook(self._ends)
+        elif self._after is not None and not is_heard:
+            self._after.remove()
+            self._after = None
+
+    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        run = self._run
+        if self.is_deaf:
+            return outputs
+        if not model.training:
+            if run.eval_narrator.is_open("eval_forward"):
+                run.eval_ctx.outputs = outputs
+                run.eval_narrator.end("eval_forward")
+                return run.eval_ctx.outputs
+        elif run.narrator.is_open("forward"):
+            run.ctx.outputs = outputs
+            run.narrator.start("loss")  # which ends the forward
+            return run.ctx.outputs
+        return outputs
+
+    def _evaluates(self, batch: Any, args: Any) -> Any:
+        run = self._run
+        narrator = run.eval_narrator
+        if len(self._sets) > 1:
+            run.begin_evaluations()
+        if len(self._sets) != 1:
+            return None
+        if not narrator.is_open("eval"):
+            run.begin_evaluation(self._sets[0])
+        narrator.end("eval_step")
+        run.eval_ctx.batch = batch
+        narrator.start("eval_forward")
+        return _replaced(run.eval_ctx.batch, batch, args)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._before.remove()
+        self._listen(False)
+
+
+def _replaced(given: Any, batch: Any, args: Any) -> Any:
+    """What a pre-hook returns: nothing where the batch is as it was."""
+    if given is batch:
+        return None
+    return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

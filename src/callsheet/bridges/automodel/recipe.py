@@ -1,0 +1,230 @@
+"""What an AutoModel callback is given in the place of a recipe: lists of what is allowed, filled from our context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from callsheet.bridges.foreign import Facade
+from callsheet.context import Context
+from callsheet.distributed import initialised_distributed
+from callsheet.errors import NotCarried, did_you_mean
+from callsheet.time import TimeUnit
+
+UNLIMITED = 2**63 - 1
+"""AutoModel's `max_steps` where nobody knows how many there are."""
+
+
+class DistEnv(Facade):
+    """The ranks."""
+
+    OF = "AutoModel's dist_env"
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self._ctx.run.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._ctx.run.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """This is the first process of all."""
+        return self._ctx.run.is_world_process_zero
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's."""
+        return torch.device(self._ctx.run.device)
+
+    @property
+    def backend(self) -> str:
+        """Of the process group; what it would be, where there is none."""
+        distributed = initialised_distributed()
+        if distributed is not None:
+            return str(distributed.get_backend())
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+class StepScheduler(Facade):
+    """How far training is, as AutoModel counts: the step and the epoch in hand, from 0; after training, how many steps there were.
+
+    A callback may stop training: with `sigterm_flag = True`, or a `max_steps` that the step in hand reaches.
+    """
+
+    OF = "AutoModel's step_scheduler"
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._is_in_training = False  # between its start and its end, when a step is in hand
+
+    @property
+    def step(self) -> int:
+        """The number of the step in hand."""
+        return max(0, self._ctx.step - self._is_in_training)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch in hand."""
+        return max(0, self._ctx.epoch - 1) if self._is_in_training else self._ctx.state.timestamp.epoch
+
+    @property
+    def epoch_len(self) -> int | None:
+        """How many steps an epoch has, where that is known."""
+        return self._ctx.state.epoch_batches
+
+    @property
+    def num_epochs(self) -> int | None:
+        """How many epochs there will be, where that is known."""
+        longest = self._ctx.state.max_duration
+        if longest is not None and longest.unit is TimeUnit.EPOCH:
+            return int(longest.value)
+        if self.epoch_len is None or self.max_steps == UNLIMITED:
+            return None
+        return -(-self.max_steps // self.epoch_len)
+
+    @property
+    def max_steps(self) -> int:
+        """How many steps there will be at most."""
+        longest = self._ctx.state.max_duration
+        if longest is not None and longest.unit is TimeUnit.BATCH:
+            return int(longest.value)
+        if longest is not None and longest.unit is TimeUnit.EPOCH and self.epoch_len is not None:
+            return int(longest.value) * self.epoch_len
+        return UNLIMITED
+
+    @max_steps.setter
+    def max_steps(self, steps: int) -> None:
+        """End training with the step in hand."""
+        if steps > self.step + 1:
+            raise NotCarried(
+                f"{self.OF}: max_steps={steps} at step {self.step}: a guest may end training with the step in hand, not later"
+            )
+        self._stop("max_steps")
+
+    @property
+    def is_last_step(self) -> bool:
+        """No step follows."""
+        return self.step + 1 >= self.max_steps
+
+    @property
+    def is_last_batch(self) -> bool:
+        """The epoch ends with this step; False where nobody knows how long it is."""
+        return self.epoch_len is not None and self.step % self.epoch_len == self.epoch_len - 1
+
+    @property
+    def sigterm_flag(self) -> bool:
+        """The run makes way, or a callback has said so."""
+        return self._ctx.control.stop_requested is not None
+
+    @sigterm_flag.setter
+    def sigterm_flag(self, value: bool) -> None:
+        """Likewise."""
+        if value:
+            self._stop("sigterm_flag")
+
+    @property
+    def sigterm_received(self) -> bool:
+        """The same."""
+        return self.sigterm_flag
+
+    def _stop(self, how: str) -> None:
+        self._ctx.control.stop(f"step_scheduler.{how}")
+
+
+class ConfigNode:
+    """A configuration by attributes, and by dotted names: `cfg.model.path`, `cfg.get("model.path", None)`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self.__dict__[str(name)] = ConfigNode(value) if isinstance(value, Mapping) else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What stands under a dotted name."""
+        found: Any = self
+        for part in name.split("."):
+            if not isinstance(found, ConfigNode) or part not in found.__dict__:
+                return default
+            found = found.__dict__[part]
+        return found
+
+    def set_by_dotted(self, name: str, value: Any) -> None:
+        """Set what stands under a dotted name; what is missing on the way is made."""
+        *path, last = name.split(".")
+        node = self
+        for part in path:
+            if not isinstance(node.__dict__.get(part), ConfigNode):
+                node.__dict__[part] = ConfigNode({})
+            node = node.__dict__[part]
+        node.__dict__[last] = ConfigNode(value) if isinstance(value, Mapping) else value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries."""
+        return {name: value.to_dict() if isinstance(value, ConfigNode) else value for name, value in self.__dict__.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the configuration has no {name!r}{did_you_mean(name, self.__dict__)}")
+
+    def __contains__(self, name: str) -> bool:
+        missing = object()
+        return self.get(name, missing) is not missing
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()})"
+
+
+class RecipeFacade(Facade):
+    """The recipe."""
+
+    OF = "AutoModel's recipe"
+    WRITABLE: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._dist_env, self._step_scheduler = DistEnv(ctx), StepScheduler(ctx)
+        self._cfg: Any = None
+
+    @property
+    def dist_env(self) -> DistEnv:
+        """The ranks."""
+        return self._dist_env
+
+    @property
+    def step_scheduler(self) -> StepScheduler:
+        """How far training is."""
+        return self._step_scheduler
+
+    @property
+    def cfg(self) -> Any:
+        """What the run was configured with."""
+        if self._cfg is None:
+            self._cfg = ConfigNode(self._ctx.run.config)
+        return self._cfg
+
+    @property
+    def model_parts(self) -> list[Any]:
+        """The model, in a list."""
+        return [self._ctx.model]
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._ctx.model
+
+    @property
+    def optimizer(self) -> list[Any]:
+        """The optimizer, in a list."""
+        return [self._ctx.optimizer]
+
+    @property
+    def lr_scheduler(self) -> list[Any] | None:
+        """The schedule of the learning rate, in a list, where there is one."""
+        return None if self._ctx.scheduler is None else [self._ctx.scheduler]

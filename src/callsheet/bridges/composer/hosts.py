@@ -1,0 +1,405 @@
+"""The host in Composer's Trainer; see `callsheet.bridges.composer`. It needs Composer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from composer import Callback as ComposerCallback
+from composer import Event
+from composer.callbacks import CheckpointSaver
+from torch import Tensor
+
+from callsheet.bridges.composer import NOT_TOLD
+from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.callback import Callback
+from callsheet.context import CheckpointInfo, Outcome
+from callsheet.control import Request
+from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.time import Time
+from callsheet.trainer.arguments import duration
+
+logger = logging.getLogger("callsheet")
+
+_INSIDE = (
+    *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
+    *("before_backward", "after_backward", "after_train_batch"),
+)
+"""What an optimizer repeats that calls its closure several times."""
+
+
+class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
+    """See `callsheet.bridges.composer.host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        log_interval: str | int | Time,
+        runs_folder: str | os.PathLike[str],
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict, self._log_interval, self._runs_folder = strict, log_interval, runs_folder
+        self._run: Any = None
+        self._hosts: Sequence[ComposerHost] = ()
+        self._saved: Mapping[str, Any] | None = None
+        self._savers: list[Any] = []
+        self._seen: list[Any] = []  # of each, the batch at which it saved last
+        self._wishes = Wishes()
+        self._parts: list[tuple[Tensor, int]] = []
+        self._is_standalone = False
+        self._has_stepped = False
+        self._hook: Any = None
+        self._listener: Listener | None = None
+        self._idle = {Event.AFTER_LOAD.value: self._begin}
+        self._all: dict[Any, Callable[..., None]] = {
+            event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
+        }
+        self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of the three is in force
+
+    def run_event(self, event: Any, state: Any, logger: Any) -> None:
+        """Told by Composer at every event. An error of a callback fails the run."""
+        handler = self._handlers.get(event._value_)  # an event's own hash is computed each time
+        if handler is None:
+            return
+        try:
+            if self._handlers is self._idle:
+                handler(state, logger)
+            else:
+                handler(state)
+        except BaseException as error:
+            if self._run is not None:
+                self._run.fail(error)
+                self._let_go()
+            raise
+
+    # --- the run ---
+
+    def _begin(self, state: Any, logger_: Any) -> None:
+        self._savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
+        self._hosts = [each for each in state.callbacks if isinstance(each, ComposerHost)]
+        self._seen = [each.last_checkpoint_batch for each in self._savers]
+        optimizer = state.optimizers[0] if state.optimizers else None
+        self._state, self._logger = state, logger_
+        self._run = run = HostedRun(
+            self.manager,
+            model=state.model,
+            optimizer=optimizer,
+            scheduler=state.schedulers[0] if len(state.schedulers) == 1 else None,
+            host="Composer's Trainer",
+            run_name=state.run_name,
+            runs_folder=self._runs_folder,
+            config={"seed": state.seed, "precision": state.precision.value, "max_duration": str(state.max_duration or "")},
+            max_duration=str(state.max_duration) if state.max_duration is not None else None,
+            log_interval=self._log_interval,
+            able=("stop", *(["save"] if self._savers else []), *(["evaluate"] if state.evaluators else [])),
+            saves=self._save,
+        )
+        run.evaluation.asks = self._wishes.ask
+        run.checkpoints.loads = self._loads
+        run.losses = self._mean_loss
+        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.begin()
+        self._hook = optimizer.register_step_post_hook(self._stepped) if optimizer is not None else None
+        self._listener = Listener(run)
+        logger_.destinations = (*logger_.destinations, self._listener)
+        self._handlers = self._all
+
+    def _loads(self) -> CheckpointInfo | None:
+        """Composer has loaded its checkpoint: take back what stood in it."""
+        run, saved, self._saved = self._run, self._saved, None
+        at = self._state.timestamp
+        if saved is not None:
+            own = saved["hosts"][self._hosts.index(self)] if self in self._hosts[: len(saved["hosts"])] else None
+            if own:
+                run.state.load_state_dict(own["state"])
+                run.manager.load_state_dict(own["callbacks"])
+                run.records.load_state_dict(own["records"])
+        if run.state.timestamp.batch != int(at.batch):
+            logger.warning("%s goes on from step %d, and its checkpoint has no state of these callbacks", run.host, int(at.batch))
+            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
+                epoch=int(at.epoch),
+                batch=int(at.batch),
+                epoch_in_round=int(at.epoch_in_iteration),
+                batch_in_epoch=int(at.batch_in_epoch),
+            )
+        if not int(at.batch):
+            return None
+        return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
+
+    def close(self, state: Any, logger: Any) -> None:
+        """The Trainer is closed, also by the program's end. In the midst of training it was left by an exception."""
+        if self._run is not None:
+            self._look_for_checkpoint()
+            if self._run.narrator.is_open("train") or self._run.eval_narrator.is_open("eval_all"):
+                self._run.lifetime.outcome = Outcome.FAILED
+                self._run.narrator.forget()
+            run = self._run
+            self._let_go()
+            run.lifetime.end()
+
+    def _let_go(self) -> None:
+        self._run, self._handlers = None, self._idle
+        if self._hook is not None:
+            self._hook.remove()
+        self._logger.destinations = tuple(each for each in self._logger.destinations if each is not self._listener)
+
+    # --- training ---
+
+    def _fit_start(self, state: Any) -> None:
+        run = self._run
+        run.control.done("stop")
+        run.state.max_duration = duration(str(state.max_duration), 1)
+        run.state.epoch_batches = int(state.dataloader_len) if state.dataloader_len is not None else None
+        run.state.evaluators = tuple(evaluator.label for evaluator in state.evaluators)
+        if state.evaluators:
+            run.control.able.add("evaluate")
+            self._wishes.stand_in(state.evaluators)
+        run.narrator.start("train")
+
+    def _iteration_start(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        self._run.narrator.start("round")
+
+    def _epoch_start(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        self._run.narrator.start("epoch")
+
+    def _before_dataloader(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        narrator = self._run.narrator
+        narrator.listen()
+        if not narrator.is_open("fetch"):  # else Composer passes over batches that were trained on before
+            narrator.start("fetch")
+
+    def _after_dataloader(self, state: Any) -> None:
+        run = self._run
+        run.ctx.batch = state.batch
+        run.narrator.end("fetch")
+        state.batch = run.ctx.batch
+        run.counted = counts_of(state.batch)
+
+    def _batch_start(self, state: Any) -> None:
+        self._has_stepped = False
+        self._run.narrator.start("train_step")
+
+    def _before_train_batch(self, state: Any) -> None:
+        if self._run.narrator.is_open("optimizer_step"):  # the closure is called again
+            self._handlers = self._outside
+            return
+        self._parts.clear()
+        self._run.narrator.start("forward_backward")
+
+    def _before_forward(self, state: Any) -> None:
+        run = self._run
+        run.ctx.microbatch = state.batch
+        run.narrator.start("microbatch")
+        state.batch = run.ctx.microbatch
+        run.narrator.start("forward")
+
+    def _after_forward(self, state: Any) -> None:
+        ctx = self._run.ctx
+        ctx.outputs = state.outputs
+        self._run.narrator.end("forward")
+        state.outputs = ctx.outputs
+
+    def _before_loss(self, state: Any) -> None:
+        self._run.narrator.start("loss")
+
+    def _after_loss(self, state: Any) -> None:
+        ctx = self._run.ctx
+        ctx.loss = loss = trained_on(state.loss)
+        self._run.narrator.end("loss")
+        if ctx.loss is not loss:
+            if isinstance(state.loss, dict) and "total" in state.loss:
+                state.loss["total"] = ctx.loss
+            else:
+                state.loss = ctx.loss
+        value = ctx.loss.detach()
+        if isinstance(state.loss, dict):
+            value = value.clone()  # Composer scales the total where it stands
+        is_whole = state.device_train_microbatch_size >= self._run.counted[0]  # nothing to weigh
+        self._parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
+
+    def _before_backward(self, state: Any) -> None:
+        self._run.narrator.start("backward")
+
+    def _after_backward(self, state: Any) -> None:
+        self._run.narrator.end("microbatch")
+
+    def _after_train_batch(self, state: Any) -> None:
+        narrator = self._run.narrator
+        narrator.end("forward_backward")
+        narrator.start("clip_gradients")  # whether or not an algorithm has clipped them
+        narrator.end("clip_gradients")
+        narrator.start("optimizer_step")
+
+    def _stepped(self, *_: Any) -> None:
+        self._has_stepped = True
+        if self._run is not None:
+            self._run.step_skipped = False
+            self._run.narrator.end("optimizer_step")
+
+    def _mean_loss(self) -> Tensor | None:
+        parts = self._parts
+        if len(parts) < 2:
+            return parts[0][0] if parts else None
+        samples = sum(count for _, count in parts)
+        return sum((loss * (count / samples) for loss, count in parts[1:]), start=parts[0][0] * (parts[0][1] / samples))
+
+    def _batch_end(self, state: Any) -> None:
+        run, self._handlers = self._run, self._all
+        run.step_skipped = not self._has_stepped
+        run.narrator.end("train_step")
+        self._ask_for_evaluation()
+
+    def _batch_checkpoint(self, state: Any) -> None:
+        run = self._run
+        is_first = run.state.timestamp.batch == run.state.baseline.batch + 1
+        run.end_step()
+        if is_first:
+            run.check_carried(strict=self._strict, logger=logger)
+        self._stop_if_asked()
+
+    def _epoch_end(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        if self._run.narrator.is_open("fetch"):
+            self._run.ctx.batch = None  # the data is at its end
+        self._run.close_epoch(is_whole=True)
+        self._ask_for_evaluation()
+
+    def _epoch_checkpoint(self, state: Any) -> None:
+        self._run.boundaries.reach("epoch")
+        self._stop_if_asked()
+
+    def _iteration_end(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        run = self._run
+        run.state.timestamp = run.state.timestamp.next_round()
+        run.narrator.end("round")
+
+    def _iteration_checkpoint(self, state: Any) -> None:
+        self._run.boundaries.reach("round")
+        self._stop_if_asked()
+
+    def _fit_end(self, state: Any) -> None:
+        self._look_for_checkpoint()
+        self._run.finish_training()
+
+    def _stop_if_asked(self) -> None:
+        if self._run.control.stop_requested is not None:
+            self._state.stop_training()
+
+    def _ask_for_evaluation(self) -> None:
+        control = self._run.control
+        if control.evaluate_requested is not None:
+            self._wishes.ask()
+            control.done("evaluate")
+
+    # --- evaluation and prediction ---
+
+    def _eval_standalone_start(self, state: Any) -> None:
+        self._is_standalone = True
+        self._eval_before_all(state)
+
+    def _eval_before_all(self, state: Any) -> None:
+        self._run.begin_evaluations(standalone=self._is_standalone)
+
+    def _eval_start(self, state: Any) -> None:
+        self._run.begin_evaluation(state.dataloader_label, standalone=self._is_standalone)
+
+    def _eval_batch_start(self, state: Any) -> None:
+        self._run.eval_ctx.batch = state.batch
+        self._run.eval_narrator.start("eval_step")
+
+    def _eval_before_forward(self, state: Any) -> None:
+        self._run.eval_ctx.batch = state.batch
+        self._run.eval_narrator.start("eval_forward")
+
+    def _eval_after_forward(self, state: Any) -> None:
+        run = self._run
+        if run.eval_narrator.is_open("eval_forward"):
+            run.eval_ctx.outputs = state.outputs
+            run.eval_narrator.end("eval_forward")
+            state.outputs = run.eval_ctx.outputs
+
+    def _eval_batch_end(self, state: Any) -> None:
+        self._run.eval_narrator.end("eval_step")
+
+    def _eval_end(self, state: Any) -> None:
+        label = state.dataloader_label
+        found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
+        self._run.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
+
+    def _eval_after_all(self, state: Any) -> None:
+        run = self._run
+        run.end_evaluation()
+        if self._is_standalone:
+            run.records.tally.stop()
+        self._wishes.is_one = False
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+
+    def _eval_standalone_end(self, state: Any) -> None:
+        self._eval_after_all(state)
+        self._is_standalone = False
+
+    def _predict_start(self, state: Any) -> None:
+        self._run.eval_narrator.start("predict")
+
+    def _predict_batch_start(self, state: Any) -> None:
+        self._run.eval_ctx.batch = state.batch
+        self._run.eval_narrator.start("predict_step")
+
+    def _predict_before_forward(self, state: Any) -> None:
+        self._run.eval_narrator.start("predict_forward")
+
+    def _predict_after_forward(self, state: Any) -> None:
+        self._run.eval_ctx.outputs = state.outputs
+        self._run.eval_narrator.end("predict_forward")
+
+    def _predict_batch_end(self, state: Any) -> None:
+        self._run.eval_narrator.end("predict_step")
+
+    def _predict_end(self, state: Any) -> None:
+        self._run.eval_narrator.end("predict")
+
+    # --- checkpoints ---
+
+    def _save(self, requests: tuple[Request, ...]) -> None:
+        """Have Composer save now, at this batch, whatever its interval says."""
+        saver = self._savers[0]
+        interval, saver.save_interval = saver.save_interval, lambda state, event: True
+        try:
+            saver.batch_checkpoint(self._state, self._logger)
+        finally:
+            saver.save_interval = interval
+        self._look_for_checkpoint()
+
+    def _look_for_checkpoint(self) -> None:
+        """Composer tells nobody that it has saved: look whether it has."""
+        if not self._savers:
+            return
+        for place, saver in enumerate(self._savers):
+            if saver.last_checkpoint_batch is not self._seen[place]:
+                self._seen[place] = saver.last_checkpoint_batch
+                self._run.tell_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all hosts of the Trainer: Composer keeps one for each class, that of the last instance."""
+        return {"hosts": [each._own_state() for each in self._hosts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Kept until the run begins, which is as soon as Composer has loaded everything."""
+        self._saved = state
+
+    def _own_state(self) -> dict[str, Any]:
+        run = self._run
+        if run is None:
+            return {}
+        return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}

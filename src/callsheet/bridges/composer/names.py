@@ -1,0 +1,200 @@
+"""The names of Composer that host, guest and the drop-in names share: its forty events, what ours they are, and the base classes.
+
+Nothing here needs Composer. Its own order, as recorded from a run, is that of `Event`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+
+class Event(StrEnum):
+    """The events of Composer's loop. Equal to their values, and to Composer's own members of the same name."""
+
+    INIT = "init"
+    BEFORE_LOAD = "before_load"
+    AFTER_LOAD = "after_load"
+    FIT_START = "fit_start"
+    ITERATION_START = "iteration_start"
+    EPOCH_START = "epoch_start"
+    BEFORE_DATALOADER = "before_dataloader"
+    AFTER_DATALOADER = "after_dataloader"
+    BATCH_START = "batch_start"
+    BEFORE_TRAIN_BATCH = "before_train_batch"
+    BEFORE_FORWARD = "before_forward"
+    AFTER_FORWARD = "after_forward"
+    BEFORE_LOSS = "before_loss"
+    AFTER_LOSS = "after_loss"
+    BEFORE_BACKWARD = "before_backward"
+    AFTER_BACKWARD = "after_backward"
+    AFTER_TRAIN_BATCH = "after_train_batch"
+    BATCH_END = "batch_end"
+    BATCH_CHECKPOINT = "batch_checkpoint"
+    EPOCH_END = "epoch_end"
+    EPOCH_CHECKPOINT = "epoch_checkpoint"
+    ITERATION_END = "iteration_end"
+    ITERATION_CHECKPOINT = "iteration_checkpoint"
+    FIT_END = "fit_end"
+    EVAL_BEFORE_ALL = "eval_before_all"
+    EVAL_START = "eval_start"
+    EVAL_BATCH_START = "eval_batch_start"
+    EVAL_BEFORE_FORWARD = "eval_before_forward"
+    EVAL_AFTER_FORWARD = "eval_after_forward"
+    EVAL_BATCH_END = "eval_batch_end"
+    EVAL_END = "eval_end"
+    EVAL_AFTER_ALL = "eval_after_all"
+    EVAL_STANDALONE_START = "eval_standalone_start"
+    EVAL_STANDALONE_END = "eval_standalone_end"
+    PREDICT_START = "predict_start"
+    PREDICT_BATCH_START = "predict_batch_start"
+    PREDICT_BEFORE_FORWARD = "predict_before_forward"
+    PREDICT_AFTER_FORWARD = "predict_after_forward"
+    PREDICT_BATCH_END = "predict_batch_end"
+    PREDICT_END = "predict_end"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Event | None:
+        return cls._value2member_map_.get(str(value).lower()) if isinstance(value, str) else None  # type: ignore[return-value]
+
+    @property
+    def is_before_event(self) -> bool:
+        """Whether another event ends what this one begins."""
+        return self.value.startswith("before_") or "_before_" in self.value or self.value.endswith("_start")
+
+    @property
+    def is_after_event(self) -> bool:
+        """Whether it ends what another began."""
+        return self.value.startswith("after_") or "_after_" in self.value or self.value.endswith("_end")
+
+    @property
+    def is_eval(self) -> bool:
+        """Whether it is one of an evaluation."""
+        return self.value.startswith("eval")
+
+    @property
+    def is_predict(self) -> bool:
+        """Whether it is one of a prediction."""
+        return self.value.startswith("predict")
+
+
+COMPOSER_EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_run_start": ("init",),
+    "on_checkpoint_load_start": ("before_load",),
+    "on_checkpoint_load_end": ("after_load",),
+    "on_train_start": ("fit_start",),
+    "on_round_start": ("iteration_start",),
+    "on_epoch_start": ("epoch_start",),
+    "on_fetch_start": ("before_dataloader",),
+    "on_fetch_end": ("after_dataloader",),
+    "on_train_step_start": ("batch_start",),
+    "on_forward_backward_start": ("before_train_batch",),
+    "on_forward_start": ("before_forward",),
+    "on_forward_end": ("after_forward",),
+    "on_loss_start": ("before_loss",),
+    "on_loss_end": ("after_loss",),
+    "on_backward_start": ("before_backward",),
+    "on_backward_end": ("after_backward",),
+    "on_forward_backward_end": ("after_train_batch",),
+    "on_train_step_end": ("batch_end",),
+    "on_checkpoint_due": ("batch_checkpoint", "epoch_checkpoint", "iteration_checkpoint"),
+    "on_epoch_end": ("epoch_end",),
+    "on_round_end": ("iteration_end",),
+    "on_train_end": ("fit_end",),
+    "on_eval_all_start": ("eval_before_all", "eval_standalone_start"),
+    "on_eval_start": ("eval_start",),
+    "on_eval_step_start": ("eval_batch_start",),
+    "on_eval_forward_start": ("eval_before_forward",),
+    "on_eval_forward_end": ("eval_after_forward",),
+    "on_eval_step_end": ("eval_batch_end",),
+    "on_eval_end": ("eval_end",),
+    "on_eval_all_end": ("eval_after_all", "eval_standalone_end"),
+    "on_predict_start": ("predict_start",),
+    "on_predict_step_start": ("predict_batch_start",),
+    "on_predict_forward_start": ("predict_before_forward",),
+    "on_predict_forward_end": ("predict_after_forward",),
+    "on_predict_step_end": ("predict_batch_end",),
+    "on_predict_end": ("predict_end",),
+}
+"""Our event, and those of Composer that it is. Of several it is the one whose boundary, or whose kind of evaluation, is in hand; of
+`on_fetch_end` at the data's end, a left epoch's or round's end, and the start of one that is resumed in its midst it is none."""
+
+
+class Callback:
+    """The base of Composer's callbacks: override the methods of the events to be heard, or `run_event`, which then hears them all."""
+
+    def run_event(self, event: Event, state: Any, logger: Any) -> None:
+        """Told at every event; as it stands here it calls the event's own method."""
+        getattr(self, event.value)(state, logger)
+
+    def close(self, state: Any, logger: Any) -> None:
+        """The run is over, also where it failed."""
+
+    def post_close(self) -> None:
+        """Every callback has been closed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+def _heard(event: Event) -> Any:
+    def method(self: Any, state: Any, logger: Any) -> None: ...
+
+    method.__name__, method.__qualname__ = event.value, f"Callback.{event.value}"
+    method.__doc__ = f"Told at `Event.{event.name}`."
+    return method
+
+
+for _event in Event:
+    setattr(Callback, _event.value, _heard(_event))
+
+
+class LoggerDestination(Callback):
+    """The base of Composer's loggers: a callback that is also given what is logged."""
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Settings of the run, by name."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Numbers by name, at a step."""
+
+    def log_table(self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None) -> None:
+        """A table: one list of cells a row."""
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
+        mask_class_labels: dict[int, str] | None = None, use_table: bool = True,
+    ) -> None:  # fmt: skip
+        """Images, as one array or a sequence of them."""
+
+    def upload_file(self, state: Any, remote_file_name: str, file_path: Any, *, overwrite: bool) -> None:
+        """A file that was written."""
+
+    def can_upload_files(self) -> bool:
+        """Whether `upload_file` does anything."""
+        return False
+
+
+def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dict[str, float]:
+    """A record's values under the names that Composer gives them; `evaluated` are the names of the datasets."""
+    found = {}
+    for name, value in values.items():
+        family, _, rest = name.partition("/")
+        if name == "train/loss":
+            name = "loss/train/total"
+        elif family in evaluated:
+            name = f"metrics/{label_of_dataset(family)}/{rest}"
+        elif family == "lr":
+            name = "lr-" + rest.replace("/", "/group", 1)
+        found[name] = value
+    return found
+
+
+def label_of_dataset(name: str) -> str:
+    """What Composer calls a dataset that is evaluated: one that nobody named is `eval`."""
+    return "eval" if name == "validation" else name

@@ -1,0 +1,301 @@
+"""Composer's times, as its callbacks count with them: `Time`, `TimeUnit` and `Timestamp`, with its units, comparisons and errors."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+
+class TimeUnit(StrEnum):
+    """The units of a `Time`."""
+
+    ITERATION = "iter"
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"
+    DURATION = "dur"
+    SECOND = "sec"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TimeUnit | None:
+        return next((unit for unit in cls if str(value).lower() in (unit.value, unit.name.lower())), None)
+
+
+_CLOCK = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
+
+
+class Time:
+    """A number of one unit: whole, but for a fraction of a run's duration. Compares and counts with times of the same unit, strings, and
+    bare numbers, which take its unit.
+
+    Raises:
+        RuntimeError: two units meet.
+        TypeError: a fraction of anything but a duration.
+    """
+
+    __slots__ = ("unit", "value")
+
+    def __init__(self, value: float, unit: str | TimeUnit) -> None:
+        self.unit = TimeUnit(unit)
+        if self.unit is TimeUnit.DURATION:
+            value = float(value)
+        elif not isinstance(value, int):
+            raise TypeError(f"{value!r} {self.unit.value} is a {type(value).__name__}; give a whole number")
+        self.value: Any = value
+
+    @classmethod
+    def from_input(cls, given: Any, default_int_unit: TimeUnit | str | None = None) -> Time:
+        """A time from a time, a string, or a number and its unit."""
+        if isinstance(given, str):
+            return cls.from_timestring(given)
+        if isinstance(given, (int, float)):
+            if default_int_unit is None:
+                raise RuntimeError(f"{given!r} has no unit; give default_int_unit")
+            return cls(given, default_int_unit)
+        if hasattr(given, "unit") and hasattr(given, "value"):
+            return given if isinstance(given, Time) else cls(given.value, given.unit.value)
+        raise RuntimeError(f"{given!r} is no time")
+
+    @classmethod
+    def from_timestring(cls, text: str) -> Time:
+        """A time from `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ValueError for what is none."""
+        clock = _CLOCK.fullmatch(text.strip().lower())
+        if clock and any(clock.groups()):
+            hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+            return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
+        count = _COUNT.fullmatch(text.strip())
+        if count is None:
+            raise ValueError(f"{text!r} is no time; write a number and a unit, such as '10ba'")
+        number, unit = float(count[1]), TimeUnit(count[2])
+        if unit is TimeUnit.DURATION:
+            return cls(number, unit)
+        if number != int(number):
+            raise TypeError(f"{text!r}: {unit.value} is counted in whole numbers")
+        return cls(int(number), unit)
+
+    from_iteration = classmethod(lambda cls, number: cls(number, "iter"))
+    from_epoch = classmethod(lambda cls, number: cls(number, "ep"))
+    from_batch = classmethod(lambda cls, number: cls(number, "ba"))
+    from_sample = classmethod(lambda cls, number: cls(number, "sp"))
+    from_token = classmethod(lambda cls, number: cls(number, "tok"))
+    from_duration = classmethod(lambda cls, number: cls(number, "dur"))
+
+    def to_timestring(self) -> str:
+        """As it is written: `"10ba"`."""
+        return str(self)
+
+    def _of(self, other: Any, what: str) -> Any:
+        """The other's number, in this one's unit."""
+        time = Time.from_input(other, self.unit)
+        if time.unit is not self.unit:
+            raise RuntimeError(f"{self} and {time} cannot be {what}: their units differ")
+        return time.value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (int, float, str)) and not hasattr(other, "unit"):
+            return NotImplemented
+        return bool(self.value == self._of(other, "compared"))
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.value < self._of(other, "compared"))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.value <= self._of(other, "compared"))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.value > self._of(other, "compared"))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.value >= self._of(other, "compared"))
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.unit))
+
+    def __add__(self, other: Any) -> Time:
+        return Time(self.value + self._of(other, "added"), self.unit)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Time:
+        return Time(self.value - self._of(other, "subtracted"), self.unit)
+
+    def __rsub__(self, other: Any) -> Time:
+        return (-self).__add__(other)
+
+    def __neg__(self) -> Time:
+        return Time(-self.value, self.unit)
+
+    def __mod__(self, other: Any) -> Time:
+        return Time(self.value % self._of(other, "divided"), self.unit)
+
+    def __mul__(self, other: Any) -> Time:
+        if isinstance(other, (int, float)):
+            return Time(type(self.value)(self.value * other), self.unit)
+        other = Time.from_input(other, self.unit)
+        if TimeUnit.DURATION not in (self.unit, other.unit):
+            raise RuntimeError(f"{self} and {other}: one of two factors has to be a fraction of the duration")
+        unit = self.unit if other.unit is TimeUnit.DURATION else other.unit
+        product = self.value * other.value
+        return Time(product if unit is TimeUnit.DURATION else int(product), unit)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Time:
+        """By a number, a time of this unit; by a time, the fraction, whose unit is the duration."""
+        if isinstance(other, (int, float)):
+            return Time(type(self.value)(self.value / other), self.unit)
+        return Time(self.value / self._of(other, "divided"), TimeUnit.DURATION)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit.value}"
+
+    def __repr__(self) -> str:
+        return f"Time({self.value}, TimeUnit.{self.unit.name})"
+
+
+_UNITS = {
+    "iteration": TimeUnit.ITERATION,
+    "epoch": TimeUnit.EPOCH,
+    "batch": TimeUnit.BATCH,
+    "sample": TimeUnit.SAMPLE,
+    "token": TimeUnit.TOKEN,
+    "epoch_in_iteration": TimeUnit.EPOCH,
+    "token_in_iteration": TimeUnit.TOKEN,
+    "batch_in_epoch": TimeUnit.BATCH,
+    "sample_in_epoch": TimeUnit.SAMPLE,
+    "token_in_epoch": TimeUnit.TOKEN,
+}
+_CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+_NO_TIME = datetime.timedelta(0)
+
+
+class Timestamp:
+    """How far a run is, in every unit; it does not change, and the next one is a new one. Compares with times and strings by the counter
+    of their unit."""
+
+    iteration: Time
+    epoch: Time
+    batch: Time
+    sample: Time
+    token: Time
+    epoch_in_iteration: Time
+    token_in_iteration: Time
+    batch_in_epoch: Time
+    sample_in_epoch: Time
+    token_in_epoch: Time
+    total_wct: datetime.timedelta
+    iteration_wct: datetime.timedelta
+    epoch_wct: datetime.timedelta
+    batch_wct: datetime.timedelta
+
+    def __init__(self, **counted: Any) -> None:
+        for name in counted.keys() - {*_UNITS, *_CLOCKS}:
+            raise TypeError(f"a Timestamp has no {name!r}")
+        for name, unit in _UNITS.items():
+            time = Time.from_input(counted.get(name, 0), unit)
+            if time.unit is not unit:
+                raise ValueError(f"{name}={time} is not in {unit.value}")
+            setattr(self, name, time)
+        for name in _CLOCKS:
+            setattr(self, name, counted.get(name) or _NO_TIME)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bare counters."""
+        return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        Timestamp.__init__(self, **state)
+
+    def copy(self, **changes: Any) -> Timestamp:
+        """With other counters."""
+        return Timestamp(**self.state_dict() | {name: value for name, value in changes.items() if value is not None})
+
+    def get(self, unit: str | TimeUnit) -> Time:
+        """What is completed of a unit. Raises ValueError for a duration, which it does not know."""
+        unit = TimeUnit(unit)
+        if unit is TimeUnit.SECOND:
+            return Time(int(self.total_wct.total_seconds()), unit)
+        if unit is TimeUnit.DURATION:
+            raise ValueError("a timestamp does not know the run's duration")
+        time: Time = getattr(self, unit.name.lower())
+        return time
+
+    def _against(self, other: Any, how: Callable[[Any, Any], bool]) -> bool:
+        if isinstance(other, str):
+            other = Time.from_timestring(other)
+        if not hasattr(other, "unit"):
+            return NotImplemented  # type: ignore[no-any-return]  # what a comparison then hands on
+        return how(self.get(TimeUnit(other.unit.value)).value, other.value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Timestamp):
+            return self.state_dict() == other.state_dict()
+        return self._against(other, lambda a, b: a == b)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._against(other, lambda a, b: a < b)
+
+    def __le__(self, other: Any) -> bool:
+        return self._against(other, lambda a, b: a <= b)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._against(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._against(other, lambda a, b: a >= b)
+
+    __hash__ = None  # type: ignore[assignment]  # it equals times of several units, which have hashes of their own
+
+    def to_next_batch(self, samples: Any = 0, tokens: Any = 0, duration: datetime.timedelta | None = None) -> Timestamp:
+        """After one more batch."""
+        took, samples, tokens = duration or _NO_TIME, int(samples), int(tokens)
+        return self.copy(
+            batch=self.batch + 1,
+            batch_in_epoch=self.batch_in_epoch + 1,
+            sample=self.sample + samples,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token=self.token + tokens,
+            token_in_epoch=self.token_in_epoch + tokens,
+            token_in_iteration=self.token_in_iteration + tokens,
+            total_wct=self.total_wct + took,
+            iteration_wct=self.iteration_wct + took,
+            epoch_wct=self.epoch_wct + took,
+            batch_wct=took,
+        )
+
+    def to_next_epoch(self, duration: datetime.timedelta | None = None) -> Timestamp:
+        """After one more epoch: what is counted within it begins again."""
+        took = duration or _NO_TIME
+        return self.copy(
+            epoch=self.epoch + 1,
+            epoch_in_iteration=self.epoch_in_iteration + 1,
+            **dict.fromkeys(("batch_in_epoch", "sample_in_epoch", "token_in_epoch"), 0),
+            total_wct=self.total_wct + took,
+            iteration_wct=self.iteration_wct + took,
+            **dict.fromkeys(("epoch_wct", "batch_wct"), _NO_TIME),
+        )
+
+    def to_next_iteration(self, duration: datetime.timedelta | None = None) -> Timestamp:
+        """After one more iteration, which is a group of epochs."""
+        counters = ("epoch_in_iteration", "token_in_iteration", "batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+        return self.copy(
+            iteration=self.iteration + 1,
+            **dict.fromkeys(counters, 0),
+            total_wct=self.total_wct + (duration or _NO_TIME),
+            **dict.fromkeys(("iteration_wct", "epoch_wct", "batch_wct"), _NO_TIME),
+        )
+
+    def __repr__(self) -> str:
+        return f"Timestamp({', '.join(f'{name}={value}' for name, value in self.state_dict().items() if value)})"

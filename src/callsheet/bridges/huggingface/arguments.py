@@ -1,0 +1,84 @@
+"""What a Hugging Face guest is given in the place of its `TrainingArguments`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from callsheet.bridges.foreign import Facade
+from callsheet.callback import one_of
+from callsheet.context import Context
+
+_KNOWN = (
+    *("eval_strategy", "eval_steps", "eval_delay", "logging_strategy", "logging_steps", "logging_first_step", "save_strategy"),
+    *("save_steps", "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "max_steps", "disable_tqdm"),
+    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo", "push_to_hub"),
+)
+"""Arguments that have their usual values where nobody says others; what is not here and was not said is not carried."""
+_ARGUMENTS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+_STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy}
+
+
+class Arguments(Facade):
+    """The `args` of a guest: what was said, what decides when to log, evaluate and save, and what the run knows of itself."""
+
+    OF = "transformers' TrainingArguments"
+
+    def __init__(self, said: TrainingArguments | Mapping[str, Any] | None) -> None:
+        if isinstance(said, TrainingArguments):
+            said = {name: getattr(said, name) for name in _ARGUMENTS}
+        for name in said or ():
+            one_of("training argument", name, tuple(_ARGUMENTS))
+        self._said = dict(said or {})
+        values = {name: _usual(name) for name in _KNOWN} | self._said
+        for name, kind in _STRATEGIES.items():
+            values[name] = kind(one_of(name, getattr(values[name], "value", values[name]), tuple(each.value for each in kind)))
+        if values["eval_strategy"] == IntervalStrategy.STEPS and not values["eval_steps"]:
+            values["eval_steps"] = values["logging_steps"]
+        if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
+            values["metric_for_best_model"] = "loss"
+        if values["greater_is_better"] is None and values["metric_for_best_model"] is not None:
+            values["greater_is_better"] = not values["metric_for_best_model"].endswith("loss")
+        vars(self).update(values)
+
+    def _take(self, ctx: Context) -> None:
+        """What the run says; what was said goes before it."""
+        run = ctx.run
+        vars(self).update(
+            {
+                "output_dir": str(run.folder or ""),
+                "run_name": run.name,
+                "world_size": run.world_size,
+                "process_index": run.rank,
+                "local_process_index": run.ranks.local_rank,
+                "should_save": run.is_world_process_zero,
+                "should_log": run.is_world_process_zero,
+                "device": run.device,
+            }
+            | ({"eval_strategy": IntervalStrategy.EPOCH} if ctx.state.evaluators else {})
+            | {name: vars(self)[name] for name in self._said}
+        )
+        self._config = dict(run.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of them as plain data, and the run's configuration beside them."""
+        own = {name: getattr(value, "value", value) for name, value in vars(self).items() if not name.startswith("_")}
+        return {**self._config, **own}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The same, with words for what is no number."""
+        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+
+def _usual(name: str) -> Any:
+    field = _ARGUMENTS[name]
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

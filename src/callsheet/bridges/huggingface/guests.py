@@ -1,0 +1,376 @@
+"""Guests from Hugging Face: transformers' `TrainerCallback`s, heard in any run of callsheet."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy, speed_metrics
+
+from callsheet.bridges.foreign import Guest, Handler, logger
+from callsheet.bridges.huggingface.arguments import Arguments
+from callsheet.context import Context
+from callsheet.errors import NotCarried
+from callsheet.time import Timestamp, TimeUnit
+
+GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_data_init_end": ("on_init_end",),
+    "on_train_start": ("on_train_begin",),
+    "on_epoch_start": ("on_epoch_begin",),
+    "on_train_step_start": ("on_step_begin",),
+    "on_microbatch_start": ("on_substep_end",),  # that of the microbatch before it, so that a step's last one has none
+    "on_optimizer_step_start": ("on_pre_optimizer_step",),
+    "on_optimizer_step_end": ("on_optimizer_step",),
+    "on_train_step_end": ("on_step_end",),
+    "on_log": ("on_log",),
+    "on_eval_step_end": ("on_prediction_step",),
+    "on_eval_all_end": ("on_log", "on_evaluate"),  # both for each dataset in turn
+    "on_checkpoint_published": ("on_save",),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_train_end": ("on_log", "on_train_end"),
+    "on_test_step_end": ("on_prediction_step",),
+    "on_test_end": ("on_predict",),
+    "on_predict_step_end": ("on_prediction_step",),
+    "on_predict_end": ("on_predict",),
+}
+"""Our events, and those of the Hugging Face Trainer that a guest is told there, in this order."""
+
+_HEEDED: Mapping[str, frozenset[str]] = {
+    "on_init_end": frozenset(),
+    "on_train_begin": frozenset({"should_training_stop"}),
+    "on_epoch_begin": frozenset({"should_training_stop"}),
+    "on_log": frozenset({"should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"}),
+    "on_prediction_step": frozenset({"should_training_stop", "should_epoch_stop", "should_save"}),
+    "on_evaluate": frozenset({"should_training_stop", "should_epoch_stop", "should_save"}),
+    "on_save": frozenset({"should_training_stop", "should_epoch_stop"}),
+    "on_train_end": frozenset(),
+    "on_predict": frozenset(),
+}
+"""What of a control the Hugging Face Trainer still looks at when it was set there; at the other events all of it."""
+_FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
+
+
+def guest(
+    foreign: TrainerCallback,
+    *,
+    args: TrainingArguments | Mapping[str, Any] | None = None,
+    train_dataloader: Any = None,
+    eval_dataloader: Any = None,
+    processing_class: Any = None,
+    replicated: bool | None = None,
+    name: str = "",
+    phase: str = "measure",
+    strict: bool = True,
+) -> HuggingFaceGuest:
+    """A `transformers.TrainerCallback` as a callback of ours.
+
+    It is told what it would be told at home, in that order: `state` is a `TrainerState` of this run, `control` a `TrainerControl` that
+    asks this run to stop, save or evaluate, `logs` and `metrics` have the names that the Hugging Face Trainer gives them. Its `state()`
+    is in our checkpoints, with the best metric and the logs until then.
+
+    Args:
+        args: what its `args` are to say: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`.
+            Those of the run (`output_dir`, `run_name`, `world_size` ...) need not be said; `eval_strategy` is `epoch` where the run
+            evaluates and nobody says otherwise.
+        train_dataloader, eval_dataloader, processing_class: given to it as they are; a run does not know them.
+        replicated: whether it asks for the same on every rank, so that it is done at once; else when the ranks have agreed. None:
+            for transformers' own that drive the Trainer.
+        name, phase, strict: see `Guest`.
+
+    Raises:
+        NotCarried: it hears what is not told here; while training, it uses an argument that nobody has said, or asks for what this run
+            cannot do: to end an epoch early, or a log where none is made. The latter two are warnings with `strict=False`.
+        ConfigError: there is no such argument.
+
+    Example:
+        >>> from transformers import EarlyStoppingCallback
+        >>> stopper = guest(EarlyStoppingCallback(early_stopping_patience=2), args={"metric_for_best_model": "loss"})
+        >>> stopper.name
+        'EarlyStoppingCallback'
+    """
+    given = {"train_dataloader": train_dataloader, "eval_dataloader": eval_dataloader, "processing_class": processing_class}
+    return HuggingFaceGuest(foreign, args=args, given=given, replicated=replicated, name=name, phase=phase, strict=strict)
+
+
+class HuggingFaceGuest(Guest):
+    """See `guest`."""
+
+    FRAMEWORK = "the Hugging Face Trainer"
+    BASE = TrainerCallback
+    OWN = {
+        "on_checkpoint_load_start": "_begin_anew",
+        "on_data_init_end": "_take_run",
+        "on_train_start": "_begin_training",
+        "on_train_step_end": "_note_norm",
+        "on_log": "_take_record",
+        "on_eval_all_end": "_take_evaluation",
+        "on_checkpoint_due": "_ask_for_checkpoint",
+        "on_checkpoint_published": "_take_checkpoint",
+        "on_train_end": "_sum_up",
+    }
+    EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
+        "on_train_end": ("on_train_end",)  # its logs are told in _sum_up
+    }
+    NEVER = ("on_push_begin",)
+
+    control: TrainerControl
+    _parts: int
+    """Microbatches of the step in hand that have begun."""
+
+    def __init__(
+        self,
+        foreign: TrainerCallback,
+        *,
+        args: TrainingArguments | Mapping[str, Any] | None,
+        given: Mapping[str, Any],
+        replicated: bool | None,
+        name: str,
+        phase: str,
+        strict: bool,
+    ) -> None:
+        self.args = Arguments(args)
+        self._given = dict(given)
+        self._strict = strict
+        self._replicated = type(foreign).__module__ == "transformers.trainer_callback" if replicated is None else replicated
+        self._begin_anew()
+        super().__init__(foreign, name=name, phase=phase, strict=strict)
+        told = ("on_log", "on_evaluate")
+        self._tellers: dict[str, Callable[..., None]] = {
+            theirs: self.handler(theirs, getattr(foreign, theirs)) for theirs in told if self.hears(theirs)
+        }
+
+    def handler(self, theirs: str, method: Any) -> Handler:
+        """Called with args, state and control by place, and the rest by name."""
+        heeded = _HEEDED.get(theirs, frozenset(_FLAGS))
+        is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
+
+        def tell(ctx: Context, **more: Any) -> None:
+            self._look(ctx)
+            if is_substep:
+                self._parts += 1
+                if self._parts == 1:
+                    return
+            elif is_predict:
+                losses = ctx.eval_losses if ctx.has("eval_losses") else {}
+                more = {"metrics": {f"test_{name}": float(loss) for name, loss in losses.items()}}
+            answer = method(self.args, self.state, self.control, **self._given, **more)
+            if answer is not None:
+                self.control = answer
+            control = self.control
+            if (
+                control.should_training_stop
+                or control.should_epoch_stop
+                or control.should_save
+                or control.should_evaluate
+                or control.should_log
+            ):
+                self._carry(ctx, heeded)
+
+        return tell
+
+    # --- the state ---
+
+    def _begin_anew(self, ctx: Context | None = None) -> None:
+        """A run begins, which may not be the first."""
+        self.state, self.control = TrainerState(), TrainerControl()
+        self._is_training = False
+        self._step, self._parts = -1, 0
+        self._now: Timestamp | None = None
+        self._carried: set[str] = set()
+        self._save_kind = ""
+        self._norm: Any = None
+        self._logged_at, self._log_asked_at, self._loss_sum = 0, 0, 0.0
+        self._datasets: set[str] = set()
+
+    def _take_run(self, ctx: Context) -> None:
+        self.args._take(ctx)
+        self._given |= {"model": ctx.model, "optimizer": ctx.optimizer, "lr_scheduler": ctx.scheduler}
+        state = self.state
+        state.is_world_process_zero, state.is_local_process_zero = ctx.run.is_world_process_zero, ctx.run.is_local_process_zero
+        state.train_batch_size = getattr(self.args, "per_device_train_batch_size", None)
+        self._take_lengths(ctx)
+
+    def _take_lengths(self, ctx: Context) -> None:
+        """How long training will be, in steps and in epochs, as far as it is known; else longer than any."""
+        state, each, longest = self.state, ctx.state.epoch_batches, ctx.state.max_duration
+        self._last_step, epochs = sys.maxsize, None
+        if longest is not None and longest.unit is TimeUnit.BATCH:
+            self._last_step = int(longest.value)
+        elif longest is not None and longest.unit is TimeUnit.EPOCH:
+            epochs = math.ceil(longest.value)
+            self._last_step = epochs * each if each else sys.maxsize
+        state.max_steps = self.args.max_steps if self.args.max_steps > 0 else self._last_step
+        if epochs is None:
+            epochs = math.ceil(state.max_steps / each) if each and state.max_steps < sys.maxsize else sys.maxsize
+        state.num_train_epochs = epochs
+        state.compute_steps(self.args, state.max_steps)
+        self._steps_in_epoch = each or state.max_steps
+
+    def _begin_training(self, ctx: Context) -> None:
+        self._take_lengths(ctx)
+        self._look(ctx)
+        self.control._new_training()
+        self._carried.clear()
+        self._is_training = True
+        self._began, self._began_at, self._loss_sum = time.time(), self.state.global_step, 0.0
+        self._logged_at = self.state.global_step
+
+    def _look(self, ctx: Context) -> None:
+        """Bring state and control up to date."""
+        if ctx.step != self._step:
+            self._check_logged()
+            self._step, self._parts = ctx.step, 0
+            self.control._new_step()
+            self.control._new_epoch()  # that it was asked for has been refused, or warned of
+            self._save_kind = ""
+            if self._carried:
+                self._carried &= {"should_training_stop"}
+        now = ctx.state.timestamp
+        if now is not self._now:
+            self._now, state = now, self.state
+            state.global_step = now.batch
+            state.epoch = now.epoch + now.batch_in_epoch / self._steps_in_epoch
+            state.num_input_tokens_seen = now.token
+
+    # --- what it asks for ---
+
+    def _carry(self, ctx: Context, heeded: frozenset[str]) -> None:
+        """Pass on what its control says, once."""
+        for flag in _FLAGS:
+            if not getattr(self.control, flag) or flag in self._carried or flag not in heeded or not self._is_training:
+                continue
+            self._carried.add(flag)
+            if flag == "should_log":
+                self._log_asked_at = self.state.global_step
+            elif flag == "should_epoch_stop":
+                self._cannot("set control.should_epoch_stop, and an epoch cannot be ended early here")
+            elif flag == "should_save":
+                self._save_kind = "requested"
+            elif flag == "should_evaluate":
+                ctx.control.evaluate(f"{self.name} set control.{flag}", replicated=self._replicated)
+            elif self.state.global_step < self._last_step:  # there it ends without being asked
+                ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
+
+    def _ask_for_checkpoint(self, ctx: Context) -> None:
+        """Not before the evaluation at the same boundary, as at home."""
+        if self._save_kind and ctx.boundary != "before_eval":
+            kind, self._save_kind = self._save_kind, ""
+            ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
+
+    def _check_logged(self) -> None:
+        """A log that it asked for has been told, or never will be."""
+        if self._log_asked_at > self._logged_at:
+            asked, self._log_asked_at = self._log_asked_at, 0
+            self._cannot(f"set control.should_log after step {asked}, where no record is made; choose the run's log_interval so")
+
+    def _cannot(self, what: str) -> None:
+        if self._strict:
+            raise NotCarried(f"{self.name} {what}; or pass strict=False to go on without")
+        logger.warning("%s %s", self.name, what)
+
+    # --- logs, evaluations, checkpoints ---
+
+    def _note_norm(self, ctx: Context) -> None:
+        self._norm = ctx.grad_norm
+
+    def _log(self, ctx: Context, logs: dict[str, Any]) -> None:
+        """Keep and tell them."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control.should_log = False
+        self._carried.discard("should_log")
+        if tell := self._tellers.get("on_log"):
+            tell(ctx, logs=logs)
+
+    def _take_record(self, ctx: Context) -> None:
+        """A record under the names of the Hugging Face Trainer; what evaluations found was told with them."""
+        self._look(ctx)
+        logs: dict[str, Any] = {}
+        values = dict(ctx.record.values)
+        norm, rate = values.pop("train/grad_norm", None), values.pop("train/learning_rate", None)
+        if (loss := values.pop("train/loss", None)) is not None:
+            self._loss_sum += loss * (self.state.global_step - self._logged_at)
+            self._logged_at = self.state.global_step
+            logs["loss"] = loss
+            if (last := self._norm if self._norm is not None else norm) is not None:
+                logs["grad_norm"] = float(last)
+            logs["learning_rate"] = rate
+        for name, value in values.items():
+            family = name.partition("/")[0]
+            if family != "time" and family not in self._datasets:
+                logs[name.removeprefix("train/")] = value
+        if logs:
+            self._log(ctx, logs)
+
+    def _take_evaluation(self, ctx: Context) -> None:
+        """Logs and metrics of each dataset, then whether it is the best."""
+        self._look(ctx)
+        results = ctx.eval_results
+        self._datasets |= results.keys()
+        is_alone = {*ctx.state.evaluators, *results} == {"validation"}
+        found: dict[str, float] = {}
+        for dataset, values in results.items():
+            metrics = {f"eval_{name}" if is_alone else f"eval_{dataset}_{name}": value for name, value in values.items()}
+            found |= metrics
+            self._log(ctx, metrics)
+            self.control.should_evaluate = False
+            if tell := self._tellers.get("on_evaluate"):
+                tell(ctx, metrics=metrics)
+        if not ctx.standalone:
+            self._judge(found)
+
+    def _judge(self, found: Mapping[str, float]) -> None:
+        """Only now, as at home: at an evaluation the best is that of those before it."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return
+        value = found.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
+        if value is None:
+            return  # that dataset was not due
+        if state.best_metric is None:
+            state.best_metric = -math.inf if args.greater_is_better else math.inf
+        is_best = value > state.best_metric if args.greater_is_better else value < state.best_metric
+        if is_best:
+            state.best_metric = value
+            if args.save_strategy != SaveStrategy.NO:
+                state.best_global_step = state.global_step
+        if args.save_strategy == SaveStrategy.BEST:
+            self._save_kind = "best" if is_best else ""
+
+    def _take_checkpoint(self, ctx: Context) -> None:
+        self._look(ctx)
+        self.control.should_save = False
+        if ctx.checkpoint is not None and ctx.checkpoint.step == self.state.best_global_step:
+            self.state.best_model_checkpoint = ctx.checkpoint.path
+
+    def _sum_up(self, ctx: Context) -> None:
+        """The last log: how long training took, and its mean loss."""
+        self._look(ctx)
+        self._check_logged()
+        steps = self.state.global_step - self._began_at
+        samples = ctx.state.timestamp.sample - ctx.state.baseline.sample
+        logs = speed_metrics("train", self._began, num_samples=samples, num_steps=steps)
+        self._log(ctx, {**logs, "train_loss": self._loss_sum / max(steps, 0.001)})
+        self._is_training = False
+
+    # --- checkpoints of ours ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callback's own `state()`, and what the Hugging Face Trainer would keep for it."""
+        kept = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+        state = {name: getattr(self.state, name) for name in kept}
+        return {**state, "own": self.foreign.state()["attributes"] if isinstance(self.foreign, ExportableState) else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back; how the callback was made is as it is said now."""
+        for name, value in state.items():
+            if name != "own":
+                setattr(self.state, name, list(value) if name == "log_history" else value)
+        for name, value in state["own"].items():
+            setattr(self.foreign, name, value)

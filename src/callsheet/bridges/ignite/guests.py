@@ -1,0 +1,284 @@
+"""Ignite's handlers as guests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from ignite.engine import Events
+from ignite.metrics import Metric
+
+from callsheet.bridges.foreign import Guest, Handler, NotOnTheList, refuse_never
+from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, refuse_handler
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.errors import RegistrationError
+from callsheet.time import TimeUnit
+
+TOLD: Mapping[str, tuple[str, ...]] = {
+    "on_train_start": ("STARTED",),
+    "on_epoch_start": ("EPOCH_STARTED",),
+    "on_fetch_start": ("GET_BATCH_STARTED",),
+    "on_fetch_end": ("GET_BATCH_COMPLETED",),
+    "on_train_step_start": ("ITERATION_STARTED",),
+    "on_train_step_end": ("ITERATION_COMPLETED",),
+    "on_epoch_end": ("EPOCH_COMPLETED",),
+    "on_train_end": ("TERMINATE", "COMPLETED"),
+    "on_exception": ("EXCEPTION_RAISED",),
+    "on_eval_start": ("evaluator_started",),
+    "on_eval_step_start": ("evaluator_iteration_started",),
+    "on_eval_step_end": ("evaluator_iteration_completed",),
+    "on_eval_all_end": ("evaluators_completed",),
+}
+"""Our events, and those of Ignite's that a trainer is told at each; for evaluators, the moments at which several are."""
+
+OF_EVALUATORS: Mapping[str, tuple[Events, ...]] = {
+    "evaluator_started": (Events.STARTED, Events.EPOCH_STARTED),
+    "evaluator_iteration_started": (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED),
+    "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
+    "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
+}
+"""Those moments, and what is told of an evaluator then."""
+
+NEVER_OF_EVALUATORS = ("TERMINATE", "EXCEPTION_RAISED")
+"""Events that are told of a trainer alone."""
+
+
+def guest(
+    foreign: Any,
+    event: Any = None,
+    *,
+    to_save: Mapping[str, Any] | None = None,
+    name: str = "",
+    phase: str = "measure",
+    strict: bool = True,
+) -> Callback:
+    """Handlers of Ignite's as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
+
+    What needs more than that is attached to a `GuestEngine` as it would be to a trainer, and that engine is the guest.
+
+    The states of handlers that have a `state_dict` are saved and loaded with ours.
+
+    Args:
+        foreign: a handler with an `attach` that takes the engine alone; a handler that is called at `event`; or a `GuestEngine`.
+        event: an event of Ignite's, with or without filter, or several of them, joined by `|`.
+        to_save: what else is to be saved, by name, such as the model of an `EMAHandler`.
+        name: under which the state is kept; else that of the handler's class.
+        phase: where in each event's order it stands.
+        strict: whether it is an error that it hears something which is never told here; else a warning.
+
+    Raises:
+        NotCarried: the handler cannot work here, or hears what is never told; the message names it.
+        RegistrationError: what is given is no handler, or its engine is another guest already.
+
+    Example:
+        >>> from ignite.handlers import Timer
+        >>> timer = Timer()
+        >>> callback = guest(timer)
+    """
+    if isinstance(foreign, GuestEngine):
+        return IgniteGuest(foreign, to_save=to_save, name=name, phase=phase, strict=strict)
+    refuse_handler(foreign)
+    trainer = GuestEngine()
+    if event is not None:
+        trainer.add_event_handler(event, foreign)
+    elif hasattr(foreign, "attach"):
+        foreign.attach(trainer)
+    else:
+        raise RegistrationError(f"{foreign!r} has no attach(engine): say at which event it is called, guest(handler, event)")
+    return IgniteGuest(trainer, to_save=to_save, name=name or type(foreign).__name__, phase=phase, strict=strict)
+
+
+class IgniteGuest(Guest):
+    """See `guest`. `foreign` is the engine to which the handlers are attached."""
+
+    FRAMEWORK: ClassVar[str] = "Ignite"
+    EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = TOLD
+    OWN: ClassVar[Mapping[str, str]] = {"on_train_start": "_begin"}
+    NEVER: ClassVar[tuple[str, ...]] = ("DATALOADER_STOP_ITERATION", "TERMINATE_SINGLE_EPOCH", "INTERRUPT")
+
+    foreign: GuestEngine
+
+    def __init__(self, foreign: GuestEngine, *, to_save: Mapping[str, Any] | None, **options: Any) -> None:
+        if foreign.is_taken:
+            raise RegistrationError("this engine is a guest already: attach to it what is to be told, and give it once")
+        self._engines = [foreign, *foreign.evaluators.values()]
+        self._has_metrics = any(isinstance(owner, Metric) for owner in foreign.owners())
+        super().__init__(foreign, **options)
+        foreign.is_taken = True
+        self._to_save = dict(to_save or {})
+
+    def hears(self, theirs: str) -> bool:
+        """Whether a handler is attached for it."""
+        if theirs in OF_EVALUATORS:
+            events = OF_EVALUATORS[theirs]
+            if theirs == "evaluator_iteration_started":  # which counts
+                events += OF_EVALUATORS["evaluator_iteration_completed"]
+            return any(engine.hears(event) for engine in self.foreign.evaluators.values() for event in events)
+        return self.foreign.hears(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
+
+    def handler(self, theirs: str, method: Any) -> Handler:
+        """The methods below have Ignite's names for its events."""
+        handler: Handler = getattr(self, f"_{theirs.lower()}")
+        return handler
+
+    def _refuse(self, never: list[str], strict: bool) -> None:
+        hearers: dict[str, list[str]] = {}
+        for engine in self._engines:
+            for event in (*self.NEVER, *(() if engine is self.foreign else NEVER_OF_EVALUATORS)):
+                for handler, _, _ in engine._event_handlers[Events[event]]:
+                    hearers.setdefault(label_of_handler(handler), []).append(event)
+        for hearer, events in hearers.items():
+            refuse_never(hearer, events, self.FRAMEWORK, strict)
+
+    # --- the trainer's events ---
+
+    def _begin(self, ctx: Context) -> None:
+        engine, longest = self.foreign, ctx.state.max_duration
+        state = engine.state
+        state.epoch_length = ctx.state.epoch_batches
+        state.max_epochs = state.max_iters = None
+        if longest is not None and longest.unit is TimeUnit.EPOCH:
+            state.max_epochs = int(longest.value)
+        elif longest is not None and longest.unit is TimeUnit.BATCH:
+            state.max_iters = int(longest.value)
+        for each in self._engines:
+            each.should_terminate = False
+            each.told = frozenset(event.name for event in Events if each.hears(event))
+
+    def _at(self, ctx: Context) -> Any:
+        """The engine's state, where the loop is; None once a guest has terminated it."""
+        engine = self.foreign
+        if engine.should_terminate:
+            return None
+        engine.ctx = ctx
+        state = engine.state
+        state.iteration, state.epoch = ctx.step, ctx.epoch
+        return state
+
+    def _tell(self, event: Events, ctx: Context) -> None:
+        if self._at(ctx) is not None:
+            self.foreign._fire_event(event)
+
+    def _started(self, ctx: Context) -> None:
+        self._tell(Events.STARTED, ctx)
+
+    def _epoch_started(self, ctx: Context) -> None:
+        self._tell(Events.EPOCH_STARTED, ctx)
+
+    def _get_batch_started(self, ctx: Context) -> None:
+        state = self._at(ctx)
+        if state is not None and (state.epoch_length is None or ctx.state.timestamp.batch_in_epoch < state.epoch_length):
+            state.batch = None
+            self.foreign._fire_event(Events.GET_BATCH_STARTED)
+
+    def _get_batch_completed(self, ctx: Context) -> None:
+        state = self._at(ctx)
+        if state is not None and ctx.batch is not None:
+            state.batch = ctx.batch
+            self.foreign._fire_event(Events.GET_BATCH_COMPLETED)
+            if state.batch is not ctx.batch:
+                ctx.batch = state.batch
+
+    def _iteration_started(self, ctx: Context) -> None:
+        state = self._at(ctx)
+        if state is not None:
+            state.batch, state.output = ctx.batch, None
+            self.foreign._fire_event(Events.ITERATION_STARTED)
+            if state.batch is not ctx.batch:
+                raise NotOnTheList(
+                    "a guest may replace the batch of an Ignite engine at GET_BATCH_COMPLETED, not at ITERATION_STARTED"
+                )
+
+    def _iteration_completed(self, ctx: Context) -> None:
+        state = self._at(ctx)
+        if state is not None:
+            state.batch, state.output = ctx.batch, self.foreign.output(ctx)
+            self.foreign._fire_event(Events.ITERATION_COMPLETED)
+
+    def _epoch_completed(self, ctx: Context) -> None:
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # else it is left in its midst, which Ignite tells nobody
+            self._tell(Events.EPOCH_COMPLETED, ctx)
+            self._log(ctx, self.foreign, "ignite")
+
+    def _terminate(self, ctx: Context) -> None:
+        if self.foreign.should_terminate or ctx.control.stop_requested is not None:
+            self.foreign._fire_event(Events.TERMINATE)
+
+    def _completed(self, ctx: Context) -> None:
+        if self.foreign.should_terminate != "skip_completed":
+            self.foreign.state.iteration, self.foreign.state.epoch = ctx.step, ctx.epoch
+            self.foreign._fire_event(Events.COMPLETED)
+
+    def _exception_raised(self, ctx: Context) -> None:
+        try:
+            self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
+        except BaseException as raised:
+            if raised is not ctx.exception:  # to let it pass is to raise it again, in Ignite; here it passes by itself
+                raise
+
+    # --- the evaluators' ---
+
+    def _evaluator_started(self, ctx: Context) -> None:
+        engine = self.foreign.evaluators.get(ctx.eval_name)
+        if engine is not None:
+            self.foreign.ctx = ctx
+            state = engine.state
+            state.iteration, state.epoch, state.max_epochs = 0, 0, 1
+            engine._fire_event(Events.STARTED)
+            state.epoch = 1
+            engine._fire_event(Events.EPOCH_STARTED)
+
+    def _evaluator_iteration_started(self, ctx: Context) -> None:
+        engine = self.foreign.evaluators.get(ctx.eval_name)
+        if engine is not None:
+            state = engine.state
+            state.batch = None
+            engine._fire_event(Events.GET_BATCH_STARTED)
+            state.batch, state.output = ctx.batch, None
+            engine._fire_event(Events.GET_BATCH_COMPLETED)
+            state.iteration += 1
+            engine._fire_event(Events.ITERATION_STARTED)
+
+    def _evaluator_iteration_completed(self, ctx: Context) -> None:
+        engine = self.foreign.evaluators.get(ctx.eval_name)
+        if engine is not None:
+            engine.state.output = engine.output(ctx)
+            engine._fire_event(Events.ITERATION_COMPLETED)
+
+    def _evaluators_completed(self, ctx: Context) -> None:
+        self.foreign.ctx = ctx
+        for name, results in ctx.eval_results.items():
+            engine = self.foreign.evaluators.get(name)
+            if engine is not None:
+                engine.state.metrics.update(results)
+                engine._fire_event(Events.EPOCH_COMPLETED)
+                self._log(ctx, engine, name, known=results)
+                engine._fire_event(Events.COMPLETED)
+
+    def _log(self, ctx: Context, engine: GuestEngine, family: str, *, known: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """What metrics of Ignite's have found goes into the record."""
+        if found := {name: value for name, value in numbers(engine.state.metrics).items() if name not in known}:
+            ctx.log({f"{family}/{name}": value for name, value in found.items()})
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the handlers that have one, by their class's name, and of `to_save`."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give them back."""
+        for name, part in self._parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for engine in self._engines:
+            for owner in engine.owners():
+                if hasattr(owner, "state_dict") and not any(owner is part for part in parts.values()):
+                    kind = type(owner).__name__
+                    parts[kind if kind not in parts else f"{kind}-{sum(each.startswith(kind) for each in parts)}"] = owner
+        return parts | self._to_save

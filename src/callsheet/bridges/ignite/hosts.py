@@ -1,0 +1,455 @@
+"""callsheet's callbacks as a handler of an Ignite engine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint, ModelCheckpoint
+from ignite.handlers.checkpoint import CheckpointEvents
+from torch import nn
+
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.ignite.engine import numbers
+from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
+from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
+from callsheet.callback import Callback
+from callsheet.context import CheckpointInfo, Outcome
+from callsheet.control import Request
+from callsheet.errors import CheckpointError, ConfigError, NotCarried
+from callsheet.manager import CallbackManager, normalize_callbacks
+
+logger = logging.getLogger("callsheet")
+
+
+class IgniteHost:
+    """See `host`. In the `to_save` of an Ignite `Checkpoint`, it is the callbacks' states."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        model: nn.Module,
+        settings: Mapping[str, Any],
+        accumulate: int,
+        scaler: Any,
+        evaluators: Mapping[str, Engine],
+        evaluate: Callable[[], Any] | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._model = model
+        self._settings = settings
+        self._accumulate = accumulate
+        self._scaler = scaler
+        self._evaluators = evaluators
+        self._runs_evaluators = evaluate
+        self._strict = strict
+        self._trainer: Engine | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._files: set[str] = set()
+        """Those that the checkpoint handler has written before."""
+        self._run: HostedRun | None = None
+        self._last: HostedRun | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_first = True  # the step
+        self._microbatches = 0  # of it
+        self._in_epoch = False
+        self._is_waiting = False  # for what is evaluated of the epoch
+        self._dataset = ""  # that is being evaluated
+        self._told: set[str] = set()  # what has been evaluated since the last step, or the epoch's end
+        self._evaluates = self._saves = False  # because a callback has asked for it
+        self._is_due_told = False  # and nothing has been trained or saved since
+
+    def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
+        """Hear the trainer, and the evaluators.
+
+        Args:
+            trainer: the engine whose function trains the model.
+            checkpoint: writes the checkpoints that callbacks ask for; it may be attached to an engine itself. What it writes is told.
+
+        Raises:
+            ConfigError: a `ModelCheckpoint`, which does not know what to save, or no handler where a signal asks for a checkpoint;
+                or the host is attached already.
+        """
+        if self._trainer is not None:
+            raise ConfigError("this host is attached to an engine; make another for another")
+        if isinstance(checkpoint, ModelCheckpoint):
+            raise ConfigError("a ModelCheckpoint is told what to save only when it is called: give a Checkpoint")
+        if self._settings["signals"] and checkpoint is None:
+            raise ConfigError("preempt_signals= ask for a checkpoint before the run makes way: attach(trainer, checkpoint=...)")
+        self._trainer, self._checkpoint = trainer, checkpoint
+        for event in TOLD_AT:
+            trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
+        for name, evaluator in self._evaluators.items():
+            for event in TOLD_AT_EVALUATION:
+                evaluator.add_event_handler(event, getattr(self, f"_evaluation_{event.value}"), name)
+        if checkpoint is not None:
+            self._files = {file for _, file in checkpoint.state_dict()["_saved"]}
+            for engine in (trainer, *self._evaluators.values()):
+                if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
+                    engine.register_events(*CheckpointEvents)
+                engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._saved)
+        return self
+
+    # --- the run ---
+
+    def _started(self, trainer: Engine) -> None:
+        if self._run is not None:  # one that was interrupted, and is not gone on with
+            self._let_go()
+        self._forget()
+        model, optimizer = self._model, self._settings["optimizer"]
+        me = weakref.proxy(self)  # the run has to be forgotten with the engine and its handlers
+        self._run = self._last = run = HostedRun(
+            self.manager,
+            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            host="this Ignite engine",
+            max_duration=self._duration(trainer),
+            evaluates=(lambda: me._evaluate()) if self._runs_evaluators is not None else None,
+            able=("stop", "save") if self._checkpoint is not None else ("stop",),
+            saves=lambda requests: me._save(),
+            **self._settings,
+        )
+        run.signals.__enter__()
+        self._watch = watch = BackwardWatch(run.narrator, run.ctx, self._scaler)
+        self._model_hooks = ModelHooks(run.narrator, run.ctx, model)
+        self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, model)
+        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer)
+        hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
+        self._ends = weakref.finalize(self, _end, run, hooks)
+        run.losses = lambda: watch.total
+        run.checkpoints.loads = lambda: me._load()
+        never = NOT_TOLD + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
+        run.refuse(never, strict=self._strict, logger=logger)
+        run.begin()  # training is told with its first epoch: what is evaluated before stands on its own
+        self._stop_if_asked(run)
+
+    def _duration(self, trainer: Engine) -> str | None:
+        state, batches = trainer.state, self._accumulate
+        if state.epoch_length is not None and state.epoch_length % batches:
+            raise NotCarried(
+                f"a step of accumulate={batches} iterations reaches over the end of an epoch of {state.epoch_length}, where callbacks"
+                " are told that all steps are over; give the engine an epoch_length that it divides"
+            )
+        if state.max_iters is not None:
+            return f"{state.max_iters // batches}ba"
+        return f"{state.max_epochs}ep" if state.max_epochs is not None else None
+
+    def _completed(self, trainer: Engine) -> None:
+        run = self._run
+        if run is not None:
+            self._go_on(run)
+            run.narrator.start("round")  # if there was no epoch to train
+            self._leave_step(run)
+            run.tell_the_rest()
+            run.finish()
+            self._let_go()
+
+    def _interrupt(self, trainer: Engine) -> None:
+        """The run may be gone on with; if it is not, this is how it ended."""
+        if self._run is not None:
+            self._run.lifetime.outcome = Outcome.INTERRUPTED
+
+    def _terminate(self, trainer: Engine) -> None:
+        """Somebody has stopped the training, or it has made all of its `max_iters`."""
+        run, state = self._run, trainer.state
+        if run is None:
+            return
+        if state.max_iters is None or state.iteration < state.max_iters:
+            run.control.agree(Request("stop", "the engine was terminated", "Engine.terminate"))
+        if trainer.should_terminate == "skip_completed":
+            self._completed(trainer)
+
+    def _exception_raised(self, error: BaseException) -> None:
+        """Without the engine: Ignite finds it no more when an interrupted run is thrown away with it."""
+        run, trainer = self._run, self._trainer
+        assert trainer is not None
+        if run is not None:
+            if isinstance(error, GeneratorExit):
+                run.lifetime.end(Outcome.INTERRUPTED)
+            else:
+                run.fail(error)
+            self._let_go()
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # nobody else would have kept it from coming out
+            raise error
+
+    def _let_go(self) -> None:
+        self._ends()
+        self._run = None
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None or run.boundaries.is_making_way:
+            assert self._trainer is not None
+            self._trainer.terminate()
+
+    # --- epochs and steps ---
+
+    def _epoch_started(self, trainer: Engine) -> None:
+        run = self._run
+        if run is not None:
+            self._go_on(run)
+            if not trainer.should_terminate:
+                self._in_epoch = True
+                run.narrator.start("epoch")
+
+    def _get_batch_started(self, trainer: Engine) -> None:
+        run = self._run
+        if run is None or self._microbatches:  # within a step
+            return
+        if self._told or self._is_waiting:
+            self._go_on(run)
+        self._is_due_told = False
+        narrator = run.narrator
+        narrator.listen()
+        self._model_hooks.listen(narrator.hears("forward"))
+        narrator.start("fetch")
+        run.ctx.batch = None
+
+    def _get_batch_completed(self, trainer: Engine) -> None:
+        run = self._run
+        if run is None or self._microbatches:
+            return
+        run.ctx.batch = batch = trainer.state.batch
+        run.narrator.end("fetch")
+        if run.ctx.batch is not batch:
+            trainer.state.batch = run.ctx.batch
+
+    def _iteration_started(self, trainer: Engine) -> None:
+        run = self._run
+        if run is None:
+            return
+        narrator, ctx, watch = run.narrator, run.ctx, self._watch
+        watch.is_on = True
+        if not self._microbatches:
+            if trainer.state.dataloader is None:  # the function makes its own
+                self._get_batch_started(trainer)
+                self._get_batch_completed(trainer)
+            run.counted = (0, 0)
+            watch.total, self._optimizer_hooks.has_stepped = None, False
+            narrator.start("train_step")
+        self._microbatches += 1
+        ctx.batch = batch = trainer.state.batch
+        samples, tokens = counts_of(batch)
+        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+        if narrator.hears("microbatch"):
+            ctx.microbatch = batch
+            narrator.start("microbatch")
+            if ctx.microbatch is not batch:
+                trainer.state.batch = ctx.microbatch
+
+    def _iteration_completed(self, trainer: Engine) -> None:
+        run = self._run
+        if run is None or not self._microbatches:
+            return
+        self._watch.is_on = False
+        if trainer.state.iteration % self._accumulate:
+            run.narrator.end("microbatch")
+            return
+        self._microbatches = 0
+        run.step_skipped = not self._optimizer_hooks.has_stepped
+        run.end_step()
+        self._is_due_told = True
+        if self._is_first:
+            self._is_first = False
+            self._check_first(run)
+        if run.control.pending or run.boundaries.is_making_way:
+            self._stop_if_asked(run)
+
+    def _check_first(self, run: HostedRun) -> None:
+        if not self._optimizer_hooks.has_stepped:
+            if self._scaler is not None:  # it leaves steps out until it has found its scale
+                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+            elif self._strict:
+                raise NotCarried(
+                    f"the engine has not stepped the optimizer in its first {f'{self._accumulate} iterations' if self._accumulate > 1 else 'iteration'};"
+                    " say with accumulate= how many it takes for a step, and give host the optimizer that it steps"
+                )
+        run.check_carried(strict=self._strict, logger=logger)
+
+    def _epoch_completed(self, trainer: Engine) -> None:
+        run = self._run
+        if run is None or not self._in_epoch:
+            return
+        self._go_on(run)
+        self._in_epoch = False
+        self._leave_step(run)
+        if metrics := numbers(trainer.state.metrics):
+            run.ctx.log({f"ignite/{name}": value for name, value in metrics.items()})
+        run.close_epoch(is_whole=True)
+        self._is_waiting = True
+        if not self._evaluators or run.control.stop_requested is not None:
+            self._reach(run)
+
+    def _leave_step(self, run: HostedRun) -> None:
+        """The engine goes on without the iterations that the step in hand would still take; the narrator ends it."""
+        if self._microbatches:
+            self._microbatches, self._watch.is_on = 0, False
+            run.step_skipped = not self._optimizer_hooks.has_stepped
+
+    def _reach(self, run: HostedRun) -> None:
+        """The boundary after an epoch, which waits for what is evaluated of it."""
+        if self._is_waiting:
+            self._is_waiting = False
+            run.boundaries.reach("epoch")
+            self._is_due_told = True
+            self._stop_if_asked(run)
+
+    def _terminate_single_epoch(self, trainer: Engine, iter_counter: int) -> None:
+        """The engine counts an epoch that it leaves as one that it has made."""
+        self._epoch_completed(trainer)
+
+    def _go_on(self, run: HostedRun) -> None:
+        """The trainer does: what was evaluated is, and anew what is evaluated next."""
+        if run.eval_narrator.is_open("eval_all"):
+            self._end_evaluation(run)
+        self._reach(run)
+        self._is_due_told = False
+        if self._told:
+            self._told = set()
+
+    def _catch_up(self) -> None:
+        """Another handler of the event that the trainer, or an evaluator, is telling comes before the host's own: be there first."""
+        trainer, name = self._trainer, self._dataset
+        if self._run is None or trainer is None:
+            return
+        if name and self._evaluators[name].last_event_name == Events.COMPLETED:
+            self._evaluation_completed(self._evaluators[name], name)
+        elif trainer.last_event_name == Events.ITERATION_COMPLETED:
+            self._iteration_completed(trainer)
+        elif trainer.last_event_name == Events.EPOCH_COMPLETED:
+            self._epoch_completed(trainer)
+
+    # --- evaluations ---
+
+    def _evaluate(self) -> dict[str, Any]:
+        """A callback has asked for it; the evaluators tell it themselves."""
+        assert self._runs_evaluators is not None
+        assert self._run is not None
+        self._evaluates = True
+        try:
+            self._runs_evaluators()
+            if self._run.eval_narrator.is_open("eval_all"):
+                self._end_evaluation(self._run)
+        finally:
+            self._evaluates = False
+        return {}
+
+    def _evaluation_started(self, evaluator: Engine, name: str) -> None:
+        self._catch_up()
+        run = self._run
+        if run is None or name in self._told or (self._told and not run.eval_narrator.is_open("eval_all")):
+            return  # between two steps there is one evaluation, and this is another
+        self._dataset = name
+        self._told.add(name)
+        spans = run.eval_spans.eval_forward
+        self._judging_hooks.listen(spans.starts is not None or spans.ends is not None)
+        run.begin_evaluation(name, standalone=not run.narrator.is_open("train"))
+
+    def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:
+        if self._dataset == name and self._run is not None:
+            self._run.eval_ctx.batch = evaluator.state.batch
+            self._run.eval_narrator.start("eval_step")
+
+    def _evaluation_iteration_completed(self, evaluator: Engine, name: str) -> None:
+        if self._dataset == name and self._run is not None:
+            self._run.eval_narrator.end("eval_step")
+
+    def _evaluation_completed(self, evaluator: Engine, name: str) -> None:
+        run = self._run
+        if run is None or self._dataset != name:
+            return
+        self._dataset = ""
+        self._judging_hooks.remove()
+        run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+        run.end_dataset(name, numbers(evaluator.state.metrics))
+        if self._told == self._evaluators.keys():
+            self._end_evaluation(run)
+
+    def _end_evaluation(self, run: HostedRun) -> None:
+        run.end_evaluation()
+        if self._evaluates:  # who asked tells the rest
+            return
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        if self._is_waiting:
+            run.control.done("evaluate")  # what a callback has asked for meanwhile is made
+            self._reach(run)
+            return
+        run.boundaries.tell_checkpoint_due("step")
+        self._is_due_told = True
+        self._stop_if_asked(run)
+
+    # --- checkpoints ---
+
+    def _save(self) -> None:
+        """A callback has asked for it."""
+        assert self._checkpoint is not None
+        self._saves = True
+        try:
+            self._checkpoint(self._trainer)
+        finally:
+            self._saves = False
+
+    def _saved(self, engine: Engine) -> None:
+        """A checkpoint handler of this engine has written a file: tell it, if it is the one that was given."""
+        assert self._checkpoint is not None
+        files = {file for _, file in self._checkpoint.state_dict()["_saved"]}
+        written, self._files = files - self._files, files
+        run = self._run
+        if run is None or not written or not (self._saves or self._is_due_told or not run.narrator.is_open("train")):
+            return
+        self._is_due_told = False
+        folder = getattr(self._checkpoint.save_handler, "dirname", "")
+        run.tell_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # our part was in it
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callbacks' states, and how far the run is: for the `to_save` of a `Checkpoint`, beside the model, the optimizer and the
+        trainer."""
+        self._catch_up()
+        if self._run is not None:
+            self._reach(self._run)
+        run = self._last
+        if self._loaded is not None or run is None:
+            return dict(self._loaded or {})
+        return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next run goes on from there; the trainer has to be given its own state from the same checkpoint."""
+        self._loaded = state or None
+
+    def _load(self) -> CheckpointInfo | None:
+        run, trainer, loaded = self._run, self._trainer, self._loaded
+        assert run is not None
+        assert trainer is not None
+        self._loaded = None
+        step, epoch = trainer.state.iteration // self._accumulate, trainer.state.epoch
+        if loaded is None:
+            if step:
+                logger.warning("%s goes on from step %d, and was given no state of callbacks", run.host, step)
+                now = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
+                run.state.timestamp = run.state.baseline = now
+            return None
+        run.state.load_state_dict(loaded["state"])
+        run.manager.load_state_dict(loaded["callbacks"])
+        run.records.load_state_dict(loaded["records"])
+        if run.state.timestamp.batch != step:
+            raise CheckpointError(
+                f"the callbacks' states are of step {run.state.timestamp.batch}, and the engine goes on from {step}: load both from one"
+                ' checkpoint, Checkpoint.load_objects({"trainer": trainer, "callsheet": host, ...}, path)'
+            )
+        return CheckpointInfo("", step, epoch, "periodic")
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Also when the program ends, or the engine is forgotten in the midst of a run."""
+    for hook in hooks:
+        hook.remove()
+    run.signals.__exit__(None, None, None)
+    run.lifetime.end(Outcome.INTERRUPTED if run.lifetime.outcome is Outcome.INTERRUPTED else Outcome.FAILED)

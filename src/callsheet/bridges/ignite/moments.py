@@ -1,0 +1,57 @@
+"""Which of Ignite's events tells which of ours, where callsheet's callbacks are attached to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ignite.engine import Events
+
+TOLD_AT: Mapping[Events, tuple[str, ...]] = {
+    Events.STARTED: (
+        "on_run_start",
+        "on_checkpoint_load_start",
+        "on_checkpoint_load_end",
+        "on_data_init_start",
+        "on_data_init_end",
+    ),
+    Events.EPOCH_STARTED: ("on_train_start", "on_round_start", "on_epoch_start"),
+    Events.GET_BATCH_STARTED: ("on_fetch_start",),
+    Events.GET_BATCH_COMPLETED: ("on_fetch_end",),
+    Events.ITERATION_STARTED: ("on_train_step_start", "on_microbatch_start"),
+    Events.ITERATION_COMPLETED: ("on_microbatch_end", "on_train_step_end", "on_log", "on_checkpoint_due"),
+    Events.TERMINATE_SINGLE_EPOCH: ("on_epoch_end",),
+    Events.EPOCH_COMPLETED: ("on_epoch_end", "on_log", "on_checkpoint_due"),
+    Events.INTERRUPT: (),
+    Events.TERMINATE: (),
+    Events.COMPLETED: ("on_round_end", "on_train_end", "on_run_end"),
+    Events.EXCEPTION_RAISED: ("on_exception", "on_run_end"),
+}
+"""The trainer's events, and what is told at each; what stands between a step's start and its end is heard from PyTorch."""
+
+TOLD_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
+    Events.STARTED: ("on_eval_all_start", "on_eval_start"),
+    Events.ITERATION_STARTED: ("on_eval_step_start",),
+    Events.ITERATION_COMPLETED: ("on_eval_step_end",),
+    Events.COMPLETED: ("on_eval_end", "on_eval_all_end"),
+}
+"""The same for an evaluator's."""
+
+NOT_TOLD = (
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    "on_predict_end",
+)
+"""Events that Ignite has no moment for."""
+
+OF_EVALUATIONS = (
+    *(
+        "on_eval_all_start",
+        "on_eval_start",
+        "on_eval_step_start",
+        "on_eval_forward_start",
+        "on_eval_forward_end",
+        "on_eval_step_end",
+    ),
+    *("on_eval_end", "on_eval_all_end"),
+)
+OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")

@@ -1,0 +1,302 @@
+"""InstructLab's hooks as spans of the lifecycle: what `callsheet.bridges.instructlab.host` gives.
+
+Everything here runs on the thread that InstructLab tells its callbacks on: training goes on meanwhile, so there is no model to look at,
+nobody to ask for anything, and no other rank to speak with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from callsheet.background import inner
+from callsheet.bridges.instructlab import NOT_SEEN, NOT_TOLD, names
+from callsheet.bridges.instructlab.names import TrainingContext
+from callsheet.bridges.instructlab.reads import reads_of
+from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
+from callsheet.callback import Callback, label_of
+from callsheet.context import Outcome
+from callsheet.distributed import read_ranks
+from callsheet.errors import NotCarried
+from callsheet.lifecycle import EVENTS
+from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.transport.payload import open_payload, pack
+
+logger = logging.getLogger("callsheet")
+
+_REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.accumulate", "control.load")
+
+
+def host_of(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> Any:
+    """See `callsheet.bridges.instructlab.host`."""
+    try:
+        base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
+    except ImportError:  # it is not there, or not all that it needs: then nobody imports it
+        base = names.TrainerCallback
+    return _class_over(base)(Teller(callbacks, strict=strict))
+
+
+@functools.cache
+def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
+    """The class that InstructLab is given. It sends the source of a class to its ranks, to be executed there and called without arguments:
+    so the class names nothing but its base outside its methods."""
+
+    class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
+        """callsheet's callbacks, as one of InstructLab's."""
+
+        def __init__(self, teller=None):  # type: ignore[no-untyped-def]
+            if teller is None:  # made anew, on a rank
+                from callsheet.bridges.instructlab.hosts import Teller
+
+                teller = Teller.arrived()
+            self.teller = teller
+
+        def sent(self):  # type: ignore[no-untyped-def]
+            return self.teller.sent()
+
+        def on_train_begin(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_train_begin(context)
+
+        def on_epoch_begin(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_epoch_begin(context)
+
+        def on_step_begin(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_step_begin(context)
+
+        def on_before_forward(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_before_forward(context)
+
+        def on_after_backward(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_after_backward(context)
+
+        def on_pre_optimizer_step(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_pre_optimizer_step(context)
+
+        def on_optimizer_step(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_optimizer_step(context)
+
+        def on_log(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_log(context)
+
+        def on_evaluate(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_evaluate(context)
+
+        def on_save(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_save(context)
+
+        def on_step_end(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_step_end(context)
+
+        def on_epoch_end(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_epoch_end(context)
+
+        def on_train_end(self, context):  # type: ignore[no-untyped-def]
+            self.teller.on_train_end(context)
+
+    return CallsheetCallback
+
+
+def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Callable[[Any, TrainingContext], None]:
+    """Nothing where there is no run. An error of a callback fails the run."""
+
+    @functools.wraps(method)
+    def told(self: Teller, context: TrainingContext) -> None:
+        if (run := self._run) is None:
+            return
+        try:
+            method(self, run, context)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    return told
+
+
+class Teller:
+    """Hears InstructLab's hooks, and tells the lifecycle. A run is from one `on_train_begin` to its `on_train_end`."""
+
+    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._run: HookedRun | None = None
+        self._saved: TrainingContext | None = None  # after an epoch's last step, until the epoch is over
+        self._is_between = False  # two steps
+        self._let_go: Callable[[], object] = lambda: None
+        self._refuse()
+
+    # --- on their way to the ranks ---
+
+    @contextmanager
+    def sent(self) -> Iterator[None]:
+        """While this lasts, ranks that are started are sent the callbacks: their arguments and states, by callsheet's transport."""
+        for event in EVENTS:
+            for each in self.manager.list_callbacks(event):
+                if not isinstance(each, Callback):
+                    raise NotCarried(
+                        f"the function {getattr(each, '__name__', each)} is not sent to ranks; make it a method of a Callback"
+                    )
+        before = dict(os.environ)
+        with pack(self.manager.callbacks, extra={"strict": self._strict}).post() as variables:
+            os.environ.update(variables)
+            try:
+                yield
+            finally:
+                for name in variables:
+                    os.environ.pop(name, None)
+                    if name in before:
+                        os.environ[name] = before[name]
+
+    @classmethod
+    def arrived(cls) -> Teller:
+        """On a rank: what was sent."""
+        arrived = open_payload(os.environ)
+        return cls(arrived.callbacks, strict=bool(arrived.extra["strict"]))
+
+    # --- what cannot be carried ---
+
+    def _refuse(self) -> None:
+        edges = {"on_run_start", "on_run_end"}
+        told = {
+            id(each)
+            for event in EVENTS
+            if event not in {*edges, *NOT_TOLD, *NOT_SEEN}
+            for each in self.manager.list_callbacks(event)
+        }
+        catch_all = {id(each) for each in self.manager.callbacks if type(inner(each)).on_event is not Callback.on_event}
+        for event in (*NOT_SEEN, *NOT_TOLD):
+            for each in self.manager.list_callbacks(event):
+                if id(each) not in catch_all and (event in NOT_SEEN or id(each) not in told):
+                    self._not_carried(each, f"hears {event}, which {HOST} never tells")
+        for each in self.manager.callbacks:
+            reads = reads_of(each)
+            if missing := [name for name in NOT_GIVEN if any(read.split(".")[0] == name for read in reads)]:
+                self._not_carried(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} gives no callback")
+            if asks := [request for request in _REQUESTS if request in reads]:
+                self._not_carried(each, f"may call ctx.{', ctx.'.join(asks)}, and nobody can ask {HOST} for anything")
+            if each.collective and read_ranks().world_size > 1:
+                self._not_carried(each, f"calls collectives, which would meet those of {HOST}")
+
+    def _not_carried(self, callback: Any, why: str) -> None:
+        name = label_of(callback) if isinstance(callback, Callback) else getattr(callback, "__name__", repr(callback))
+        message = f"{name} {why}"
+        if self._strict:
+            raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without that")
+        logger.warning("%s", message)
+
+    # --- InstructLab's hooks ---
+
+    def on_train_begin(self, context: TrainingContext) -> None:
+        """Begin a run."""
+        self._let_go()  # one that an exception had left
+        self._run = run = HookedRun(self.manager, context, is_strict=self._strict)
+        self._let_go = weakref.finalize(self, _end, run)
+        try:
+            run.begin(context)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @_in_a_run
+    def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
+        """An epoch begins."""
+        run.go_to(context)
+        run.narrator.start("epoch")
+
+    @_in_a_run
+    def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
+        """A step begins."""
+        run.go_to(context)
+        self._is_between = False
+        run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
+        run.narrator.listen()
+        run.narrator.start("fetch")
+        run.narrator.end("fetch")
+        run.narrator.start("train_step")
+
+    @_in_a_run
+    def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
+        """A microbatch begins."""
+        run.narrator.start("microbatch")
+        run.narrator.start("forward")
+
+    @_in_a_run
+    def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
+        """It is through: forward, loss and backward are told to be over."""
+        run.narrator.end("microbatch")
+
+    @_in_a_run
+    def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
+        """All microbatches are through, and the step's loss is known."""
+        if context.loss is not None and run.is_heard():
+            run.loss = torch.tensor(context.loss)
+        run.narrator.start("clip_gradients")
+
+    @_in_a_run
+    def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
+        """The parameters have moved."""
+        run.narrator.end("clip_gradients")
+        run.narrator.start("optimizer_step")
+        run.narrator.end("optimizer_step")
+
+    @_in_a_run
+    def on_log(self, run: HookedRun, context: TrainingContext) -> None:
+        """The step's numbers are known: it ends here, and its record is told."""
+        run.end_step(context)
+        run.tell_record(context)
+
+    @_in_a_run
+    def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
+        """An evaluation is over."""
+        run.tell_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
+
+    @_in_a_run
+    def on_save(self, run: HookedRun, context: TrainingContext) -> None:
+        """A checkpoint stands: add the callbacks' states to it. After an epoch's last step it is the epoch's own, and told after that."""
+        if not run.narrator.is_open("epoch"):
+            run.narrator.end("round")
+            run.tell_checkpoint(context, "round")
+        elif self._is_between:
+            self._saved = context
+        else:
+            run.tell_checkpoint(context, "step")
+
+    @_in_a_run
+    def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """The step was told to be over before its record; what follows is the epoch's."""
+        self._is_between = True
+
+    @_in_a_run
+    def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """The epoch is over."""
+        run.state.timestamp = run.state.timestamp.next_epoch()
+        run.narrator.end("epoch")
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            run.tell_checkpoint(saved, "epoch")
+
+    @_in_a_run
+    def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """Training is over; in the midst of an epoch InstructLab was asked to make way."""
+        run.finish(context)
+        self._run = None
+        self._let_go()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(error)
+            self._run = None
+            self._let_go()
+
+
+def _end(run: HookedRun) -> None:
+    """The host is forgotten, or the program ends: a run that was left by an exception has failed."""
+    run.lifetime.end(Outcome.FAILED)

@@ -1,0 +1,251 @@
+"""InstructLab Training's callbacks by their own names: the base class, what it is given, and the manager, whether that is installed or not.
+
+`callsheet.compat.instructlab` has them for code that was written for it. A callback of either base, this one or the installed package's, is
+taken wherever one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from callsheet.lanes import Lane, LaneOptions, close, drain
+from callsheet.snapshot import copied
+
+logger = logging.getLogger("callsheet")
+
+HOOK_NAMES: tuple[str, ...] = (
+    *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_before_forward", "on_after_backward", "on_pre_optimizer_step"),
+    *("on_optimizer_step", "on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end", "on_train_end"),
+)
+"""All hooks, in the order in which a run with one of everything has them."""
+
+_HOOKS = frozenset(HOOK_NAMES)
+_PATIENCE_SECONDS = 10.0
+
+
+@dataclass
+class TrainingContext:
+    """What a hook is given: a copy of its own, of how training stands.
+
+    `step` counts from 1 and is the same at a step's begin and end, `epoch` counts from 0. What is not known yet is None. What was known
+    once stays: at `on_step_begin` the loss is still the last step's.
+    """
+
+    hook_name: str = ""
+    step: int = 0
+    epoch: int = 0
+    total_samples: int = 0
+    total_tokens: int = 0
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    elapsed_time: float | None = None
+    overall_throughput: float | None = None
+    cuda_mem_allocated: float | None = None
+    batch_metrics: dict[str, Any] = field(default_factory=dict)
+    val_metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint_path: str | None = None
+    output_dir: str = ""
+    model_name_or_path: str = ""
+    max_epochs: int = 0
+    world_size: int = 1
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+_FIELDS = frozenset(each.name for each in fields(TrainingContext))
+
+
+class TrainerCallback:
+    """The base of InstructLab's callbacks: override the hooks to be heard. They see what training does, and cannot change it.
+
+    A hook may be `async`. It is called on every rank: look at `context.is_world_process_zero` before anything that should be done once.
+
+    Example:
+        >>> class Progress(TrainerCallback):
+        ...     def on_log(self, context):
+        ...         if context.is_world_process_zero:
+        ...             print(context.step, context.loss)
+    """
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the constructor's arguments, so that it can be made anew on each rank."""
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        self = super().__new__(cls)
+        self._arguments = (args, kwargs)
+        return self
+
+    def on_train_begin(self, context: TrainingContext) -> Any:
+        """Training begins, or goes on after a resume."""
+
+    def on_epoch_begin(self, context: TrainingContext) -> Any:
+        """An epoch begins."""
+
+    def on_step_begin(self, context: TrainingContext) -> Any:
+        """A step begins."""
+
+    def on_before_forward(self, context: TrainingContext) -> Any:
+        """Before each microbatch's forward."""
+
+    def on_after_backward(self, context: TrainingContext) -> Any:
+        """After each microbatch's backward."""
+
+    def on_pre_optimizer_step(self, context: TrainingContext) -> Any:
+        """All gradients are there, and not clipped yet."""
+
+    def on_optimizer_step(self, context: TrainingContext) -> Any:
+        """The optimizer has stepped."""
+
+    def on_log(self, context: TrainingContext) -> Any:
+        """The step's numbers are known."""
+
+    def on_evaluate(self, context: TrainingContext) -> Any:
+        """`val_metrics` is known."""
+
+    def on_save(self, context: TrainingContext) -> Any:
+        """A checkpoint stands at `checkpoint_path`."""
+
+    def on_step_end(self, context: TrainingContext) -> Any:
+        """The step is over, with what was evaluated and saved at its end."""
+
+    def on_epoch_end(self, context: TrainingContext) -> Any:
+        """The epoch is over."""
+
+    def on_train_end(self, context: TrainingContext) -> Any:
+        """Training is over, however it ended."""
+
+
+def bases() -> tuple[type, ...]:
+    """The base classes of callbacks: ours, and the installed package's, once somebody has imported that."""
+    theirs = getattr(sys.modules.get("instructlab.training.callbacks"), "TrainerCallback", None)
+    return (TrainerCallback,) if theirs is None else (TrainerCallback, theirs)
+
+
+def hears(callback: Any, hook: str) -> bool:
+    """Whether its class overrides the hook. AttributeError for what is none."""
+    method = getattr(type(callback), hook)
+    return all(method is not getattr(base, hook) for base in bases())
+
+
+class CallbackManager:
+    """Tells callbacks of hooks, on a lane: whoever fires does not wait, and what a hook raises is logged and does not come out.
+
+    Everything that was fired is delivered, to one callback after the other, in order; an `async` hook is over before the next begins.
+    `fire("on_train_end")` and `close()` wait for it, as long as it gets on: 10 s for a single hook that does not return. Then what
+    is lost is named in an error.
+
+    Attributes:
+        context: how training stands; a change counts from the next `fire` on.
+    """
+
+    def __init__(self) -> None:
+        self.context = TrainingContext()
+        self._callbacks: list[Any] = []
+        self._runner: asyncio.Runner | None = None
+        self._is_closed = False
+        self._lane = Lane("InstructLab's callbacks", self._call, LaneOptions(deadline=_PATIENCE_SECONDS), finish=self._finish)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add one. TypeError for what is no instance of a TrainerCallback."""
+        check(callback)
+        self._callbacks.append(callback)
+
+    def remove_callback(self, callback_or_type: Any) -> None:
+        """Remove one, or all of a class; nothing where there is none."""
+        if isinstance(callback_or_type, type):
+            self._callbacks = [each for each in self._callbacks if not isinstance(each, callback_or_type)]
+        else:
+            self._callbacks = [each for each in self._callbacks if each is not callback_or_type]
+
+    def has_callbacks(self, hook_name: str) -> bool:
+        """Whether anybody hears it. AttributeError for what is no hook."""
+        getattr(TrainerCallback, hook_name)
+        return any(hears(callback, hook_name) for callback in self._callbacks)
+
+    def fire(self, hook_name: str, **kwargs: Any) -> None:
+        """Tell all who hear it, with these fields of the context in this telling alone. Nothing after `close`.
+
+        Raises:
+            ValueError: no such hook, or, where somebody hears it, no such field.
+        """
+        if hook_name not in _HOOKS:
+            raise ValueError(f"unknown hook {hook_name!r} (one of {', '.join(HOOK_NAMES)})")
+        if self._is_closed or not (listeners := [each for each in self._callbacks if hears(each, hook_name)]):
+            return
+        if unknown := kwargs.keys() - _FIELDS:
+            raise ValueError(f"the context has no field {', '.join(sorted(unknown))} (it has {', '.join(sorted(_FIELDS))})")
+        for callback in listeners:
+            self._lane.put((getattr(callback, hook_name), seen(self.context, hook_name, **kwargs)))
+        if hook_name == "on_train_end":
+            self._deliver()
+
+    def close(self) -> None:
+        """Deliver what was fired, and end. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._deliver()
+            close([self._lane])
+
+    def _deliver(self) -> None:
+        done = -1
+        while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
+            done = self._lane.done
+        for undelivered in left:
+            logger.error("InstructLab's callbacks are not waited for any longer: %s", undelivered)
+
+    def _call(self, item: tuple[Callable[..., Any], TrainingContext]) -> None:
+        method, context = item
+        try:
+            result = method(context)
+            if inspect.isawaitable(result):
+                self._runner = self._runner or asyncio.Runner()  # one loop for all, so that clients can live on it
+                self._runner.run(awaited(result))
+        except BaseException as error:  # SystemExit too: it is meant for a program
+            log_failure(method, context, error)
+
+    def _finish(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+def check(callback: Any) -> None:
+    """TypeError for what is no instance of a TrainerCallback."""
+    if not isinstance(callback, bases()):
+        hint = f"give an instance, {callback.__name__}()" if isinstance(callback, type) else "derive it from TrainerCallback"
+        raise TypeError(f"{callback!r} is no TrainerCallback; {hint}")
+
+
+def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:
+    """A copy for one telling of one callback, which nobody else writes to."""
+    snapshot = copy(context)
+    for name, value in changes.items():
+        setattr(snapshot, name, value)
+    snapshot.hook_name = hook
+    snapshot.batch_metrics, snapshot.val_metrics = copied(snapshot.batch_metrics, {}), copied(snapshot.val_metrics, {})
+    return snapshot
+
+
+async def awaited(result: Any) -> None:
+    """What an `async` hook gave, awaited."""
+    await result
+
+
+def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
+    """What a hook raised does not come out."""
+    owner = type(getattr(method, "__self__", method)).__name__
+    kind = type(error).__name__
+    logger.error(
+        "InstructLab's callback %s failed at %s, step %d; training goes on: %s: %s",
+        *(owner, context.hook_name, context.step, kind, error),
+        exc_info=error,
+    )

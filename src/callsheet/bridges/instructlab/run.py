@@ -1,0 +1,292 @@
+"""A run of InstructLab as its callbacks see it: on a thread beside training, and on one rank alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callsheet.bridges.foreign import NotOnTheList
+from callsheet.bridges.instructlab.names import TrainingContext
+from callsheet.bridges.narrator import Narrator
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
+from callsheet.control import Control, Request
+from callsheet.distributed import read_ranks
+from callsheet.errors import NotCarried
+from callsheet.lifetime import Lifetime
+from callsheet.log_ranks import LogRanks
+from callsheet.manager import CallbackManager
+from callsheet.metrics import MetricLog
+from callsheet.time import Time
+
+logger = logging.getLogger("callsheet")
+
+HOST = "InstructLab Training"
+
+STATE = "callsheet"
+"""The folder in one of InstructLab's checkpoints in which the callbacks' states stand, each rank's in its own."""
+
+NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs")
+"""Fields that no callback is given there."""
+
+
+class HookedRun:
+    """The run behind the host, from one `on_train_begin` to its `on_train_end`; see the module."""
+
+    def __init__(self, manager: CallbackManager, context: TrainingContext, *, is_strict: bool) -> None:
+        output, ranks = Path(context.output_dir or "runs/instructlab").absolute(), read_ranks()
+        config = {"model_name_or_path": context.model_name_or_path, "max_epochs": context.max_epochs, "output_dir": str(output)}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        info = RunInfo(output.name, output, config, ranks, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device)
+        self.state = TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None)
+        self._metrics = MetricLog()
+        given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.tell_loggers}
+        self.ctx = _Seen(info, control=_Deaf(is_strict=is_strict), **given)
+        self.lifetime = Lifetime(manager, self.ctx)
+        quiet = LogRanks("zero", ranks)
+        self.lifetime.at_end(quiet.end)
+        quiet.start()
+        self.manager = manager
+        self.spans = manager.spans(self.ctx)
+        self.eval_ctx = self.ctx.sibling()
+        self.narrator = Narrator(
+            self.spans,
+            {
+                "on_forward_backward_end": self._loss_is_known,
+                "on_clip_gradients_end": self._clipped,
+                "on_optimizer_step_end": self._stepped,
+            },
+        )
+        self.eval_narrator = Narrator(manager.spans(self.eval_ctx), {})
+        self.loss: torch.Tensor | None = None
+        """The step's, over all ranks."""
+        self.has_stepped = False
+        """Whether the optimizer has, in the step in hand."""
+        self.began = 0.0
+        """When the step in hand did, by the clock of this thread."""
+        self._totals = (context.total_samples, 0)
+        self._found: dict[str, float] = {}
+
+    # --- beginning and end ---
+
+    def begin(self, context: TrainingContext) -> None:
+        """Tell the run's start, and take back the states of a checkpoint that it goes on from."""
+        ctx = self.ctx
+        self.lifetime.start()
+        with self.spans.checkpoint_load:
+            ctx.checkpoint = self._load(context)
+        ctx.close("on_checkpoint_load_end")
+        ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
+        self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        for each in (ctx, self.eval_ctx):
+            each.user_state = self.manager.user_state
+        with self.spans.data_init:
+            pass
+        self.manager.take_time(ctx.step)
+        self.narrator.start("round")
+
+    def finish(self, context: TrainingContext) -> None:
+        """Training is over. In the midst of an epoch InstructLab was asked to make way; a step that was not finished is not told to be."""
+        narrator = self.narrator
+        self.lifetime.outcome = Outcome.PREEMPTED if narrator.is_open("epoch") else Outcome.FINISHED
+        if narrator.is_open("train_step") and self.has_stepped:
+            self.end_step(context)
+        if narrator.is_open("train_step"):
+            narrator.forget()
+            self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} made way in the midst of a step"), "train_step"
+            self.manager.fire("on_exception", self.ctx)
+        else:
+            narrator.end("train")
+        self.lifetime.end()
+
+    def fail(self, error: BaseException) -> None:
+        """A callback's error ends the run, and not InstructLab's."""
+        self.narrator.forget()
+        self.lifetime.fail(error)
+        self.lifetime.end()
+
+    # --- where it is ---
+
+    def go_to(self, context: TrainingContext) -> None:
+        """The epoch and step in hand; batches that a resume leaves out are told of by nobody."""
+        ctx, now = self.ctx, self.state.timestamp
+        ctx.epoch = context.epoch + 1
+        if context.epoch != now.epoch:
+            self.state.timestamp = self.state.baseline = now = now._replace(epoch=context.epoch)
+        if context.hook_name == "on_step_begin":
+            if context.step != now.batch + 1:
+                self.state.timestamp = self.state.baseline = now._replace(batch=context.step - 1)
+            ctx.step = context.step
+            self.manager.catch_up(ctx)
+
+    def end_step(self, context: TrainingContext) -> None:
+        """The step in hand is over, and counted."""
+        ctx, state = self.ctx, self.state
+        if self.loss is not None:
+            ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
+            if context.grad_norm is not None:
+                ctx.grad_norm = torch.tensor(context.grad_norm)
+            if context.learning_rate is not None:  # InstructLab says it where the local rank is 0
+                ctx.learning_rate = context.learning_rate
+        seconds = context.elapsed_time if context.elapsed_time is not None else time.perf_counter() - self.began
+        samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
+        self._totals = context.total_samples, context.total_tokens
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.next_batch().settled(samples=samples, tokens=tokens, seconds=seconds)
+        self._since = samples, tokens, seconds
+        self.narrator.end("train_step")
+
+    def is_heard(self) -> bool:
+        """Whether anybody hears the step's loss."""
+        parts = ("forward_backward", "clip_gradients", "optimizer_step")
+        return self.manager.heard.on_train_step_end or any(map(self.narrator.hears, parts))
+
+    def _loss_is_known(self) -> None:
+        if self.loss is not None:
+            self.ctx.loss = self.loss
+
+    def _clipped(self) -> None:
+        self.ctx.grad_norm = None  # it is known at `on_log`
+
+    def _stepped(self) -> None:
+        self.ctx.step_skipped, self.has_stepped = False, True
+
+    # --- records, evaluations, checkpoints ---
+
+    def tell_record(self, context: TrainingContext) -> None:
+        """A step's record, with what callbacks have logged."""
+        if not self.manager.heard.on_log:
+            self._metrics.clear()
+            self._end_record()
+            return
+        now, (samples, tokens, seconds) = self.state.timestamp, self._since
+        numbers = {"train/loss": context.loss, "train/grad_norm": context.grad_norm, "train/learning_rate": context.learning_rate}
+        values = {name: value for name, value in numbers.items() if value is not None} | self._metrics.take()
+        if tokens and seconds:
+            values["train/tokens_per_second"] = tokens / seconds
+        if (labels := context.batch_metrics.get("num_loss_counted_tokens")) is not None:
+            values["train/label_tokens"] = float(labels)
+        values |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
+        memory = int((context.cuda_mem_allocated or 0.0) * 2**30)
+        self._tell(values, samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0, memory)
+
+    def _tell(self, values: dict[str, float], samples_per_second: float = 0.0, tokens: float = 0.0, memory: int = 0) -> None:
+        ctx = self.ctx
+        if self.manager.heard.on_log:
+            ctx.record = LogRecord(ctx.step, values, self.state.timestamp.seconds, samples_per_second, tokens, memory)
+            self.manager.fire("on_log", ctx)
+            ctx.close("on_log")
+        self._end_record()
+
+    def _end_record(self) -> None:
+        if self.ctx.step >= self.manager.costs.next_step:
+            self.manager.take_time(self.ctx.step)
+        self.manager.tell_costs(self.ctx)
+
+    def tell_evaluation(self, found: Mapping[str, float]) -> None:
+        """An evaluation that InstructLab has made, after the fact, and its record."""
+        ctx, narrator = self.eval_ctx, self.eval_narrator
+        self._found = dict(found)
+        ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
+        narrator.start("eval_all")
+        narrator.start("eval")
+        ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
+        ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
+        narrator.end("eval")
+        ctx.eval_results = {"validation": dict(found)}
+        narrator.end("eval_all")
+        self._tell(self._metrics.take())
+
+    def tell_checkpoint(self, context: TrainingContext, boundary: str) -> None:
+        """A checkpoint that InstructLab has written; what is kept here is added to it."""
+        ctx, now = self.ctx, self.state.timestamp
+        losses = {"validation": self._found["loss"]} if "loss" in self._found else {}
+        path = str(context.checkpoint_path)
+        kind = "final" if boundary == "round" else "periodic"
+        ctx.checkpoint = info = CheckpointInfo(path, now.batch, now.epoch, kind, train_loss=context.loss, val_losses=losses)
+        ctx.boundary = boundary
+        self.manager.fire("on_checkpoint_due", ctx)
+        ctx.close("on_checkpoint_due")
+        with self.spans.checkpoint_save:
+            local = {"callbacks": self.manager.state_dict(), "metrics": self._metrics.state_dict()}
+            told = {"run": ctx.run.name, "step": info.step, "samples": context.total_samples}
+            folder = _state_folder(path, ctx.run.rank)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(folder, {"state": self.state.state_dict()}, local, told, overwrite=True)
+        ctx.close("on_checkpoint_save_end")
+        ctx.checkpoint = info
+        self.manager.fire("on_checkpoint_published", ctx)
+        ctx.close("on_checkpoint_published")
+
+    def _load(self, context: TrainingContext) -> CheckpointInfo | None:
+        """The states that stand in the checkpoint which training goes on from: the one of as many samples."""
+        if not context.total_samples:
+            return None
+        folder = Path(context.output_dir) / "hf_format"
+        for path in (folder / f"samples_{context.total_samples}", folder / "last_epoch"):
+            found = _state_folder(path, self.ctx.run.rank)
+            if not found.is_dir():
+                continue
+            loaded = read_checkpoint(found)
+            if loaded.info.get("samples") == context.total_samples:
+                self.state.load_state_dict(loaded.shared["state"])
+                self.manager.load_state_dict(loaded.local["callbacks"])
+                self._metrics.load_state_dict(loaded.local["metrics"])
+                return CheckpointInfo(str(path), self.state.timestamp.batch, self.state.timestamp.epoch, "periodic")
+        logger.warning("%s goes on from %d samples, and no state of callbacks was found", HOST, context.total_samples)
+        return None
+
+
+class _Seen(Context):
+    """A context with nothing of the model."""
+
+    __slots__ = ()
+
+    def __init__(self, run: RunInfo, **given: Any) -> None:
+        super().__init__(run, **given)
+        del self.model  # so that reading it says why
+
+    def sibling(self, accumulator: Any = None) -> Context:
+        """For evaluations."""
+        return _Seen(self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Where there is but one rank."""
+        if self.run.world_size > 1:
+            raise NotCarried(f"ctx.gather() would meet the collectives of {HOST}, which trains meanwhile")
+        return [value]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_GIVEN:
+            raise NotOnTheList(f"ctx.{name}: {HOST} gives callbacks nothing of the model and the data")
+        return super().__getattr__(name)  # type: ignore[misc]  # not for a type checker
+
+
+class _Deaf(Control):
+    """Nobody can ask InstructLab for anything: an error, or, where that was accepted, a warning."""
+
+    __slots__ = ("_is_strict",)
+
+    def __init__(self, *, is_strict: bool) -> None:
+        super().__init__(())
+        self._is_strict = is_strict
+
+    def _check(self, what: str) -> None:
+        if self._is_strict:
+            raise NotCarried(f"control.{what}(): nobody can ask {HOST} for anything")
+        logger.warning("control.%s(): nobody can ask %s for anything", what, HOST)
+
+    def agree(self, request: Request) -> None:
+        """Only that a callback is switched off can be carried out."""
+        if request.what == "switch off":
+            super().agree(request)
+
+
+def _state_folder(checkpoint: str | Path, rank: int) -> Path:
+    return Path(checkpoint) / STATE / f"rank-{rank}"

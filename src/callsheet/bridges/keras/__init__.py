@@ -1,0 +1,383 @@
+"""The Keras bridge: callsheet's callbacks in Keras 3 on its torch backend, and Keras's callbacks here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+from torch import nn
+
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
+from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
+from callsheet.bridges.place import Place
+from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks
+from callsheet.callback import Callback
+from callsheet.context import Outcome
+from callsheet.errors import ConfigError, NotCarried
+from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.time import Time
+
+__all__ = ["NOT_TOLD", "KerasGuest", "KerasHost", "guest", "host"]
+
+logger = logging.getLogger("callsheet")
+
+NOT_TOLD = (
+    "on_test_start",
+    "on_test_step_start",
+    "on_test_forward_start",
+    "on_test_forward_end",
+    "on_test_step_end",
+    "on_test_end",
+)
+"""Events that Keras has no moment for: what it calls test is our evaluation."""
+
+EVALUATED = "validation"
+"""The name of Keras's one evaluated dataset."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    model: nn.Module | None = None,
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    log_interval: str | int | Time = "10ba",
+    preempt_signals: Iterable[str] = (),
+) -> KerasHost:
+    """The callbacks as one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
+
+    A run is one such call. A batch is what the model's train function is called with, the forward is heard from the model, the loss from
+    `backward`, the step from the optimizer. A stop sets `model.stop_training`; a checkpoint that is asked for is written as a checkpoint
+    of callsheet's, from which `resume` goes on.
+
+    Args:
+        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        model: what callbacks are to see as the model, with its own names: a torch module that the Keras model wraps, and that holds all of
+            its weights. None: the Keras model, whose weights have Keras's names.
+        run_name, runs_folder: of the run and its folder, where checkpoints stand.
+        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
+        log_interval: how often a record is made; a whole number means batches.
+        preempt_signals: which ask the run to save and make way.
+
+    Raises:
+        ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
+        NotCarried: when training begins, or after the first step; see `strict`. Also where the model is compiled with `jit_compile`, or
+            its optimizer accumulates gradients by itself: then nobody outside hears of a step's parts.
+    """
+    check_backend()
+    return KerasHost(
+        callbacks,
+        strict=strict,
+        model=model,
+        resume=os.fspath(resume) if resume is not None else None,
+        settings={
+            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals)
+        },
+    )  # fmt: skip
+
+
+def _fails_with_it(method: Callable[..., None]) -> Callable[..., None]:
+    """An error of a callback fails the run."""
+
+    @functools.wraps(method)
+    def told(self: KerasHost, *args: Any, **named: Any) -> None:
+        try:
+            method(self, *args, **named)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    return told
+
+
+def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Given the run; nothing where there is none. An error of a callback fails the run."""
+
+    @_fails_with_it
+    @functools.wraps(method)
+    def told(self: KerasHost, *args: Any, **named: Any) -> None:
+        if self._run is not None:
+            method(self, self._run, *args, **named)
+
+    return told
+
+
+class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+    """See `host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        model: nn.Module | None,
+        resume: str | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._module = model
+        self._resume = resume
+        self._settings = settings
+        self._run: HostedRun | None = None
+
+    # --- the run ---
+
+    def _begin(self, *, is_training: bool) -> HostedRun:
+        if self._run is not None:  # one that an exception had left
+            self._let_go()
+        model, optimizer = self.model, self.model.optimizer if is_training else None
+        if is_training and model.jit_compile:
+            raise NotCarried(
+                "the Keras model is compiled with jit_compile, so that its steps cannot be heard; compile it without"
+            )
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            raise NotCarried(
+                "the Keras optimizer has gradient_accumulation_steps, and tells nobody which batch is a step; train with larger batches"
+            )
+        module = self._module if self._module is not None else model
+        if missing := {weight.data_ptr() for weight in model.parameters()} - {
+            weight.data_ptr() for weight in module.parameters()
+        }:
+            raise ConfigError(f"the Keras model has {len(missing)} weights that are not in host(model=...); leave that out")
+        shown = shown_optimizer(optimizer, model) if optimizer is not None else None
+        epochs = self.params.get("epochs") if is_training else None
+        self._run = run = HostedRun(
+            self.manager,
+            model=module,
+            optimizer=shown,
+            host="Keras",
+            config={"model": model.name, "optimizer": optimizer.name} if optimizer is not None else {"model": model.name},
+            max_duration=f"{epochs}ep" if epochs else None,
+            able=("stop", "save") if is_training else (),
+            **self._settings,
+        )
+        run.state.epoch_batches = self.params.get("steps") if is_training else None
+        self._place = Place()
+        run.parts = {"place": self._place}
+        scale = Scale(optimizer) if Scale.is_in(optimizer) else None
+        self._watch = watch = BackwardWatch(run.narrator, run.ctx, scale)
+        self._model_hooks = ModelHooks(run.narrator, run.ctx, module)
+        self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, module)
+        self._predict_hooks = JudgingHooks(run.narrator, run.ctx, module, kind="predict")
+        self._hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks]
+        if optimizer is not None:
+            self._steps = Steps(run, optimizer)
+            self._hooks.append(self._steps)
+        run.losses = lambda: watch.total
+        self._is_epoch_open = False
+        run.signals.__enter__()
+        self._ends = weakref.finalize(self, _end, run, self._hooks)
+        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.begin(self._resume if is_training else None)
+        return run
+
+    def _finish(self, run: HostedRun) -> None:
+        run.finish()
+        self._let_go()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(error)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._ends()
+        self._run = None
+
+    def _stand_in(self, name: str, method: Callable[[HostedRun, Callable[[Any], Any], Any], Any]) -> None:
+        """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
+        self._hooks.append(_StandIn(self.model, name, weakref.WeakMethod(method)))
+
+    # --- training ---
+
+    @_fails_with_it
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a run."""
+        run = self._begin(is_training=True)
+        self._stand_in("train_function", self._train_on)
+        run.narrator.start("round")
+        if run.state.timestamp.epoch:
+            self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
+        self._stop_if_asked(run)
+
+    @_in_a_run
+    def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
+        """An epoch begins."""
+        now = run.state.timestamp
+        if epoch != now.epoch:  # fit(initial_epoch=...)
+            run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
+        self._place.begin()
+        self._is_epoch_open, self._has_evaluated = True, False
+        run.narrator.start("epoch")
+
+    def _train_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
+        """Call Keras's train function on a batch: one step."""
+        narrator, ctx, place, watch = run.narrator, run.ctx, self._place, self._watch
+        if place.to_skip:
+            place.to_skip -= 1
+            if not place.to_skip:
+                place.skipped()
+            return {}
+        narrator.listen()
+        hears = narrator.hears("forward")
+        self._model_hooks.listen(hears)
+        narrator.start("fetch")
+        (ctx.batch,) = data
+        narrator.end("fetch")
+        narrator.start("train_step")
+        run.counted = counts_of(ctx.batch)
+        watch.total, watch.is_on = None, True
+        self._steps.has_stepped = False
+        if hears:
+            ctx.microbatch = ctx.batch
+            narrator.start("microbatch")
+        logs = function([ctx.batch])
+        watch.is_on = False
+        place.taken += 1
+        run.step_skipped = not self._steps.has_stepped
+        is_first = run.state.timestamp.batch == run.state.baseline.batch
+        run.end_step()
+        if is_first:
+            run.check_carried(strict=self._strict, logger=logger)
+        self._stop_if_asked(run)
+        return logs
+
+    def _close_epoch(self, run: HostedRun) -> None:
+        if self._is_epoch_open:
+            self._is_epoch_open = False
+            self._is_whole = not self.model.stop_training or self._place.taken == self.params.get("steps")
+            self._place.end()
+            run.close_epoch(is_whole=self._is_whole)
+
+    @_in_a_run
+    def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """The epoch and its evaluation are over; what Keras has measured goes into the next record."""
+        self._close_epoch(run)
+        found = {
+            f"keras/{name}": float(value)
+            for name, value in (logs or {}).items()
+            if name != "loss" and not name.startswith("val_")
+        }
+        if found:
+            run.ctx.log(found, across="same")
+        if found or self._has_evaluated:
+            self._tell_record(run)
+        if self._is_whole:
+            run.boundaries.reach("epoch")
+        self._stop_if_asked(run)
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None or run.boundaries.is_making_way:
+            self.model.stop_training = True
+
+    @_in_a_run
+    def on_train_end(self, run: HostedRun, logs: Any = None) -> None:
+        """End the run."""
+        self.model._initial_epoch = None
+        self._finish(run)
+
+    # --- evaluation and prediction ---
+
+    @_fails_with_it
+    def on_test_begin(self, logs: Any = None) -> None:
+        """An evaluation begins, which is a run of its own outside training."""
+        run = self._run
+        if run is None or not run.narrator.is_open("train"):
+            run = self._begin(is_training=False)
+        else:
+            self._close_epoch(run)
+        run.begin_evaluation(EVALUATED, standalone=not run.narrator.is_open("train"))
+        self._judging_hooks.listen(True)
+        self._stand_in("test_function", self._evaluate_on)
+
+    def _evaluate_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
+        (run.eval_ctx.batch,) = data
+        run.eval_narrator.start("eval_step")
+        logs = function(data)
+        run.eval_narrator.end("eval_step")
+        return logs
+
+    @_in_a_run
+    def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
+        """It is over, with these losses and metrics."""
+        self._judging_hooks.listen(False)
+        self._hooks.pop().remove()
+        run.end_dataset(EVALUATED, logs or {})
+        run.end_evaluation()
+        self._has_evaluated = True
+        run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+        if not run.narrator.is_open("train"):
+            self._tell_record(run)
+            self._finish(run)
+
+    def _tell_record(self, run: HostedRun) -> None:
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+
+    @_fails_with_it
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """A run that predicts; one within training is not told."""
+        if self._run is not None and self._run.narrator.is_open("train"):
+            return
+        self._begin(is_training=False).narrator.start("predict")
+        self._predict_hooks.listen(True)
+        self._stand_in("predict_function", self._predict_on)
+
+    def _predict_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
+        (run.ctx.batch,) = data
+        run.narrator.start("predict_step")
+        outputs = function(data)
+        run.narrator.end("predict_step")
+        return outputs
+
+    @_in_a_run
+    def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
+        """End the run."""
+        if run.narrator.is_open("predict"):
+            run.narrator.end("predict")
+            self._finish(run)
+
+
+class _StandIn:
+    """In the place of one of the model's functions, such as `train_function`."""
+
+    def __init__(self, model: Any, name: str, method: Callable[[], Callable[..., Any] | None]) -> None:
+        self._model, self._name = model, name
+        self._function = function = getattr(model, name)
+
+        def called(data: Any) -> Any:
+            hears = method()
+            host: KerasHost | None = getattr(hears, "__self__", None)
+            if hears is None or host is None or host._run is None:
+                return function(data)
+            try:
+                return hears(host._run, function, data)
+            except BaseException as error:
+                host._fail(error)
+                raise
+
+        self._called = called
+        setattr(model, name, called)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        if getattr(self._model, self._name) is self._called:
+            setattr(self._model, self._name, self._function)
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Also when the program ends, or the host is forgotten: then training was left by an exception that Keras tells nobody."""
+    for hook in reversed(hooks):
+        hook.remove()
+    run.signals.__exit__(None, None, None)
+    run.lifetime.end(Outcome.FAILED)

@@ -1,0 +1,286 @@
+"""Keras's callbacks as guests: heard in Keras's order, with its logs and a stand-in for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import keras
+import torch
+
+from callsheet.bridges.foreign import Facade, Guest, Handler
+from callsheet.bridges.hosted_run import counts_of
+from callsheet.context import Context
+from callsheet.errors import ConfigError, NotCarried
+from callsheet.time import TimeUnit
+
+EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_train_start": ("on_train_begin",),
+    "on_epoch_start": ("on_epoch_begin",),
+    "on_train_step_start": ("on_train_batch_begin",),
+    "on_train_step_end": ("on_train_batch_end",),
+    "on_eval_all_start": ("on_test_begin",),
+    "on_eval_step_start": ("on_test_batch_begin",),
+    "on_eval_step_end": ("on_test_batch_end",),
+    "on_eval_all_end": ("on_test_end", "on_epoch_end"),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_checkpoint_due": ("on_epoch_end",),
+    "on_train_end": ("on_epoch_end", "on_train_end"),
+    "on_predict_start": ("on_predict_begin",),
+    "on_predict_step_start": ("on_predict_batch_begin",),
+    "on_predict_step_end": ("on_predict_batch_end",),
+    "on_predict_end": ("on_predict_end",),
+}
+"""Our event, and Keras's at it. Keras tells an epoch's end behind its evaluation: at the first of several events of ours that is."""
+
+ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
+"""Keras's older names, which the newer methods call."""
+
+REFUSED: Mapping[str, str] = {
+    "ModelCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
+    "OrbaxCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
+    "BackupAndRestore": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver, and resume",
+    "TensorBoard": "it reads a Keras model's graph and layers; use callsheet.loggers.TensorboardLogger",
+    "SwapEMAWeights": "the averages are those of a Keras optimizer; use callsheet.callbacks.EMA",
+}
+"""Keras's callbacks that cannot be carried, and why."""
+
+
+def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: str = "measure", strict: bool = True) -> KerasGuest:
+    """A Keras callback as one of ours.
+
+    Its `model` has `stop_training`, which stops our loop, `optimizer.learning_rate`, which may be written, `get_weights` and
+    `set_weights`; its logs hold the mean loss of the epoch so far, and behind an evaluation what that found, as `val_loss` and so on.
+
+    Args:
+        verbose: what its `params` say of it, as in `fit(verbose=...)`.
+
+    Raises:
+        ConfigError: Keras runs on another backend than torch.
+        NotCarried: a callback of `REFUSED`; or later, when it asks the model for anything else.
+    """
+    check_backend()
+    return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)
+
+
+def check_backend() -> None:
+    """Raise ConfigError where Keras does not run on torch."""
+    if keras.backend.backend() != "torch":
+        raise ConfigError(
+            f"Keras runs on {keras.backend.backend()}, and the bridge needs torch: set KERAS_BACKEND=torch before keras is imported"
+        )
+
+
+class KerasGuest(Guest):
+    """See `guest`."""
+
+    FRAMEWORK = "Keras"
+    BASE = keras.callbacks.Callback
+    EVENTS = EVENTS
+    OWN: ClassVar[Mapping[str, str]] = {
+        "on_train_start": "_train_starts",
+        "on_epoch_start": "_epoch_starts",
+        "on_train_step_end": "_step_ends",
+        "on_epoch_end": "_epoch_ends",
+        "on_eval_all_start": "_evaluation_starts",
+        "on_eval_all_end": "_evaluation_ends",
+        "on_predict_start": "_prediction_starts",
+    }
+
+    def __init__(self, foreign: Any, *, verbose: int, name: str, phase: str, strict: bool) -> None:
+        for kind in type(foreign).__mro__:
+            if kind.__module__.startswith("keras.") and kind.__name__ in REFUSED:
+                raise NotCarried(f"Keras's {kind.__name__} cannot be a guest: {REFUSED[kind.__name__]}")
+        self._verbose = verbose
+        self._model = GuestModel(self)
+        self._logs: dict[str, Any] = {}
+        self._found: dict[str, float] = {}
+        self._total: Any = 0.0
+        self._samples = 0
+        self._batch = 0
+        self._epoch: int | None = None  # one whose end Keras has not been told
+        super().__init__(foreign, name=name, phase=phase, strict=strict)
+        self._is_batch_end_heard = self.hears("on_train_batch_end")
+        self._needs_loss = self._is_batch_end_heard or self.hears("on_epoch_end") or self.hears("on_train_end")
+
+    def hears(self, theirs: str) -> bool:
+        """Also by its older name."""
+        return super().hears(theirs) or (theirs in ALIASES and super().hears(ALIASES[theirs]))
+
+    def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
+        """Keras gives the number of the batch or epoch, from 0, and its logs."""
+        if theirs == "on_epoch_begin":
+            return lambda ctx: method(ctx.epoch - 1, {})
+        if theirs == "on_epoch_end":
+            return lambda ctx: self._tell_epoch_end(ctx, method)
+        if theirs == "on_train_batch_begin":
+            return lambda ctx: method(ctx.state.timestamp.batch_in_epoch, logs={})
+        if theirs == "on_train_batch_end":
+            return lambda ctx: method(ctx.state.timestamp.batch_in_epoch - 1, logs=self._logs)
+        if theirs in ("on_test_batch_begin", "on_predict_batch_begin"):
+            return lambda ctx: method(self._batch, logs={})
+        if theirs == "on_test_batch_end":
+            return lambda ctx: self._tell_batch_end(method, {})
+        if theirs == "on_predict_batch_end":
+            return lambda ctx: self._tell_batch_end(method, {"outputs": ctx.outputs})
+        if theirs == "on_test_end":
+            return lambda ctx: method(self._found)
+        if theirs == "on_train_end":
+            return lambda ctx: method(self._logs)
+        return lambda ctx: method({})
+
+    def _tell_batch_end(self, method: Callable[..., Any], logs: dict[str, Any]) -> None:
+        method(self._batch, logs=logs)
+        self._batch += 1
+
+    def _tell_epoch_end(self, ctx: Context, method: Callable[..., Any]) -> None:
+        """Once, when it is known that no evaluation follows, or when that is over."""
+        event = str(ctx.event)
+        if self._epoch is None or (event == "on_epoch_end" and ctx.state.evaluators):
+            return
+        if event == "on_checkpoint_due" and ctx.boundary != "epoch":
+            return
+        epoch, self._epoch = self._epoch, None
+        method(epoch, self._logs)
+
+    # --- what Keras keeps itself ---
+
+    def _meets(self, ctx: Context) -> None:
+        longest = ctx.state.max_duration
+        epochs = int(longest.value) if longest is not None and longest.unit is TimeUnit.EPOCH else 1
+        self._model._ctx = ctx
+        self.foreign.set_params({"verbose": self._verbose, "epochs": epochs, "steps": ctx.state.epoch_batches})
+        self.foreign.set_model(self._model)
+
+    def _train_starts(self, ctx: Context) -> None:
+        self._meets(ctx)
+
+    def _epoch_starts(self, ctx: Context) -> None:
+        if not ctx.state.timestamp.batch_in_epoch:  # else a resumed run has entered it in its midst
+            self._total, self._samples = 0.0, 0
+        self._logs = {}
+
+    def _step_ends(self, ctx: Context) -> None:
+        if not self._needs_loss:
+            return
+        samples = counts_of(ctx.batch)[0] or 1
+        self._total = self._total + ctx.loss * samples
+        self._samples += samples
+        if self._is_batch_end_heard:  # a number, as Keras gives it: this waits for the device, as Keras does
+            self._logs = {"loss": float(self._total) / self._samples}
+
+    def _epoch_ends(self, ctx: Context) -> None:
+        self._epoch = ctx.epoch - 1
+        self._logs = {"loss": float(self._total) / self._samples} if self._samples else {}
+
+    def _evaluation_starts(self, ctx: Context) -> None:
+        if ctx.standalone:
+            self._meets(ctx)
+        self._batch = 0
+
+    def _evaluation_ends(self, ctx: Context) -> None:
+        self._found = {
+            metric if name == "validation" else f"{name}_{metric}": value
+            for name, found in ctx.eval_results.items()
+            for metric, value in found.items()
+        }
+        if self._epoch is not None:
+            self._logs |= {f"val_{name}": value for name, value in self._found.items()}
+
+    def _prediction_starts(self, ctx: Context) -> None:
+        self._meets(ctx)
+        self._batch = 0
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The epoch's loss so far. Of a callback's own state Keras saves nothing."""
+        return {"total": float(self._total), "samples": self._samples, "foreign": super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._total, self._samples = state["total"], state["samples"]
+        super().load_state_dict(state["foreign"])
+
+
+class GuestModel(Facade):
+    """A Keras model as far as callbacks may see it."""
+
+    OF = "Keras's model"
+    WRITABLE = frozenset({"history"})
+
+    def __init__(self, guest: KerasGuest) -> None:
+        self._guest = guest
+        self._ctx: Any = None  # until the run begins
+        self._optimizer = GuestOptimizer(self)
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether anybody has asked for a stop."""
+        return self._ctx.control.stop_requested is not None
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        if value:
+            self._ctx.control.stop(f"{self._guest.name} set model.stop_training")
+
+    @property
+    def optimizer(self) -> GuestOptimizer:
+        """Its learning rate, that is."""
+        return self._optimizer
+
+    @property
+    def metrics(self) -> list[Any]:
+        """None of Keras's."""
+        return []
+
+    @property
+    def name(self) -> str:
+        """That of the model's class."""
+        return type(self._ctx.model).__name__
+
+    def get_weights(self) -> list[Any]:
+        """Copies of all of the model's tensors, as arrays."""
+        return [value.detach().cpu().numpy().copy() for value in self._ctx.model.state_dict().values()]
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Give them back."""
+        with torch.no_grad():
+            for value, weight in zip(self._ctx.model.state_dict().values(), weights, strict=True):
+                value.copy_(torch.as_tensor(weight))
+
+
+class GuestOptimizer(Facade):
+    """A Keras optimizer as far as callbacks may see it."""
+
+    OF = "Keras's optimizer"
+
+    def __init__(self, model: GuestModel) -> None:
+        self._model = model
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's; its first group's where they differ."""
+        return float(self._model._ctx.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        groups = self._model._ctx.optimizer.param_groups
+        if len({float(group["lr"]) for group in groups}) > 1:
+            raise NotCarried("Keras's optimizers have one learning rate, and this one has groups with several")
+        for group in groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(value))
+            else:
+                group["lr"] = float(value)
+
+    lr = learning_rate
+
+    @property
+    def iterations(self) -> int:
+        """Completed steps."""
+        batch: int = self._model._ctx.state.timestamp.batch
+        return batch
+
+    @property
+    def name(self) -> str:
+        """That of the optimizer's class."""
+        return type(self._model._ctx.optimizer).__name__

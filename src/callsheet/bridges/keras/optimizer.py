@@ -1,0 +1,130 @@
+"""A Keras optimizer, for those who know torch's: its step told, its loss scale, its parameters and learning rate shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import keras
+from torch import Tensor
+
+from callsheet.bridges.foreign import Facade, NotOnTheList
+from callsheet.bridges.hosted_run import HostedRun
+
+
+class Steps:
+    """Tells the step of a Keras optimizer, which has no hooks: stands in the place of its `apply`."""
+
+    def __init__(self, run: HostedRun, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.has_stepped = False
+        narrator, apply = run.narrator, optimizer.apply
+
+        def applied(*args: Any, **named: Any) -> Any:
+            if not narrator.is_open("train_step"):
+                return apply(*args, **named)
+            narrator.start("clip_gradients")  # which Keras does within `apply`
+            narrator.end("clip_gradients")
+            narrator.start("optimizer_step")
+            result = apply(*args, **named)
+            self.has_stepped = True
+            narrator.end("optimizer_step")
+            return result
+
+        optimizer.apply = applied
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        if "apply" in vars(self._optimizer):
+            del self._optimizer.apply
+
+
+class Scale:
+    """What Keras multiplies the loss with, in the place of torch's scaler."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @staticmethod
+    def is_in(optimizer: Any) -> bool:
+        """Whether it scales."""
+        return hasattr(optimizer, "dynamic_scale") or getattr(optimizer, "loss_scale_factor", None) is not None
+
+    def is_enabled(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def _scale(self) -> Any:
+        own = getattr(self._optimizer, "dynamic_scale", None)
+        return own.value if own is not None else self._optimizer.loss_scale_factor
+
+
+class KerasOptimizer(Facade):
+    """A Keras optimizer as callbacks see it: its parameters and learning rate in one group, and its state."""
+
+    OF = "Keras's optimizer"
+
+    def __init__(self, optimizer: Any, model: Any) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._groups = [_Group(optimizer, [variable.value for variable in model.trainable_variables])]
+
+    @property
+    def param_groups(self) -> list[_Group]:
+        """The one group; its `lr` may be written."""
+        return self._groups
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of its variables, in their order."""
+        return {f"{i}:{variable.path}": variable.value.detach() for i, variable in enumerate(self._optimizer.variables)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Give them back; ValueError where they are others."""
+        if not self._optimizer.built:
+            self._optimizer.build(self._model.trainable_variables)
+        variables = self._optimizer.variables
+        if len(variables) != len(state):
+            raise ValueError(f"it has {len(state)} variables, and this one {len(variables)}")
+        for name, value in state.items():
+            variables[int(name.partition(":")[0])].assign(value)
+
+
+def shown_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
+    """Under the name of the optimizer's own class, which goes into records and checkpoints."""
+    kind: type[KerasOptimizer] = type(type(optimizer).__name__, (KerasOptimizer,), {})
+    return kind(optimizer, model)
+
+
+class _Group(MutableMapping[str, Any]):
+    def __init__(self, optimizer: Any, parameters: list[Any]) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._rate, self._version = 0.0, -1
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "params":
+            return self._parameters
+        if name != "lr":
+            raise KeyError(name)
+        rate = self._optimizer.learning_rate
+        if not isinstance(rate, keras.Variable):  # of a schedule: computed anew for each step
+            return rate
+        value = rate.value
+        if value._version != self._version:  # it has been written: only then is the device waited for
+            self._rate, self._version = float(value), value._version
+        return self._rate
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name != "lr":
+            raise NotOnTheList(f"{KerasOptimizer.OF}: a callback may not write {name!r}, only lr")
+        self._optimizer.learning_rate = float(value)
+
+    def __delitem__(self, name: str) -> None:
+        raise NotOnTheList(f"{KerasOptimizer.OF}: a callback may not delete {name!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("params", "lr"))
+
+    def __len__(self) -> int:
+        return 2

@@ -1,0 +1,475 @@
+"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet import distributed
+from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.lightning.fabric_run import fabric
+from callsheet.bridges.lightning.guests import LightningGuest, guest
+from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
+from callsheet.bridges.torch_hooks import BackwardWatch
+from callsheet.callback import Callback
+from callsheet.context import Outcome
+from callsheet.control import Request
+from callsheet.manager import CallbackManager, normalize_callbacks
+
+try:
+    from lightning.pytorch import Callback as LightningCallback
+except ImportError:
+    from pytorch_lightning import Callback as LightningCallback
+
+__all__ = ["NOT_TOLD", "TOLD_FROM", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
+
+logger = logging.getLogger("callsheet")
+
+NOT_TOLD: tuple[str, ...] = ()
+"""Events that Lightning has no moment for: none."""
+
+TOLD_FROM: Mapping[str, str] = {
+    "on_run_start": "on_train_start",
+    "on_train_start": "on_train_start",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_fetch_end": "on_train_batch_start",
+    "on_train_step_start": "on_train_batch_start",
+    "on_microbatch_start": "on_train_batch_start",
+    "on_microbatch_end": "on_train_batch_end",
+    "on_clip_gradients_start": "on_before_optimizer_step",
+    "on_train_step_end": "on_train_batch_end",
+    "on_eval_all_start": "on_validation_start",
+    "on_eval_step_start": "on_validation_batch_start",
+    "on_eval_step_end": "on_validation_batch_end",
+    "on_eval_all_end": "on_validation_end",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_train_end": "on_train_end",
+    "on_test_start": "on_test_start",
+    "on_test_step_start": "on_test_batch_start",
+    "on_test_step_end": "on_test_batch_end",
+    "on_test_end": "on_test_end",
+    "on_predict_start": "on_predict_start",
+    "on_predict_step_start": "on_predict_batch_start",
+    "on_predict_step_end": "on_predict_batch_end",
+    "on_predict_end": "on_predict_end",
+    "on_preempt": "on_exception",
+    "on_exception": "on_exception",
+    "on_run_end": "on_train_end",
+}
+"""Our events, and the hooks of Lightning's that they are told at; the rest comes from the model, `backward`, the optimizer and
+`save_checkpoint`, and from what the narrator knows of the order."""
+
+
+def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool = True) -> LightningHost:
+    """The callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+
+    A run is one `trainer.fit`, and one `validate`, `test` or `predict`. Its folder is `trainer.log_dir`; records are made every
+    `log_every_n_steps`, and what the LightningModule logs is in them as `lightning/<name>`. A stop or an evaluation that a callback asks
+    for is the Trainer's to carry out; a checkpoint is written with `trainer.save_checkpoint`, and those that Lightning writes are told.
+    The callbacks' states are saved in all of them, and loaded where `fit` goes on from one. The sanity check is not told.
+
+    Args:
+        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+
+    Raises:
+        NotCarried: in the first step; see `strict`.
+    """
+    return LightningHost(callbacks, strict=strict)
+
+
+class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+    """See `host`."""
+
+    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._run: Any = None  # HostedRun, between the first hook of a run and its last
+        self._trained: HostedRun | None = None  # the latest `fit`: checkpoints may be written after it, too
+        self._loaded: Mapping[str, Any] | None = None
+        self._hooks: list[Any] = []
+
+    # --- a run ---
+
+    def _begin(self, trainer: Any, module: Any, **options: Any) -> HostedRun:
+        """A run around what Lightning is about to do."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
+        self._run = run = HostedRun(
+            self.manager,
+            model=module,
+            host="Lightning's Trainer",
+            run_name=folder.name,
+            runs_folder=folder.parent,
+            config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
+            log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
+            device=trainer.strategy.root_device,
+            **options,
+        )
+        self._steps = StepHooks(run.eval_narrator, run.eval_ctx, module)
+        self._hooks = [self._steps]
+        self._is_first = self._is_first_judged = True
+        self._known: dict[str, Any] = dict(trainer.callback_metrics)
+        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.begin()
+        return run
+
+    def _finish(self) -> None:
+        self._run.finish()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._run = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training, or whatever it was, is left: by an error, by Ctrl-C, or since SIGTERM has come."""
+        run = self._run
+        if run is None:
+            return
+        if type(exception).__name__ == "SIGTERMException":
+            self._make_way(run)
+        else:
+            run.fail(exception)
+        self._let_go()
+
+    def _make_way(self, run: HostedRun) -> None:
+        """Lightning leaves between two batches; alone, a checkpoint can be written now: of other ranks nobody knows where they are."""
+        run.manager.fire("on_preempt", run.ctx)
+        if run.eval_narrator.is_open("eval"):
+            run.end_dataset(run.eval_ctx.eval_name, {})
+            run.end_evaluation()
+        for narrator, span in ((run.narrator, "train"), (run.eval_narrator, "test"), (run.eval_narrator, "predict")):
+            narrator.end(span)
+        if run is self._trained and run.world.size == 1:
+            run.control.save("SIGTERM", kind="preempt", replicated=True)
+            run.boundaries.finish()
+        run.lifetime.end(Outcome.PREEMPTED)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lightning is done; also where it has left the loop in a way of its own, as its tuner does."""
+        if self._run is not None:
+            self._run.lifetime.end(Outcome.STOPPED)
+            self._let_go()
+
+    # --- training ---
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a run: everything is there, and loaded."""
+        optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
+        evaluates = trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None
+        self._cadence = cadence = Cadence(trainer)
+        run = self._trained = self._begin(
+            trainer,
+            pl_module,
+            optimizer=optimizers[0] if optimizers else None,
+            scheduler=schedulers[0].scheduler if schedulers else None,
+            max_duration=duration_of(trainer),
+            able=(
+                "stop",
+                "save",
+                *(["evaluate"] if evaluates else []),
+                *(["accumulate"] if pl_module.automatic_optimization else []),
+            ),
+            saves=lambda requests: self._save(trainer),
+        )
+        run.evaluation.asks = cadence.ask
+        self._may_tell_save = False
+        self._is_moving = False  # the optimizer's step has begun
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
+        run.losses = lambda: watch.total
+        self._forward = StepHooks(run.narrator, run.ctx, pl_module)
+        self._clip = ClipHook(pl_module, self._clipped)
+        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]
+        self._hooks += [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+        self._resume(trainer, run)
+        batches = trainer.num_training_batches
+        self._length = int(batches) if batches != float("inf") else None
+        self._tell_length(trainer)
+        run.narrator.start("round")
+        self._stop_if_asked(trainer, run)
+
+    def _tell_length(self, trainer: Any) -> None:
+        if self._length is not None:
+            self._run.state.epoch_batches = -(-self._length // trainer.accumulate_grad_batches)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch begins."""
+        self._start_epoch(trainer)
+
+    def _start_epoch(self, trainer: Any) -> None:
+        """Also without the hook, which Lightning leaves out where it goes on within an epoch."""
+        run = self._run
+        state, control = run.state, run.control
+        while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
+            state.timestamp = state.timestamp.next_epoch()
+        run.narrator.start("epoch")
+        if control.accumulation is not None:  # only between epochs can Lightning change it
+            trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
+            self._tell_length(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A batch, on the device, of a step that may take several."""
+        run = self._run
+        narrator, ctx, watch = run.narrator, run.ctx, self._watch
+        samples, tokens = counts_of(batch)
+        ctx.batch = batch
+        if narrator.is_open("train_step"):
+            counted = run.counted
+            run.counted = counted[0] + samples, counted[1] + tokens
+        else:
+            run.counted = samples, tokens
+            if not narrator.is_open("epoch"):
+                self._start_epoch(trainer)
+            narrator.listen()
+            self._forward.listen("training_step", narrator.hears("forward") or narrator.hears("fetch"))
+            self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
+            narrator.start("fetch")
+            narrator.end("fetch")
+            narrator.start("train_step")
+            watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
+        watch.is_on = True
+        given = ctx.batch
+        if narrator.hears("microbatch"):
+            ctx.microbatch = given
+            narrator.start("microbatch")
+            given = ctx.microbatch
+        if given is not batch:
+            self._forward.replaced = [given]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The gradients are there, unscaled, and not yet clipped."""
+        if self._is_moving:  # again in this step: a closure that the optimizer calls several times, or another optimizer
+            return
+        self._is_moving, self._watch.is_on = True, False
+        self._run.narrator.start("clip_gradients")
+        if not self._clip.is_on:
+            self._clipped()
+
+    def _clipped(self) -> None:
+        narrator = self._run.narrator
+        if narrator.is_open("train_step") and not narrator.is_open("optimizer_step"):
+            narrator.end("clip_gradients")
+            narrator.start("optimizer_step")
+
+    def _stepped(self, *_: Any) -> None:
+        run = self._run
+        if run is not None and self._is_moving and run.step_skipped:
+            run.step_skipped = False
+            run.narrator.end("optimizer_step")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The batch is through, and with it perhaps the step."""
+        run = self._run
+        narrator = run.narrator
+        self._watch.is_on = False
+        if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            narrator.end("microbatch")
+            return
+        if run.step_skipped:
+            narrator.end("optimizer_step")
+        if run.manager.heard.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
+            self._log(trainer)
+        run.end_step()
+        self._may_tell_save = True
+        if self._is_first:
+            self._is_first = False
+            if not self._is_moving:  # optimized by hand, over several batches
+                narrator.made_up -= {"clip_gradients", "optimizer_step"}
+            run.check_carried(strict=self._strict, logger=logger)
+        self._stop_if_asked(trainer, run)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The epoch is over, or left."""
+        run = self._run
+        if not run.narrator.is_open("epoch"):
+            return
+        if run.manager.heard.on_log:
+            self._log(trainer)
+        run.end_epoch(is_whole=trainer.is_last_batch)
+        self._may_tell_save = True
+        self._stop_if_asked(trainer, run)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run."""
+        run = self._run
+        if trainer.should_stop and run.control.stop_requested is None:
+            run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
+        self._finish()
+
+    def _stop_if_asked(self, trainer: Any, run: HostedRun) -> None:
+        if run.control.stop_requested is not None:
+            trainer.should_stop = True
+
+    def _log(self, trainer: Any) -> None:
+        """What the LightningModule has logged, for the next record."""
+        if logged := {f"lightning/{name}": value.detach() for name, value in self._news(trainer).items()}:
+            self._run.ctx.log(logged)
+
+    def _news(self, trainer: Any) -> dict[str, Tensor]:
+        """The numbers that Lightning knows now, and did not when this was last asked: it makes a new tensor each time."""
+        known, self._known = self._known, dict(trainer.callback_metrics)
+        return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
+
+    # --- evaluation ---
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """An evaluation begins, in training or by hand; its datasets are told as their batches come."""
+        if trainer.sanity_checking:
+            return
+        run = self._run
+        if run is None:
+            run = self._begin(trainer, pl_module, able=())
+        else:
+            self._cadence.remove()
+        self._may_tell_save = False
+        self._names = dataset_names(trainer.val_dataloaders)
+        self._listen(run, "validation", "eval")
+        self._known = dict(trainer.callback_metrics)
+        self._next_dataset(run, 0)
+
+    def _next_dataset(self, run: HostedRun, index: int) -> None:
+        self._dataset = index
+        run.begin_evaluation(self._names[index], standalone=not run.narrator.is_open("train"))
+
+    def _listen(self, run: HostedRun, step: str, span: str) -> None:
+        heard = run.manager.heard
+        self._steps.listen(f"{step}_step", getattr(heard, f"on_{span}_forward_start") or getattr(heard, f"on_{span}_forward_end"))
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A batch of an evaluation, perhaps the first of its dataset."""
+        if trainer.sanity_checking:
+            return
+        run = self._run
+        if dataloader_idx != self._dataset:
+            run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+            self._next_dataset(run, dataloader_idx)
+        run.eval_ctx.batch = batch
+        run.eval_narrator.start("eval_step")
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """It is through."""
+        if not trainer.sanity_checking:
+            self._end_batch("eval_step")
+
+    def _end_batch(self, step: str) -> None:
+        run = self._run
+        run.eval_narrator.end(step)
+        if self._is_first_judged:
+            self._is_first_judged = False
+            run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """The evaluation is over, and what it found is known."""
+        if trainer.sanity_checking:
+            return
+        run: Any = self._run
+        run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+        run.end_evaluation()
+        self._steps.remove()
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        if not run.narrator.is_open("train"):
+            self._finish()
+            return
+        run.boundaries.tell_checkpoint_due("step")
+        self._may_tell_save = True
+        self._stop_if_asked(trainer, run)
+
+    def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
+        """What an evaluation has come to, by plain names."""
+        return {plain_name(name, prefix): float(value) for name, value in self._news(trainer).items()}
+
+    # --- test and prediction ---
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """A run of its own."""
+        self._begin_apart(trainer, pl_module, "test")
+
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        """A batch of the test, or of a prediction."""
+        self._run.eval_ctx.batch = batch
+        self._run.eval_narrator.start("test_step" if trainer.testing else "predict_step")
+
+    def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
+        """It is through."""
+        self._end_batch("test_step" if trainer.testing else "predict_step")
+
+    on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """The test is over, and what it found is known."""
+        run, found = self._run, self._found(trainer, "test")
+        run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
+        run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
+        run.eval_narrator.end("test")
+        run.records.tell(run.ctx)
+        self._finish()
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """A run of its own."""
+        self._begin_apart(trainer, pl_module, "predict")
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """All is predicted."""
+        self._run.eval_narrator.end("predict")
+        self._finish()
+
+    def _begin_apart(self, trainer: Any, module: Any, what: str) -> None:
+        run = self._begin(trainer, module, able=())
+        self._listen(run, what, what)
+        run.eval_narrator.start(what)
+
+    # --- checkpoints ---
+
+    def _save(self, trainer: Any) -> None:
+        """A callback has asked for a checkpoint."""
+        run = self._run
+        self._may_tell_save = True
+        trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
+
+    def _told_save(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
+        """Lightning writes a checkpoint; of several at one boundary the first is told."""
+        run = self._trained
+        if run is None or not self._may_tell_save:
+            return save(path, *args, **given)
+        self._may_tell_save = False
+        return run.tell_checkpoint(str(path), lambda info: save(path, *args, **given))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callbacks' states, each rank's own: a collective, as saving is."""
+        run = self._trained
+        if run is None:
+            return dict(self._loaded or {})
+        own = {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+        return {"state": run.state.state_dict(), "ranks": distributed.gather(own)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Taken back when training begins."""
+        self._loaded = state_dict
+
+    def _resume(self, trainer: Any, run: HostedRun) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            run.state.load_state_dict(loaded["state"])
+            ranks = loaded["ranks"]
+            own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
+            run.manager.load_state_dict(own["callbacks"])
+            run.records.load_state_dict(own["records"])
+        elif trainer.global_step:
+            if trainer.ckpt_path is not None:
+                logger.warning("%s goes on from %s, in which no state of callbacks was found", run.host, trainer.ckpt_path)
+            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
+                batch=trainer.global_step, epoch=trainer.current_epoch, epoch_in_round=trainer.current_epoch
+            )
+        run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch

@@ -1,0 +1,168 @@
+"""What Lightning's callbacks are given as guests, in the place of the LightningModule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFacade
+
+
+class ModuleFacade(OfGuest):
+    """A LightningModule, which stands for the model. It says that it is one, and that it overrides nothing."""
+
+    OF = "a LightningModule"
+
+    automatic_optimization = True
+    example_input_array = None
+
+    @property  # type: ignore[misc]  # object's may also be set
+    def __class__(self) -> Any:
+        """`isinstance` is what Lightning's `is_overridden` asks first."""
+        return self._guest.package.LightningModule
+
+    @property
+    def configure_model(self) -> Any:
+        """Lightning's own, as the three that follow."""
+        return self._inherited("configure_model")
+
+    @property
+    def optimizer_step(self) -> Any:
+        """Not overridden."""
+        return self._inherited("optimizer_step")
+
+    @property
+    def optimizer_zero_grad(self) -> Any:
+        """Not overridden."""
+        return self._inherited("optimizer_zero_grad")
+
+    @property
+    def configure_gradient_clipping(self) -> Any:
+        """Not overridden."""
+        return self._inherited("configure_gradient_clipping")
+
+    def _inherited(self, name: str) -> Any:
+        return getattr(self._guest.package.LightningModule, name).__get__(self)
+
+    @property
+    def trainer(self) -> TrainerFacade:
+        """The Trainer."""
+        return self._guest.trainer
+
+    _trainer = trainer
+
+    @property
+    def logger(self) -> LoggerFacade:
+        """The logger that stands for ours."""
+        return self._guest.logger
+
+    @property
+    def current_epoch(self) -> int:
+        """As the Trainer's."""
+        return self._guest.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """As the Trainer's."""
+        return self._guest.trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """As the Trainer's."""
+        return self._ctx.run.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The run's."""
+        return torch.device(self._ctx.run.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter."""
+        return next((parameter.dtype for parameter in self._model.parameters()), torch.get_default_dtype())
+
+    @property
+    def training(self) -> bool:
+        """The model is in training mode."""
+        return self._model.training
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The run's settings."""
+        return dict(self._ctx.run.config)
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
+        """A number, for the next record as `lightning/<name>`, and among the callback metrics."""
+        self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Several."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer."""
+        return self._ctx.optimizer
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, or None."""
+        return self._ctx.scheduler
+
+    # --- the model itself ---
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._ctx.model
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self._model, memo)  # an average of the weights begins as a copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's."""
+        return self._model.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's."""
+        return self._model.named_parameters(*args, **kwargs)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The model's."""
+        return self._model.buffers(recurse)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The model's."""
+        return self._model.named_buffers(*args, **kwargs)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The model's."""
+        return self._model.modules()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model's."""
+        named: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
+        return named
+
+    def children(self) -> Iterator[nn.Module]:
+        """The model's."""
+        return self._model.children()
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's."""
+        return self._model.named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's."""
+        state: dict[str, Any] = self._model.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the model."""
+        return self._model.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -1,0 +1,175 @@
+"""What Megatron Bridge does not tell, heard from PyTorch: the model's forward and backward, and the optimizer's step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import OptimizerHooks, StaysBehind
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _fails_the_run(hook: Hook) -> Hook:
+    """Megatron tells nobody of an exception: a callback's that comes out of a hook is told here."""
+
+    @functools.wraps(hook)
+    def called(self: Any, *args: Any) -> Any:
+        try:
+            return hook(self, *args)
+        except BaseException as error:
+            self._run.fail(error)
+            raise
+
+    return called  # type: ignore[return-value]  # of the same shape
+
+
+class ForwardHooks(StaysBehind):
+    """Hears a model being called: a microbatch in training, else a batch of an evaluation or a test.
+
+    The step is told from its first forward on, when its data has been fetched. The loss stands between the forward and the backward,
+    which is heard when the first gradient comes back to the outputs; the backward's end is that of the engine's work.
+    """
+
+    def __init__(self, run: HostedRun, model: nn.Module) -> None:
+        self._run = run
+        self._model = model
+        self._handles: list[Any] = []
+        self.in_step = False
+        self.judging = ""
+        """`eval` or `test`, while that runs."""
+
+    def listen(self, is_heard: bool) -> bool:
+        """Stand in the model, or leave it as it was; whether it is heard."""
+        if is_heard and not self._handles:
+            model = self._model
+            self._handles = [
+                model.register_forward_pre_hook(self._begins, with_kwargs=True),
+                model.register_forward_hook(self._ends),
+            ]
+        elif self._handles and not is_heard:
+            self.remove()
+        return is_heard
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @_fails_the_run
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        batch = kwargs or (args[0] if len(args) == 1 else args)
+        if self.judging:
+            narrator, ctx = run.eval_narrator, run.eval_ctx
+            if not narrator.is_open(f"{self.judging}_step"):
+                return None
+            ctx.batch = batch
+            narrator.start(f"{self.judging}_forward")
+            return _replaced(batch, ctx.batch, args, kwargs)
+        if not self.in_step or not torch.is_grad_enabled():
+            return None
+        narrator, ctx = run.narrator, run.ctx
+        ctx.batch = batch
+        if not narrator.is_open("train_step"):
+            narrator.start("fetch")
+            narrator.end("fetch")
+            narrator.start("train_step")
+        if not narrator.hears("forward"):
+            return _replaced(batch, ctx.batch, args, kwargs)
+        ctx.microbatch = ctx.batch
+        narrator.start("microbatch")
+        narrator.start("forward")
+        return _replaced(batch, ctx.microbatch, args, kwargs)
+
+    @_fails_the_run
+    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        run = self._run
+        if self.judging:
+            if run.eval_narrator.is_open(f"{self.judging}_forward"):
+                run.eval_ctx.outputs = outputs
+                run.eval_narrator.end(f"{self.judging}_forward")
+                return run.eval_ctx.outputs
+        elif run.narrator.is_open("forward"):
+            run.ctx.outputs = outputs
+            run.narrator.start("loss")
+            outputs = run.ctx.outputs
+            if (tensor := _with_gradient(outputs)) is not None:
+                tensor.register_hook(self._backward_begins)
+        return outputs
+
+    @_fails_the_run
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._run.narrator.is_open("loss"):
+            self._run.narrator.start("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    @_fails_the_run
+    def _backward_ends(self) -> None:
+        self._run.narrator.end("microbatch")
+
+
+class StepHooks(OptimizerHooks):
+    """Of Megatron's optimizer, which wraps one of torch or several: from the first one's step to the last one's."""
+
+    def __init__(self, run: HostedRun, optimizers: list[Optimizer]) -> None:
+        self._run, self._narrator, self._optimizers = run, run.narrator, optimizers
+        self._handles = []
+        self.has_stepped = False
+
+    def listen(self, is_heard: bool) -> bool:
+        """Stand in the optimizers, or leave them as they were; whether they are heard."""
+        if is_heard and not self._handles and self._optimizers:
+            self._handles = [
+                self._optimizers[0].register_step_pre_hook(self._begins),
+                self._optimizers[-1].register_step_post_hook(self._ends),
+            ]
+        elif self._handles and not is_heard:
+            self.remove()
+        return is_heard
+
+    def remove(self) -> None:
+        """Leave them as they were."""
+        super().remove()
+        self._handles = []
+
+    _begins = _fails_the_run(OptimizerHooks._begins)
+    _ends = _fails_the_run(OptimizerHooks._ends)
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Those that an optimizer of Megatron's steps, in their order; itself, where it is one of torch."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if inner is None:
+        one = getattr(optimizer, "optimizer", None)
+        inner = [] if one is None else [one]
+    return [each for one in inner for each in torch_optimizers(one)]
+
+
+def _replaced(batch: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's arguments, where a callback has replaced what it is called with."""
+    if given is batch:
+        return None
+    if kwargs:
+        return args, dict(given)
+    return (given,) if len(args) == 1 else tuple(given), kwargs
+
+
+def _with_gradient(outputs: Any) -> Tensor | None:
+    """The first tensor that a backward can come to."""
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.requires_grad else None
+    parts: Iterable[Any] = ()
+    if isinstance(outputs, Mapping):
+        parts = outputs.values()
+    elif isinstance(outputs, (list, tuple)):
+        parts = outputs
+    return next((found for part in parts if (found := _with_gradient(part)) is not None), None)

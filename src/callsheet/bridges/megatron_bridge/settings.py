@@ -1,0 +1,157 @@
+"""What the Megatron Bridge host reads and writes of Megatron's own: its configuration for a while, and its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.context import CheckpointInfo
+from callsheet.control import Request
+from callsheet.errors import CheckpointError
+
+logger = logging.getLogger("callsheet")
+
+STATE = "callsheet"
+"""The folder in a checkpoint of Megatron's in which the callbacks' states stand."""
+
+
+class Settings:
+    """What is read of Megatron's configuration and state, and what is written there for a while. Not the host's own: the run has to be
+    forgotten with the host."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.is_training = False
+        self.loss: Tensor | None = None
+        self._before: dict[str, Any] = {}
+        self._checkpoint: Any = getattr(getattr(state, "cfg", None), "checkpoint", None)
+
+    def get(self, name: str) -> Any:
+        """A setting; None where there is none."""
+        found = getattr(self.state, "cfg", None)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found
+
+    @property
+    def step(self) -> int | None:
+        """How many steps Megatron has counted; None where it does not say."""
+        return self.state.train_state.step if self.state is not None else None
+
+    @property
+    def save_interval(self) -> int | None:
+        """After how many steps it saves."""
+        interval: int | None = getattr(self._checkpoint, "save_interval", None)
+        return interval
+
+    def is_last(self, *phases: str) -> bool:
+        """Whether, training over, none of these is to come, such as `do_test`; where that is not known, one may."""
+        return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
+
+    def plain(self) -> dict[str, Any]:
+        """What of it is plain data."""
+        cfg: Any = getattr(self.state, "cfg", None)
+        found = _plain(cfg.to_dict() if hasattr(cfg, "to_dict") else getattr(cfg, "__dict__", {}))
+        return found if isinstance(found, dict) else {}
+
+    def stop(self, ahead: int) -> None:
+        """Have training end before its next step; `ahead` steps are made and not counted yet."""
+        assert self.step is not None  # else it was refused
+        self._set("train.train_iters", self.step + ahead)
+
+    def save_now(self, requests: tuple[Request, ...]) -> None:
+        """Have a checkpoint written after the step in hand."""
+        if self.is_training:
+            self._set("checkpoint.save_interval", 1)
+        else:
+            who = ", ".join(str(request) for request in requests)
+            logger.warning("a checkpoint was asked for after training, when Megatron has written its last: %s", who)
+
+    def restore_interval(self) -> None:
+        """The interval of saving as it was."""
+        if "checkpoint.save_interval" in self._before:
+            self._put("checkpoint.save_interval", self._before.pop("checkpoint.save_interval"))
+
+    def restore(self) -> None:
+        """Everything as it was."""
+        while self._before:
+            self._put(*self._before.popitem())
+
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is durable, as Megatron notes it down."""
+        note = Path(self.get("checkpoint.save")) / "latest_checkpointed_iteration.txt"
+        word = note.read_text().strip() if note.is_file() else ""
+        return int(word) if word.isdigit() else None
+
+    def was_preempted(self) -> bool:
+        """Whether a signal has reached Megatron's handler."""
+        is_on = self.get("train.exit_signal_handler")
+        return bool(is_on and getattr(self.state.signal_handler, "_signal_received", False))
+
+    def _set(self, name: str, value: Any) -> None:
+        self._before.setdefault(name, self.get(name))
+        self._put(name, value)
+
+    def _put(self, name: str, value: Any) -> None:
+        section, _, key = name.partition(".")
+        setattr(self.get(section), key, value)
+
+
+def states_of(run: HostedRun) -> tuple[Any, Any]:
+    """What all ranks share, and what is this one's own."""
+    return {"state": run.state.state_dict()}, {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+
+
+def write_states(run: HostedRun, path: Path, info: CheckpointInfo, states: tuple[Any, Any] | None) -> None:
+    """Write them into a checkpoint of Megatron's; nothing where they are gone: a collective."""
+    if states is not None:
+        told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
+        write_checkpoint(path / STATE, *states, told, group=run.world.saving, overwrite=True)
+
+
+def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
+    """Where training goes on from a checkpoint of Megatron's, take back what stands in it."""
+    step, load = settings.step or 0, settings.get("checkpoint.load")
+    if not step:
+        return None
+    root = Path(load or ".")
+    found = next((path for path in (root / f"iter_{step:07d}" / STATE, root / STATE) if path.is_dir()), None)
+    if found is None:
+        logger.warning("%s goes on from step %d, and no state of callbacks was found in %s", run.host, step, root)
+        move(run, step)
+        return None
+    loaded = read_checkpoint(found, group=run.world.saving)
+    if loaded.info.get("step") != step:
+        raise CheckpointError(f"{found} is of step {loaded.info.get('step')}, and Megatron goes on from {step}")
+    run.state.load_state_dict(loaded.shared["state"])
+    run.manager.load_state_dict(loaded.local["callbacks"])
+    run.records.load_state_dict(loaded.local["records"])
+    return CheckpointInfo(str(found.parent), step, loaded.info["epoch"], loaded.info["kind"], size_bytes=loaded.seal.size_bytes)
+
+
+def move(run: HostedRun, step: int) -> None:
+    """Training is at a step that was not told."""
+    at = run.state.timestamp
+    run.state.timestamp = at._replace(batch=step, batch_in_epoch=at.batch_in_epoch + step - at.batch)
+    run.ctx.step = step
+    if not run.narrator.is_open("train"):
+        run.state.baseline = run.state.timestamp
+
+
+def _plain(value: Any, depth: int = 6) -> Any:
+    """Plain data as it is, containers likewise, and of the rest what it is called."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {str(name): _plain(each, depth - 1) for name, each in value.items() if not str(name).startswith("_")}
+    if depth and isinstance(value, (list, tuple)):
+        return [_plain(each, depth - 1) for each in value]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        return _plain(vars(value), depth)
+    return str(value)

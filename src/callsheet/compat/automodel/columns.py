@@ -1,0 +1,51 @@
+"""Rows whose columns have other names: AutoModel's `column_mapping`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.rows import Rows, Stream, Table, check_columns
+
+
+@dataclass
+class MappedRows(Rows):
+    """Rows as prompts and completions.
+
+    Args:
+        columns: which column is the `answer`, the `question`, the `context`; a context stands before its question.
+    """
+
+    columns: dict[str, str] = field(default_factory=dict)
+
+    def read(self, columns: Collection[str]) -> Table | Stream:
+        """See `Rows`."""
+        rows = super().read(tuple(self.columns.values()))
+        if isinstance(rows, Stream):
+            raise ConfigError(f"{self.path}: columns of rows that are streamed cannot be renamed; give prompt and completion")
+        return MappedTable(rows, self.columns)
+
+
+class MappedTable(Table):
+    """A table with the columns `prompt` and `completion`."""
+
+    def __init__(self, table: Table, columns: dict[str, str]) -> None:
+        self._table, self._columns = table, columns
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        row, columns = self._table[index], self._columns
+        check_columns(self.place(index), row, columns.values())
+        asked = [row[columns[name]] for name in ("context", "question") if name in columns]
+        return {
+            "prompt": "\n".join(asked) if all(isinstance(text, str) for text in asked) else asked[0],
+            "completion": row[columns["answer"]],
+        }
+
+    def place(self, index: int) -> str:
+        """As the table's own."""
+        return self._table.place(index)

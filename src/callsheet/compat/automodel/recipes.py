@@ -1,0 +1,252 @@
+"""AutoModel's four recipes, over ours: `Recipe(cfg, callbacks=[...])`, `setup()`, `run_train_validation_loop()`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from callsheet.bridges.automodel.guests import AutoModelGuest
+from callsheet.bridges.automodel.names import CallbackRunner
+from callsheet.bridges.automodel.recipe import ConfigNode, DistEnv, RecipeFacade
+from callsheet.bridges.automodel.recipe import StepScheduler as Scheduled
+from callsheet.callback import Callback
+from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config
+from callsheet.context import Context
+from callsheet.errors import ConfigError
+from callsheet.recipes.classify import Classify
+from callsheet.recipes.distill import Distill
+from callsheet.recipes.finetune import Finetune
+from callsheet.recipes.finetune_vlm import FinetuneVLM
+from callsheet.recipes.job import JobConfig
+from callsheet.recipes.recipe import Recipe
+
+
+class StepScheduler(Scheduled):
+    """How far training is, and at which steps AutoModel validates and saves."""
+
+    def __init__(self, ctx: Context, schedule: Schedule) -> None:
+        super().__init__(ctx)
+        self._schedule = schedule
+
+    @property
+    def ckpt_every_steps(self) -> int | None:
+        """How often a checkpoint is saved; None is at the end of each epoch, or of training."""
+        return self._schedule.ckpt_every_steps
+
+    @property
+    def val_every_steps(self) -> int | None:
+        """How often it is validated beside."""
+        return self._schedule.val_every_steps
+
+    @property
+    def grad_acc_steps(self) -> int:
+        """How many batches make a step."""
+        return self._schedule.grad_acc_steps
+
+    @property
+    def num_epochs(self) -> int | None:
+        """How many epochs there will be at most."""
+        return self._schedule.num_epochs or super().num_epochs
+
+    @property
+    def is_ckpt_step(self) -> bool:
+        """Whether a checkpoint is saved after the step in hand."""
+        every = self.ckpt_every_steps
+        return bool(every and (self.step + 1) % every == 0) or self.is_last_batch or self.is_last_step
+
+    @property
+    def is_val_step(self) -> bool:
+        """Whether it is validated after the step in hand: also wherever a checkpoint is due."""
+        every = self.val_every_steps
+        return bool(every and (self.step + 1) % every == 0) or self.is_ckpt_step
+
+
+class _AsScheduled(Callback):
+    """Asks for what AutoModel's step scheduler says: evaluations, checkpoints, and the end after so many epochs."""
+
+    phase = "decide"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.scheduler: StepScheduler
+        self.best: float | None = None
+        self.best_yet = ""  # the loss that is the lowest yet, at this step
+
+    def on_data_init_end(self, ctx: Context) -> None:
+        self.scheduler = StepScheduler(ctx, self.schedule)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        scheduler, epochs = self.scheduler, self.schedule.num_epochs
+        scheduler._is_in_training = True
+        self.best_yet = ""
+        if scheduler.is_val_step:
+            ctx.control.evaluate("the step scheduler", replicated=True)
+        if scheduler.is_last_batch and epochs is not None and ctx.epoch >= epochs and not scheduler.is_last_step:
+            ctx.control.stop(f"num_epochs={epochs}", replicated=True)
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        key, results = self.schedule.best_metric_key, ctx.eval_results
+        name = key if key in results else next(iter(results), None)
+        if ctx.standalone or name is None or not self.scheduler.is_ckpt_step:
+            return
+        loss = results[name].get("loss", float("nan"))
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
+            self.best, self.best_yet = loss, f"{name}/loss"
+
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if self.schedule.saves and ctx.boundary == "step" and self.scheduler.is_ckpt_step:
+            kind = "best" if self.best_yet else "periodic"
+            ctx.control.save("the step scheduler", kind=kind, metric=self.best_yet, replicated=True)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = state["best"]
+
+
+class _Facade(RecipeFacade):
+    """The recipe, with the scheduler that knows its intervals."""
+
+    def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
+        super().__init__(ctx)
+        self._step_scheduler = scheduler
+
+
+class BaseRecipe:
+    """What the four have in common.
+
+    Callbacks are AutoModel's, or ours; AutoModel's are told the six hooks with this recipe. An exception is told to them wherever it
+    comes from: in `setup`, in the loop, or with Ctrl-C. Checkpoints stand in `checkpoint.checkpoint_dir/checkpoints`; a run that is
+    there goes on.
+
+    Args:
+        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML, of which the page on this bridge says what
+            is carried; or the configuration of our own recipe.
+        callbacks: to be told, in this order.
+
+    Attributes:
+        recipe: our own, after `setup`.
+
+    Raises:
+        ConfigError: of what `cfg` asks, something is not carried, or cannot work.
+    """
+
+    OURS: ClassVar[type[Recipe[Any]]]
+
+    def __init__(self, cfg: Any, callbacks: Sequence[Any] | None = None) -> None:
+        kind = self.OURS.Config
+        self.recipe: Any
+        self._config: Any
+        self.cfg = load_yaml_config(cfg) if isinstance(cfg, (str, Path)) else cfg
+        if isinstance(cfg, JobConfig):
+            self._config, schedule = cfg, None
+        else:
+            values = self.cfg.to_dict() if hasattr(self.cfg, "to_dict") else self.cfg
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"cfg is {type(cfg).__name__}: give a mapping, the path of a YAML file, or a {kind.__name__}")
+            self.cfg = self.cfg if hasattr(self.cfg, "get") and hasattr(self.cfg, "to_dict") else ConfigNode(values)
+            self._config, schedule = configured(values, kind)
+        given = list(callbacks or ())
+        theirs = [callback for callback in given if not isinstance(callback, Callback)]
+        self.callback_runner = CallbackRunner(theirs)
+        self._as_scheduled = _AsScheduled(schedule) if schedule is not None else None
+        self._guest = _TellsRecipe(self, schedule.constants if schedule is not None else {})
+        self._callbacks: list[Callback] = [each for each in (self._as_scheduled,) if each is not None]
+        self._callbacks += [self._guest] if theirs else []
+        self._callbacks += [callback for callback in given if isinstance(callback, Callback)]
+
+    def setup(self) -> None:
+        """Make everything, and find out what there is to go on from."""
+        try:
+            self.recipe = self.OURS(self._config, self._callbacks)
+            self.recipe.setup()
+        except BaseException as error:
+            self._guest.tell_exception(error)
+            raise
+        self._guest.meet(self.recipe.trainer.ctx)
+
+    def run_train_validation_loop(self) -> None:
+        """Train, and validate and save where they are due; then write the weights, where `checkpoint.save_consolidated` wants them."""
+        recipe = self.recipe
+        with recipe.trainer as trainer:
+            recipe.begin()
+            trainer.fit()
+            if recipe.config.export and not trainer.preempted:
+                recipe.export(recipe.folder / "export")
+
+    # --- what callbacks read ---
+
+    @property
+    def _facade(self) -> RecipeFacade:
+        if self._guest.facade is None:
+            raise AttributeError("the recipe has not been set up; call setup()")
+        return self._guest.facade
+
+    @property
+    def dist_env(self) -> DistEnv:
+        """The ranks."""
+        return self._facade.dist_env
+
+    @property
+    def step_scheduler(self) -> Scheduled:
+        """How far training is."""
+        return self._facade.step_scheduler
+
+    @property
+    def model_parts(self) -> list[Any]:
+        """The model, in a list."""
+        return self._facade.model_parts
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._facade.model
+
+    @property
+    def optimizer(self) -> list[Any]:
+        """The optimizer, in a list."""
+        return self._facade.optimizer
+
+    @property
+    def lr_scheduler(self) -> list[Any] | None:
+        """The schedule of the learning rate, in a list, where there is one."""
+        return self._facade.lr_scheduler
+
+
+class _TellsRecipe(AutoModelGuest):
+    """The recipe's callbacks, told with the recipe itself."""
+
+    def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
+        self._scheduled = recipe._as_scheduled
+        super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
+
+    def made(self, ctx: Context) -> RecipeFacade:
+        """A facade, with AutoModel's intervals where it has some."""
+        return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
+
+
+class TrainFinetuneRecipeForNextTokenPrediction(BaseRecipe):
+    """Fine-tuning of a causal language model, over `callsheet.recipes.finetune`."""
+
+    OURS = Finetune
+
+
+class TrainFinetuneRecipeForSequenceClassification(BaseRecipe):
+    """Sequence classification, over `callsheet.recipes.classify`."""
+
+    OURS = Classify
+
+
+class KnowledgeDistillationRecipeForNextTokenPrediction(BaseRecipe):
+    """Distillation of a causal language model, over `callsheet.recipes.distill`."""
+
+    OURS = Distill
+
+
+class FinetuneRecipeForVLM(BaseRecipe):
+    """Fine-tuning of a vision-language model, over `callsheet.recipes.finetune_vlm`."""
+
+    OURS = FinetuneVLM

@@ -1,0 +1,103 @@
+"""A part of a configuration, from which keys are taken; what nobody takes is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from callsheet.errors import ConfigError, did_you_mean
+
+_MISSING = object()
+
+
+class Section:
+    """Keys and values under a path, such as `step_scheduler`.
+
+    Args:
+        values: what was given; None is nothing.
+        path: what the part is called in messages; empty for the whole.
+    """
+
+    def __init__(self, values: Any, path: str = "") -> None:
+        if values is None:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{path}: {values!r} should be a mapping of names to values")
+        self.path = path
+        self._left = {str(name): value for name, value in values.items()}
+        self._known: list[str] = []
+        self._parts: list[Section] = []
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A key's value, or `default`."""
+        self._known.append(name)
+        return self._left.pop(name, default)
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """The same, where it has to be a number, or None."""
+        value = self.take(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
+        return value
+
+    def first(self, *names: str) -> Any:
+        """The value of the one key that is given of several that mean the same."""
+        given = [(name, value) for name in names if (value := self.take(name)) is not None]
+        if len(given) > 1:
+            self.refuse(given[1][0], f"{given[0][0]} says the same; give one of them")
+        return given[0][1] if given else None
+
+    def ignore(self, *names: str) -> None:
+        """Keys that may be given, and change nothing here."""
+        for name in names:
+            self.take(name)
+
+    def target(self, *allowed: str) -> str:
+        """The last part of `_target_`, or nothing; one that is not among those allowed is refused."""
+        value = self.take("_target_", _MISSING)
+        if value is _MISSING:
+            return ""
+        given = value if isinstance(value, str) else f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+        found = next((name for name in allowed if given == name or given.endswith(f".{name}")), None)
+        if found is None:
+            near = did_you_mean(given.rpartition(".")[2], allowed)
+            self.refuse("_target_", f"{given} is not carried{near} (one of {', '.join(allowed)})")
+        return found
+
+    def part(self, name: str) -> Section:
+        """A key whose value is a mapping, as a section."""
+        part = Section(self.take(name), self._called(name))
+        self._parts.append(part)
+        return part
+
+    def has(self, name: str) -> bool:
+        """Whether it is given, as more than None."""
+        return self._left.get(name) is not None
+
+    def names(self, beginning: str) -> list[str]:
+        """The keys that begin so and have not been taken."""
+        return [name for name in self._left if name.startswith(beginning)]
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise ConfigError for a key."""
+        raise ConfigError(f"{self._called(name)}: {why}")
+
+    def close(self, hints: Mapping[str, str] | None = None) -> None:
+        """Refuse what nobody has taken, here and in the parts; `hints` say where to go instead.
+
+        Raises:
+            ConfigError: with the nearest name that there is.
+        """
+        for name in self._left:
+            if hint := (hints or {}).get(name):
+                self.refuse(name, hint)
+            self.refuse(name, f"there is no such key{did_you_mean(name, self._known)} (one of {', '.join(_unique(self._known))})")
+        for part in self._parts:
+            part.close()
+
+    def _called(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return sorted(set(names))

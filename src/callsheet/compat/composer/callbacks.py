@@ -1,0 +1,371 @@
+"""`composer.callbacks`: Composer's callbacks by their names, with its options, and callsheet's own behind them.
+
+What they log has callsheet's names, and comes with the Trainer's records; see the page "Built-ins", "Coming from Composer".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from callsheet import callbacks
+from callsheet.bridges.composer.time import Time
+from callsheet.callbacks import FreeOutputs, LRMonitor, NaNMonitor
+from callsheet.compat.composer.refusals import refuse
+from callsheet.errors import ConfigError
+
+__all__ = [
+    "ActivationMonitor",
+    "CheckpointSaver",
+    "EarlyStopper",
+    "ExportForInferenceCallback",
+    "FreeOutputs",
+    "ImageVisualizer",
+    "LRMonitor",
+    "LoadCheckpoint",
+    "MLPerfCallback",
+    "MemoryMonitor",
+    "MemorySnapshot",
+    "NaNMonitor",
+    "OOMObserver",
+    "OptimizerMonitor",
+    "RuntimeEstimator",
+    "SpeedMonitor",
+    "SystemMetricsMonitor",
+    "ThresholdStopper",
+]
+
+_UPLOADS = "files are given to the run's loggers, which upload what they can"
+_FILES = "a file has the run's name for a folder, and step and rank in its own"
+_CHECKPOINTS = "a checkpoint is a folder with a name of its own; see Trainer(save_folder=...)"
+
+
+_RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
+"""The last rules that have Composer's two benchmarks."""
+
+
+class CheckpointSaver(callbacks.CheckpointSaver):
+    """Saves every so often, and when training ends; `num_checkpoints_to_keep=-1` keeps all."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "{run_name}/checkpoints",
+        filename: str | os.PathLike[str] = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        remote_file_name: str | os.PathLike[str] | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt",
+        latest_filename: str | os.PathLike[str] | None = "latest-rank{rank}.pt",
+        latest_remote_file_name: str | os.PathLike[str] | None = "{run_name}/checkpoints/latest-rank{rank}.pt",
+        save_interval: Any = "1ep",
+        *,
+        overwrite: bool = False,
+        num_checkpoints_to_keep: int = -1,
+        weights_only: bool = False,
+        ignore_keys: Any = None,
+        num_concurrent_uploads: int = 1,
+        upload_timeout_in_seconds: int = 3600,
+    ) -> None:
+        prefix = "{run_name}/checkpoints"
+        refuse(
+            "CheckpointSaver",
+            {
+                "folder": (str(folder), prefix, "give it to the Trainer, as save_folder"),
+                "filename": (str(filename), "ep{epoch}-ba{batch}-rank{rank}.pt", _CHECKPOINTS),
+                "remote_file_name": (str(remote_file_name), f"{prefix}/ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt", _CHECKPOINTS),
+                "latest_filename": (str(latest_filename), "latest-rank{rank}.pt", _CHECKPOINTS),
+                "latest_remote_file_name": (str(latest_remote_file_name), f"{prefix}/latest-rank{{rank}}.pt", _CHECKPOINTS),
+                "overwrite": (overwrite, False, "give the run a name of its own, or Trainer(autoresume=True)"),
+                "weights_only": (weights_only, False, "export the weights; a checkpoint is to go on from"),
+                "ignore_keys": (ignore_keys, None, "leave keys out when loading"),
+                "num_concurrent_uploads": (num_concurrent_uploads, 1, _CHECKPOINTS),
+                "upload_timeout_in_seconds": (upload_timeout_in_seconds, 3600, _CHECKPOINTS),
+            },
+        )
+        if callable(save_interval):
+            raise ConfigError(
+                "CheckpointSaver(save_interval=...) takes no function here; ask with ctx.control.save(why) in a callback"
+            )
+        super().__init__(
+            save_interval=save_interval if isinstance(save_interval, int) else str(save_interval),
+            keep=None if num_checkpoints_to_keep < 0 else num_checkpoints_to_keep,
+        )
+
+
+class SpeedMonitor(callbacks.SpeedMonitor):
+    """Throughput, and the share of the device's peak."""
+
+    def __init__(self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours") -> None:
+        refuse("SpeedMonitor", {"time_unit": (time_unit, "hours", "a record has its elapsed seconds")})
+        super().__init__(window_size=window_size, peak_flops=gpu_flops_available)
+
+
+class RuntimeEstimator(callbacks.RuntimeEstimator):
+    """When the run will be over."""
+
+    def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
+        super().__init__(skip_batches=skip_batches, time_unit=time_unit)
+
+
+class OptimizerMonitor(callbacks.OptimizerMonitor):
+    """Norms of the gradients, and what the optimizer reports."""
+
+    def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
+        super().__init__(log_optimizer_metrics=log_optimizer_metrics, batch_log_interval=batch_log_interval)
+
+
+class MemoryMonitor(callbacks.MemoryMonitor):
+    """Memory in use."""
+
+    def __init__(self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None) -> None:
+        refuse(
+            "MemoryMonitor",
+            {
+                "memory_keys": (memory_keys, None, "all are logged, in bytes"),
+                "dist_aggregate_batch_interval": (
+                    dist_aggregate_batch_interval, None, "each record tells of the rank where it is most"
+                ),
+            },
+        )  # fmt: skip
+        super().__init__()
+
+
+class MemorySnapshot(callbacks.MemorySnapshot):
+    """What is in the device's memory, once."""
+
+    def __init__(
+        self,
+        skip_batches: int = 1,
+        interval: Any = "3ba",
+        max_entries: int = 100000,
+        folder: str = "{run_name}/torch_traces",
+        filename: str = "rank{rank}.{batch}.memory_snapshot",
+        remote_file_name: str | None = "{run_name}/torch_memory_traces",
+        overwrite: bool = False,
+    ) -> None:
+        refuse(
+            "MemorySnapshot",
+            {
+                "filename": (filename, "rank{rank}.{batch}.memory_snapshot", _FILES),
+                "remote_file_name": (remote_file_name, "{run_name}/torch_memory_traces", _UPLOADS),
+                "overwrite": (overwrite, False, _FILES),
+            },
+        )
+        super().__init__(
+            skip_batches=skip_batches,
+            interval=_in_batches("MemorySnapshot", interval),
+            max_entries=max_entries,
+            folder=None if folder == "{run_name}/torch_traces" else folder,
+        )
+
+
+class OOMObserver(callbacks.OOMObserver):
+    """What was in the device's memory when it was full."""
+
+    def __init__(
+        self,
+        max_entries: int = 100000,
+        folder: str = "{run_name}/torch_traces",
+        filename: str = "rank{rank}_oom",
+        remote_file_name: str | None = "{run_name}/oom_traces/rank{rank}_oom",
+        overwrite: bool = False,
+    ) -> None:
+        refuse(
+            "OOMObserver",
+            {
+                "filename": (filename, "rank{rank}_oom", _FILES),
+                "remote_file_name": (remote_file_name, "{run_name}/oom_traces/rank{rank}_oom", _UPLOADS),
+                "overwrite": (overwrite, False, _FILES),
+            },
+        )
+        super().__init__(max_entries=max_entries, folder=None if folder == "{run_name}/torch_traces" else folder)
+
+
+class ImageVisualizer(callbacks.ImageVisualizer):
+    """Inputs, and segmentations."""
+
+    def __init__(
+        self,
+        interval: Any = "100ba",
+        mode: str = "input",
+        num_images: int = 8,
+        channels_last: bool = False,
+        input_key: Any = 0,
+        target_key: Any = 1,
+    ) -> None:
+        super().__init__(
+            interval=interval if isinstance(interval, int) else str(interval),
+            mode=mode,
+            num_images=num_images,
+            channels_last=channels_last,
+            input_key=input_key,
+            target_key=target_key,
+        )
+
+
+class MLPerfCallback(callbacks.MLPerfCallback):
+    """The result file of the MLPerf rules."""
+
+    def __init__(
+        self,
+        root_folder: str,
+        index: int,
+        benchmark: str = "resnet",
+        target: float = 0.759,
+        division: str = "open",
+        metric_name: str = "MulticlassAccuracy",
+        metric_label: str = "eval",
+        submitter: str = "MosaicML",
+        system_name: str | None = None,
+        status: str = "onprem",
+        cache_clear_cmd: str | Sequence[str] | None = None,
+        host_processors_per_node: int | None = None,
+        exit_at_target: bool = False,
+    ) -> None:
+        refuse(
+            "MLPerfCallback",
+            {"host_processors_per_node": (host_processors_per_node, None, "the description of the system is not written here")},
+        )
+        super().__init__(
+            root_folder=root_folder,
+            index=index,
+            benchmark=benchmark,
+            target=target,
+            division=division,
+            monitor=f"{metric_label}/{metric_name}",
+            submitter=submitter,
+            system_name=system_name or "",
+            status=status,
+            ruleset=_RULES.get(benchmark, ""),
+            cache_clear_cmd=cache_clear_cmd.split() if isinstance(cache_clear_cmd, str) else cache_clear_cmd,
+            stop=exit_at_target,
+        )
+
+
+class ThresholdStopper(callbacks.ThresholdStopper):
+    """Stops when a metric reaches a value."""
+
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        threshold: float,
+        *,
+        comp: str | Callable[[Any, Any], Any] | None = None,
+        stop_on_batch: bool = False,
+    ) -> None:
+        super().__init__(
+            monitor=f"{dataloader_label}/{monitor}",
+            threshold=threshold,
+            mode=_mode("ThresholdStopper", comp, monitor),
+            records="all" if stop_on_batch else "epoch",
+        )
+
+
+class EarlyStopper(callbacks.EarlyStopper):
+    """Stops when a metric has not become better for more than `patience`; a whole number means epochs."""
+
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        comp: str | Callable[[Any, Any], Any] | None = None,
+        min_delta: float = 0.0,
+        patience: Any = 1,
+    ) -> None:
+        time = Time.from_input(patience, "ep")
+        if time.unit.value not in ("ep", "ba"):
+            raise ValueError(f"EarlyStopper(patience={patience!r}): give epochs or batches")
+        super().__init__(
+            monitor=f"{dataloader_label}/{monitor}",
+            mode=_mode("EarlyStopper", comp, monitor),
+            min_delta=abs(min_delta),
+            patience=str(time + 1),  # Composer stops after more than it, and callsheet when it has run out
+        )
+
+
+class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
+    """Writes the model for inference when training ends."""
+
+    def __init__(
+        self,
+        save_format: Any,
+        save_path: str,
+        save_object_store: Any = None,
+        sample_input: Any = None,
+        transforms: Any = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+    ) -> None:
+        kind = str(getattr(save_format, "value", save_format))
+        refuse(
+            "ExportForInferenceCallback",
+            {
+                "save_object_store": (save_object_store, None, _UPLOADS),
+                "transforms": (transforms, None, "change the model in a step of its own"),
+                "save_format": (
+                    kind,
+                    kind.replace("torchscript", "torch_export"),
+                    "torch moves away from it; use 'torch_export'",
+                ),
+            },
+        )
+        super().__init__(
+            save_format=kind, save_path=save_path, sample_input=sample_input, input_names=input_names, output_names=output_names
+        )
+
+
+class ActivationMonitor(callbacks.ActivationMonitor):
+    """Norms and moments of the activations."""
+
+    def __init__(self, interval: Any = "25ba", ignore_module_types: list[str] | None = None, only_log_wandb: bool = True) -> None:
+        super().__init__(batch_log_interval=_in_batches("ActivationMonitor", interval), ignore_types=ignore_module_types or ())
+
+
+class LoadCheckpoint(callbacks.LoadCheckpoint):
+    """Begins with the weights of a checkpoint: with `load_weights_only=True` alone."""
+
+    def __init__(
+        self,
+        load_path: str,
+        load_weights_only: bool = False,
+        strict_model_weights: bool = True,
+        ignore_keys: list[str] | None = None,
+        event: Any = "before_load",
+    ) -> None:
+        named = str(getattr(event, "value", event)).lower()
+        refuse(
+            "LoadCheckpoint",
+            {
+                "event": (named, "before_load", "it is loaded when the Trainer is made"),
+                "load_weights_only": (load_weights_only, True, "give it to the Trainer, as load_path, to go on with all of it"),
+            },
+        )
+        super().__init__(path=load_path, leave_out=ignore_keys or (), strict=strict_model_weights)
+
+
+class SystemMetricsMonitor(callbacks.SystemMetricsMonitor):
+    """The machine's own figures."""
+
+    def __init__(self, log_all_data: bool = False) -> None:
+        refuse("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record tells of the rank where it is most")})
+        super().__init__()
+
+
+def _in_batches(who: str, interval: Any) -> int:
+    time = Time.from_input(interval, "ba")
+    if time.unit.value != "ba":
+        raise ConfigError(f"{who}(interval={interval!r}): give batches, such as '25ba'")
+    return int(time.value)
+
+
+def _mode(who: str, comp: Any, monitor: str) -> str:
+    """`min` or `max`, of a word, of torch's own function, or by the metric's name."""
+    if comp is None:
+        return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
+    modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}
+    modes |= {"greater": "max", "gt": "max", torch.greater: "max", torch.gt: "max"}
+    known = comp.lower() if isinstance(comp, str) else comp
+    if known not in modes:
+        raise ConfigError(f"{who}(comp={comp!r}): give 'less' or 'greater'; no other function is carried over from Composer")
+    return modes[known]

@@ -1,0 +1,79 @@
+"""`composer.loggers`: Composer's loggers by their names, with its options, and callsheet's own behind them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from callsheet import loggers
+from callsheet.bridges.composer.names import LoggerDestination
+from callsheet.bridges.composer.state import Logger
+from callsheet.compat.composer.in_memory import InMemoryLogger
+from callsheet.compat.composer.refusals import refuse
+
+if TYPE_CHECKING:
+    from callsheet.compat.composer.trackers import MLFlowLogger, TensorboardLogger, WandBLogger
+
+__all__ = [
+    "ConsoleLogger",
+    "FileLogger",
+    "InMemoryLogger",
+    "Logger",
+    "LoggerDestination",
+    "MLFlowLogger",
+    "ProgressBarLogger",
+    "TensorboardLogger",
+    "WandBLogger",
+]
+
+_NAMES = "the file is `output.log` in the run's folder"
+
+
+class ConsoleLogger(loggers.ConsoleLogger):
+    """Records as lines on the console."""
+
+    def __init__(self, log_interval: Any = "1ba", stream: Any = "stderr", log_traces: bool = False) -> None:
+        named = {id(sys.stderr): "stderr", id(sys.stdout): "stdout"}.get(id(stream), stream)
+        refuse("ConsoleLogger", {"log_traces": (log_traces, False, "there are no algorithms to trace")})
+        super().__init__(stream=named, interval=None if str(log_interval) == "1ba" else str(log_interval))
+
+
+class FileLogger(loggers.FileLogger):
+    """What the process writes, into the run's folder."""
+
+    def __init__(
+        self,
+        filename: str = "{run_name}/logs-rank{rank}.txt",
+        remote_file_name: str | None = None,
+        *,
+        capture_stdout: bool = True,
+        capture_stderr: bool = True,
+        buffer_size: int = 1,
+        log_traces: bool = True,
+        flush_interval: int = 100,
+        overwrite: bool = False,
+    ) -> None:
+        refuse(
+            "FileLogger",
+            {
+                "filename": (filename, "{run_name}/logs-rank{rank}.txt", _NAMES),
+                "remote_file_name": (remote_file_name, None, _NAMES),
+                "capture_stdout": (capture_stdout, True, "both streams are captured"),
+                "capture_stderr": (capture_stderr, True, "both streams are captured"),
+            },
+        )
+        super().__init__()
+
+
+class ProgressBarLogger(loggers.ProgressBarLogger):
+    """A bar."""
+
+    def __init__(self, stream: Any = None, log_traces: bool = False) -> None:
+        super().__init__()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # they need packages of their own
+        return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

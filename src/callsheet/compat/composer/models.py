@@ -1,0 +1,169 @@
+"""`composer.models`: what Composer's Trainer trains, and what it makes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from callsheet.callback import Callback
+from callsheet.context import Context
+from callsheet.trainer import Task
+
+
+class ComposerModel(nn.Module):
+    """A model that takes a whole batch, and knows its loss and its metrics: override `forward` and `loss`, and the rest as needed."""
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The loss of the outputs: a tensor, several, or losses by name, of which `total` is the one that is trained on."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss(outputs, batch)")
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        """What the metrics are updated with; `outputs` are those of training, where there are any."""
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+        """torchmetrics by name, of evaluation or of training."""
+        return {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        """Update one of them with a batch; unless overridden, with the outputs and the second of the batch's parts."""
+        metric.update(outputs, batch[1])
+
+
+class ModelTask(Task):
+    """The task that such a model is: in training its loss, in evaluation its metrics alone, as Composer has it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        metrics = model.get_metrics(is_train=False) if hasattr(model, "get_metrics") else {}
+        self.metrics = {name: ModelMetric(model, metric) for name, metric in metrics.items()}
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """`model(batch)`; in evaluation `eval_forward`."""
+        if self._model.training or not hasattr(self._model, "eval_forward"):
+            return model(batch)
+        return self._model.eval_forward(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The model's, and nothing in evaluation."""
+        if not self._model.training:
+            return {}
+        loss = self._model.loss(outputs, batch)
+        if isinstance(loss, Tensor):
+            return loss if loss.dim() == 0 else loss.mean()
+        if isinstance(loss, Mapping):
+            named = {name: value.mean() for name, value in loss.items()}
+            total = named.pop("total", None)
+            return {**named, "loss": sum(named.values()) if total is None else total}
+        return sum(each.mean() for each in loss)
+
+    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """What `ModelMetric.update` takes."""
+        return outputs, batch
+
+
+class ModelMetric:
+    """A torchmetric that the model updates; everything else is the metric's own."""
+
+    def __init__(self, model: Any, metric: Any) -> None:
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_metric", metric)
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        """By the model's `update_metric`."""
+        self._model.update_metric(batch, outputs, self._metric)
+
+    def to(self, device: Any) -> ModelMetric:
+        """The same, there."""
+        self._metric.to(device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_metric"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._metric, name, value)
+
+
+class TrainMetrics(Callback):
+    """The model's metrics of training, over each batch: logged as `train/<name>`, and there for `state.train_metrics`."""
+
+    phase = "change"  # they are there for all who hear the same event
+
+    def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
+        self.metrics = dict(metrics)
+        self._model = model
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        """Forget the last batch."""
+        for metric in self.metrics.values():
+            metric.reset()
+            metric.to(ctx.run.device)
+
+    def on_loss_end(self, ctx: Context) -> None:
+        """Judge a microbatch by the outputs that it was trained with."""
+        model = self._model
+        model.eval()
+        try:
+            with torch.no_grad():
+                outputs = model.eval_forward(ctx.microbatch, ctx.outputs)
+                for metric in self.metrics.values():
+                    model.update_metric(ctx.microbatch, outputs, metric)
+        finally:
+            model.train()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """Log them."""
+        ctx.log({f"train/{name}": metric.compute() for name, metric in self.metrics.items()})
+
+
+class EpochScheduler(LRScheduler):
+    """Schedulers as one; where they are stepped once an epoch, what steps it at every batch does nothing."""
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
+        self.optimizer = optimizer  # no base's constructor: it would make a first step of its own
+        self.schedulers = list(schedulers)
+        self.every_batch = every_batch
+
+    def step(self, epoch: int | None = None) -> None:
+        """After every batch."""
+        if self.every_batch:
+            self.step_all()
+
+    def step_all(self) -> None:
+        """Step each of them."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates that are in force, by parameter group."""
+        rates: list[Any] = self.schedulers[-1].get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all of them."""
+        return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back to each."""
+        for scheduler, its in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(its)
+
+
+class StepsSchedulers(Callback):
+    """Steps schedulers at the end of every whole epoch, before anybody else hears of it."""
+
+    phase = "change"
+
+    def __init__(self, scheduler: EpochScheduler) -> None:
+        self._scheduler = scheduler
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        """Not of an epoch that is left."""
+        if ctx.state.timestamp.epoch >= ctx.epoch:
+            self._scheduler.step_all()

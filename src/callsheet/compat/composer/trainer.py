@@ -1,0 +1,351 @@
+"""Composer's Trainer, over callsheet's."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from callsheet import trainer
+from callsheet.bridges.composer.guests import ComposerGuest, guest
+from callsheet.bridges.composer.names import Callback as ComposerCallback
+from callsheet.bridges.composer.run import ComposerRun, Kinds
+from callsheet.bridges.composer.state import Logger, State
+from callsheet.bridges.composer.time import Time
+from callsheet.callback import Callback
+from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
+from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
+from callsheet.compat.composer.refusals import refuse
+from callsheet.errors import ConfigError, NotCarried
+from callsheet.loggers import ConsoleLogger, ProgressBarLogger
+
+logger = logging.getLogger("callsheet")
+
+_PRECISIONS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
+
+_DEFAULTS: Mapping[str, Any] = {
+    "train_dataloader_label": "train",
+    "spin_dataloaders": True,
+    "algorithms": None,
+    "algorithm_passes": None,
+    "scale_schedule_ratio": 1.0,
+    "log_traces": False,
+    "auto_log_hparams": False,
+    "load_object_store": None,
+    "load_ignore_keys": None,
+    "load_exclude_algorithms": None,
+    "load_progress_bar": True,
+    "save_filename": "ep{epoch}-ba{batch}-rank{rank}.pt",
+    "save_latest_filename": "latest-rank{rank}.pt",
+    "save_overwrite": False,
+    "save_weights_only": False,
+    "save_ignore_keys": None,
+    "save_metrics": False,
+    "parallelism_config": None,
+    "precision_config": None,
+    "accumulate_train_batch_on_tokens": False,
+    "deterministic_mode": False,
+    "ddp_sync_strategy": None,
+    "profiler": None,
+    "python_log_level": None,
+    "console_stream": "stderr",
+}
+"""What Composer's Trainer takes besides, and this one has nothing for: anything but the default is refused."""
+
+
+class Evaluator:
+    """One dataset to evaluate, under a label of its own, with an interval of its own."""
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        dataloader: Any,
+        metric_names: Sequence[str] | None = None,
+        subset_num_batches: int | None = None,
+        eval_interval: Any = None,
+        device_eval_microbatch_size: int | None = None,
+    ) -> None:
+        refuse(
+            f"Evaluator {label!r}: Evaluator",
+            {
+                "metric_names": (metric_names, None, "all of the model's metrics are computed; leave it out"),
+                "device_eval_microbatch_size": (device_eval_microbatch_size, None, "give the dataloader smaller batches"),
+            },
+        )
+        self.label, self.dataloader = label, dataloader
+        self.subset_num_batches, self.eval_interval = subset_num_batches, eval_interval
+
+
+class Trainer:
+    """Composer's Trainer, as far as callsheet's can stand for it.
+
+    The model takes whole batches: `model(batch)`, `model.loss(outputs, batch)`, and, where it has them, `eval_forward`, `get_metrics` and
+    `update_metric`. Callbacks and loggers may be Composer's own, those of `callsheet.compat.composer`, and callsheet's. They hear what
+    Composer tells, in its order. `state` and `logger` are what callbacks are given.
+
+    Algorithms are refused, and so is everything else that has nothing here to stand for it: see the page "Composer".
+
+    Raises:
+        NotCarried: an argument that is not carried over; the message names it, and the mend.
+        ConfigError: one that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        train_dataloader: Any = None,
+        train_subset_num_batches: int = -1,
+        max_duration: Any = None,
+        optimizers: Any = None,
+        schedulers: Any = None,
+        step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: Any = None,
+        eval_interval: Any = 1,
+        eval_subset_num_batches: int = -1,
+        callbacks: Any = None,
+        loggers: Any = None,
+        run_name: str | None = None,
+        progress_bar: bool = True,
+        log_to_console: bool = False,
+        console_log_interval: Any = "1ba",
+        load_path: str | None = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        save_folder: str | os.PathLike[str] | None = None,
+        save_interval: Any = "1ep",
+        save_num_checkpoints_to_keep: int = -1,
+        autoresume: bool = False,
+        device: Any = None,
+        precision: Any = None,
+        device_train_microbatch_size: Any = None,
+        seed: int | None = None,
+        dist_timeout: float = 300.0,
+        compile_config: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        _refuse_others(others)
+        self._of_kind: dict[str, int] = {}
+        self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
+        self.state: State = run.state
+        self.logger: Logger = run.logger
+        keeper = ComposerGuest(
+            ComposerCallback(), name="composer", phase="change", run=run
+        )  # counts, also where nobody else does
+        own: list[Callback] = [keeper]
+        if train_dataloader is not None and optimizers is None:
+            logger.warning("no optimizers were given: SGD with a learning rate of 0.1, as Composer's default")
+        optimizer = _one("optimizers", optimizers) or torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = self._scheduler(schedulers, optimizer, step_schedulers_every_batch)
+        if scheduler is not None and not scheduler.every_batch:
+            own.append(StepsSchedulers(scheduler))
+        whole: Any = model  # with more than a Module's methods
+        train_metrics = whole.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
+        if train_metrics:
+            own.append(measuring := TrainMetrics(model, train_metrics))
+            run.train_metrics = measuring.metrics
+        own += [self._ours(each) for each in _several(callbacks)]
+        if save_folder is not None:
+            keep = None if save_num_checkpoints_to_keep < 0 else save_num_checkpoints_to_keep
+            own.append(CheckpointSaver(save_interval=_interval("save_interval", save_interval), keep=keep))
+        if load_path is not None and load_weights_only:
+            own.append(LoadCheckpoint(path=load_path, strict=load_strict_model_weights))
+        told = [self._ours(each) for each in _several(loggers)]
+        if log_to_console:
+            told.append(ConsoleLogger(stream="stderr", interval=_interval("console_log_interval", console_log_interval)))
+        elif progress_bar:
+            told.append(ProgressBarLogger())
+        self._evaluators = self._named(eval_dataloader, eval_subset_num_batches)
+        self._trainer = trainer.Trainer(
+            model,
+            ModelTask(model),
+            _cut(train_dataloader, train_subset_num_batches),
+            self._evaluators or None,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_duration=_interval("max_duration", max_duration) if max_duration is not None else "1ep",
+            microbatch_size=_microbatch_size(device_train_microbatch_size),
+            precision=_precision(precision),
+            eval_interval=None if eval_interval == 0 else _interval("eval_interval", eval_interval),
+            log_interval=1,  # Composer's loggers are given every batch
+            compile=dict(compile_config) if compile_config is not None else False,
+            callbacks=own,
+            loggers=told,
+            run_name=run_name,
+            checkpoints_folder=save_folder,
+            resume="auto" if autoresume else load_path if not load_weights_only else None,
+            seed=seed,
+            device={"gpu": "cuda", None: "auto"}.get(device, device),
+            timeout_seconds=dist_timeout,
+        )
+        run.ctx = self._trainer.ctx
+
+    def fit(self, *, duration: Any = None, **others: Any) -> None:
+        """Train until `max_duration`, or `duration` longer than it has been trained.
+
+        Raises:
+            NotCarried: any other argument: give it to the Trainer.
+        """
+        _refuse_all("fit", others)
+        longest = None
+        if duration is not None:
+            time = Time.from_input(duration, "ep")
+            longest = str(self.state.timestamp.get(time.unit) + time)
+        self._trainer.fit(longest)
+
+    def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
+        """Evaluate; the results are in `state.eval_metrics`."""
+        given = self._named(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
+        self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
+
+    def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
+        """The model's outputs, one item a batch, on the CPU."""
+        outputs = self._trainer.predict(_cut(dataloader, subset_num_batches))
+        return [_to_cpu(each) for each in outputs] if return_outputs else []
+
+    def save_checkpoint(self, name: str | None = None) -> str:
+        """Write a checkpoint, a folder, in the run's own or at the given path; its path."""
+        return self._trainer.save_checkpoint(name).path
+
+    def close(self) -> None:
+        """End the run: every callback is closed."""
+        self._trainer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        self._trainer.__exit__(kind, error, frames)
+
+    def _ours(self, given: Any) -> Callback:
+        """A callback of callsheet's as it is, and any other as a guest."""
+        if isinstance(given, Callback):
+            return given
+        kind = type(given).__name__
+        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1  # several of one class keep each a state of its own
+        name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
+        return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
+
+    def _scheduler(self, schedulers: Any, optimizer: Any, every_batch: bool | None) -> EpochScheduler | None:
+        several = _several(schedulers)
+        if not several:
+            return None
+        if every_batch is None:  # torch's schedulers count epochs, and Composer's what is trained
+            every_batch = not any(isinstance(each, LRScheduler) for each in several)
+        return EpochScheduler(
+            optimizer,
+            [each if isinstance(each, LRScheduler) else self._compiled(each, optimizer) for each in several],
+            every_batch=every_batch,
+        )
+
+    def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
+        """A function of the state, and perhaps of a ratio, gives what the learning rates are multiplied with."""
+        takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
+
+        def factor(_: int) -> float:
+            if self._shared.ctx is None:
+                return 1.0  # the Trainer is being made: it is computed when training begins
+            return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
+
+        return LambdaLR(optimizer, factor)
+
+    def _named(self, given: Any, batches: int) -> dict[str, trainer.Evaluator]:
+        found: dict[str, trainer.Evaluator] = {}
+        for each in _several(given, of=Evaluator):
+            evaluator = each if isinstance(each, Evaluator) else Evaluator(label="eval", dataloader=each)
+            if evaluator.label in found:
+                raise ConfigError(f"two evaluators are called {evaluator.label!r}; give each an Evaluator(label=...) of its own")
+            cut = evaluator.subset_num_batches if evaluator.subset_num_batches is not None else batches
+            every = evaluator.eval_interval
+            found[evaluator.label] = trainer.Evaluator(
+                _cut(evaluator.dataloader, cut), _interval("eval_interval", every) if every is not None else None
+            )
+        return found
+
+
+class _Cut:
+    """The first batches of a dataloader."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __len__(self) -> int:
+        return min(self._batches, len(self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._batches)
+
+
+def _cut(loader: Any, batches: int) -> Any:
+    loader = getattr(loader, "dataloader", loader)  # of a DataSpec
+    return loader if loader is None or batches < 0 else _Cut(loader, batches)
+
+
+def _several(given: Any, of: type | None = None) -> list[Any]:
+    """None, one, or a list of them; a dataloader is one, though it can be iterated over."""
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)) and (of is None or all(isinstance(each, of) for each in given)):
+        return list(given)
+    return [given]
+
+
+def _one(what: str, given: Any) -> Any:
+    several = _several(given)
+    if len(several) > 1:
+        raise NotCarried(f"Trainer({what}=...) takes one here, not {len(several)}")
+    return several[0] if several else None
+
+
+def _interval(what: str, given: Any) -> str:
+    """As callsheet reads it; a whole number means epochs."""
+    if callable(given):
+        raise NotCarried(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
+    return str(Time.from_input(given, "ep"))
+
+
+def _precision(given: Any) -> str:
+    name = str(getattr(given, "value", given or "fp32")).lower()
+    if name not in _PRECISIONS:
+        raise NotCarried(f"Trainer(precision={name!r}) is not carried over from Composer: give one of {', '.join(_PRECISIONS)}")
+    return _PRECISIONS[name]
+
+
+def _microbatch_size(given: Any) -> int | None:
+    if given is None or isinstance(given, int):
+        return given
+    raise NotCarried(
+        f"Trainer(device_train_microbatch_size={given!r}) is not carried over from Composer: give the samples of a microbatch"
+    )
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    for name in others:
+        if name not in _DEFAULTS:
+            raise TypeError(f"Composer's Trainer has no argument {name!r}")
+    if others.get("algorithms"):
+        raise NotCarried("Trainer(algorithms=...) is not carried over from Composer: apply them to model and data yourself")
+    refuse("Trainer", {name: (value, _DEFAULTS[name], "leave it out") for name, value in others.items() if name != "algorithms"})
+
+
+def _refuse_all(method: str, others: Mapping[str, Any]) -> None:
+    if others:
+        raise NotCarried(f"Trainer.{method}({next(iter(others))}=...) is not carried over from Composer: give it to the Trainer")
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {name: _to_cpu(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_cpu, value))
+    return value

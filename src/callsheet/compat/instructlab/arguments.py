@@ -1,0 +1,201 @@
+"""InstructLab's arguments: what of them is carried, and what can only be left as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from callsheet.bridges.instructlab.names import check
+from callsheet.callback import Callback
+from callsheet.errors import ConfigError
+
+
+class DistributedBackend(Enum):
+    """What shards the model. The recipe finds out by itself: DDP, or FSDP where `parallel` says so."""
+
+    FSDP = "fsdp"
+    DEEPSPEED = "deepspeed"
+
+
+@dataclass(kw_only=True)
+class LoraOptions:
+    """Low-rank adapters: their rank, scale and dropout, and the modules that get them; None is every linear layer but the last."""
+
+    rank: int = 4
+    alpha: int = 32
+    dropout: float = 0.1
+    target_modules: list[str] | None = None
+    quantize_data_type: Any = None
+
+    def __post_init__(self) -> None:
+        if getattr(self.quantize_data_type, "value", self.quantize_data_type) is not None:
+            raise ConfigError("quantize_data_type: adapters over quantized weights are not carried; leave it out")
+
+
+@dataclass(kw_only=True)
+class TorchrunArgs:
+    """How many ranks, all on this machine. Where they would meet is taken and not needed: they meet on 127.0.0.1, at a free port.
+
+    Raises:
+        ConfigError: several machines, or two places to meet.
+    """
+
+    nproc_per_node: int | str
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_id: str | int = 0
+    rdzv_endpoint: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_endpoint and self.master_addr:
+            raise ConfigError("rdzv_endpoint and master_addr are two places to meet; give one of them")
+        if self.nnodes != 1 or self.node_rank != 0:
+            raise ConfigError(
+                f"nnodes={self.nnodes}, node_rank={self.node_rank}: run_training starts the ranks of this machine alone; on several "
+                "start a recipe with torchrun on each"
+            )
+        is_number = isinstance(self.nproc_per_node, int) and not isinstance(self.nproc_per_node, bool) and self.nproc_per_node > 0
+        if not is_number and self.nproc_per_node != "gpu":
+            raise ConfigError(f"nproc_per_node={self.nproc_per_node!r}: give a whole number above 0, or 'gpu'")
+
+    @property
+    def ranks(self) -> int:
+        """How many.
+
+        Raises:
+            ConfigError: one for each GPU, and there is none.
+        """
+        if isinstance(self.nproc_per_node, int):
+            return self.nproc_per_node
+        import torch
+
+        if not (count := torch.cuda.device_count()):
+            raise ConfigError("nproc_per_node='gpu', and there is none; give a number")
+        return count
+
+
+_AS_IT_IS: dict[str, Any] = {
+    "use_legacy_tmpl": False,
+    "process_data": True,
+    "pretraining_config": None,
+    "mock_data": False,
+    "mock_data_len": 0,
+    "use_liger": False,
+    "trust_remote_code": False,
+    "use_dolomite": False,
+    "is_padding_free": False,
+    "accelerate_full_state_at_epoch": True,
+    "distributed_backend": DistributedBackend.FSDP,
+    "mlflow_tracking_uri": None,
+    "mlflow_experiment_name": None,
+    "mlflow_run_name": None,
+    "wandb_project": None,
+    "wandb_entity": None,
+    "wandb_run_name": None,
+    "tensorboard_log_dir": None,
+}
+"""InstructLab's fields that are not carried: they may be given as InstructLab has them, and no other way."""
+
+_INSTEAD: dict[str, str] = {
+    "pretraining_config": "callsheet.recipes.pretrain does that",
+    **dict.fromkeys(
+        ("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name"),
+        "give callsheet.loggers.MLflowLogger(...) among the callbacks",
+    ),
+    **dict.fromkeys(
+        ("wandb_project", "wandb_entity", "wandb_run_name"), "give callsheet.loggers.WandBLogger(...) among the callbacks"
+    ),
+    "tensorboard_log_dir": "give callsheet.loggers.TensorboardLogger() among the callbacks",
+    "accelerate_full_state_at_epoch": "every checkpoint can be resumed from",
+    "trust_remote_code": "no code that comes with a model is run",
+}
+
+
+@dataclass(kw_only=True)
+class TrainingArgs:
+    """What is trained on what, by InstructLab's names; `docs/bridges/instructlab.md` says what becomes of each.
+
+    `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own: `parallel`, as the recipe `finetune` has it, and
+    `allow_pickle`, by which callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
+
+    Raises:
+        ConfigError: a field that cannot work, or is not carried; the message names it.
+        TypeError: an unknown field, or a callback that is none.
+    """
+
+    model_path: str
+    data_path: str
+    ckpt_output_dir: str
+    data_output_dir: str
+    max_seq_len: int
+    max_batch_len: int
+    effective_batch_size: int
+    learning_rate: float
+    num_epochs: int = 1
+    chat_tmpl_path: str | None = None
+    save_samples: int = 0
+    adamw_weight_decay: float = 0.0
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
+    adamw_eps: float = 1e-8
+    warmup_steps: int = 0
+    random_seed: int = 42
+    checkpoint_at_epoch: bool = True
+    keep_last_checkpoint_only: bool = False
+    disable_flash_attn: bool = False
+    lora: LoraOptions | None = None
+    validation_split: float = 0.0
+    validation_frequency: int | None = None
+    data_process_num_cpu_procs: int = 16
+    on_demand_checkpointing: bool = False
+    log_level: str = "INFO"
+    callbacks: list[Any] | None = field(default=None, repr=False)
+    parallel: str = "auto"
+    allow_pickle: bool = False
+    # fields of InstructLab that are not carried
+    use_legacy_tmpl: bool = False
+    process_data: bool = True
+    pretraining_config: Any = None
+    mock_data: bool = False
+    mock_data_len: int = 0
+    use_liger: bool = False
+    trust_remote_code: bool = False
+    use_dolomite: bool = False
+    is_padding_free: bool = False
+    accelerate_full_state_at_epoch: bool = True
+    distributed_backend: Any = DistributedBackend.FSDP
+    mlflow_tracking_uri: str | None = None
+    mlflow_experiment_name: str | None = None
+    mlflow_run_name: str | None = None
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
+    wandb_run_name: str | None = None
+    tensorboard_log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Again, where somebody has set a field since."""
+        for name, value in _AS_IT_IS.items():
+            given = getattr(self, name)
+            if getattr(given, "value", given) != getattr(value, "value", value):
+                raise ConfigError(f"{name}={given!r} is not carried; {_INSTEAD.get(name, 'leave it out')}")
+        for name in ("max_seq_len", "max_batch_len", "effective_batch_size", "num_epochs"):
+            if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{name}={number!r}: give a whole number above 0")
+        if self.max_batch_len < self.max_seq_len:
+            raise ConfigError(
+                f"max_batch_len={self.max_batch_len} is less than max_seq_len={self.max_seq_len}: an example must fit in"
+            )
+        if not 0.0 <= self.validation_split < 1.0:
+            raise ConfigError(f"validation_split={self.validation_split}: give a part of 1, from 0")
+        if self.validation_split and not (self.validation_frequency and self.validation_frequency > 0):
+            raise ConfigError(f"validation_frequency={self.validation_frequency}: say after how many steps to evaluate")
+        if self.chat_tmpl_path is not None and self.chat_tmpl_path.endswith(".py"):
+            raise ConfigError("chat_tmpl_path: a Python file is not executed; give its template as a Jinja file")
+        for callback in self.callbacks or ():
+            if not isinstance(callback, Callback):
+                check(callback)

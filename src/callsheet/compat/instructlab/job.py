@@ -1,0 +1,179 @@
+"""What a rank of `run_training` does: the recipe `finetune`, with InstructLab's callbacks as guests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from callsheet.bridges.instructlab import InstructLabGuest
+from callsheet.callback import Callback, label_of
+from callsheet.callbacks import CheckpointSaver
+from callsheet.checkpoint import export_huggingface
+from callsheet.compat.instructlab.arguments import TrainingArgs
+from callsheet.context import CheckpointInfo, Context
+from callsheet.distributed import read_ranks
+from callsheet.errors import ConfigError
+from callsheet.recipes.finetune import Finetune, FinetuneConfig
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.lora import ALL_LINEAR, Lora
+from callsheet.recipes.rows import Rows, Stream
+from callsheet.recipes.schedules import Warmup, WarmupCosine
+
+RUN = "training"
+"""The run's folder in `ckpt_output_dir`, beside InstructLab's `hf_format`."""
+
+
+def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
+    """The recipe, with its callbacks: InstructLab's, and ours as they are."""
+    job = Training(_config(args, train, validation, read_ranks().world_size))
+    job.args = args
+    known = Counter[str]()
+    here: list[Callback] = []
+    for each in callbacks:
+        given = each if isinstance(each, Callback) else _Guest(each, args)
+        known[label := label_of(given)] += 1
+        if given is not each and known[label] > 1:  # several of one class
+            given.name = f"{label}-{known[label]}"
+        here.append(given)
+    job.callbacks.add([*_savers(args), _Exports(job, args), *here])
+    return job
+
+
+class Training(Finetune):
+    """The recipe, with a learning rate over as many steps as there will be."""
+
+    args: TrainingArgs | None = None
+    """None where the run is only opened."""
+
+    def read_data(self) -> None:
+        """Know how many steps there will be."""
+        super().read_data()
+        if (args := self.args) is None:
+            return
+        examples: Any = self.sets.examples["train"]
+        steps, warmup = args.num_epochs * (len(examples) // args.effective_batch_size), args.warmup_steps
+        if not steps:
+            raise ConfigError(
+                f"{args.data_path} has {len(examples)} examples of up to {args.max_seq_len} tokens, fewer than "
+                f"effective_batch_size={args.effective_batch_size}; give a smaller one"
+            )
+        self.config.scheduler = (
+            partial(WarmupCosine, total_steps=steps, warmup_steps=warmup)
+            if warmup < steps
+            else partial(Warmup, warmup_steps=warmup)
+        )
+
+
+class _Guest(InstructLabGuest):
+    """A guest that is told InstructLab's places."""
+
+    def __init__(self, foreign: Any, args: TrainingArgs) -> None:
+        super().__init__(foreign)
+        self._args = args
+
+    def output_dir(self, ctx: Context) -> str:
+        """As it was given."""
+        return self._args.ckpt_output_dir
+
+    def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
+        """The model that transformers loads."""
+        return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
+
+
+class _Exports(Callback):
+    """Writes the model of every checkpoint for transformers, where InstructLab does. A run that makes way has no time for it."""
+
+    phase = "save"
+    collective = True
+
+    def __init__(self, job: Training, args: TrainingArgs) -> None:
+        self._job, self._args = job, args
+        self._group: Any = None
+
+    def on_train_start(self, ctx: Context) -> None:
+        """The ranks write together, on a group of their own."""
+        if ctx.run.world_size > 1 and self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        """Write it."""
+        if ctx.checkpoint is None or ctx.checkpoint.kind == "preempt":
+            return
+        path, job = _exported(self._args, ctx), self._job
+        if (lora := job.config.lora) is not None:
+            lora.export_merged(ctx.model, path, writes=ctx.run.is_world_process_zero, processor=job.tokenizer)
+        else:
+            export_huggingface(ctx.model, path, group=self._group, processor=job.tokenizer)
+
+
+def _exported(args: TrainingArgs, ctx: Context) -> Path:
+    name = "last_epoch" if args.keep_last_checkpoint_only else f"samples_{ctx.state.timestamp.sample}"
+    return Path(args.ckpt_output_dir) / "hf_format" / name
+
+
+def _savers(args: TrainingArgs) -> list[Callback]:
+    keep = 1 if args.keep_last_checkpoint_only else None
+    wanted = {
+        "epochs": "1ep" if args.checkpoint_at_epoch else "",
+        "samples": f"{args.save_samples}sp" if args.save_samples > 0 else "",
+    }
+    return [
+        CheckpointSaver(save_interval=every, keep=keep, save_at_end=False, name=name) for name, every in wanted.items() if every
+    ]
+
+
+def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) -> FinetuneConfig:
+    lora = args.lora
+    adamw = {"lr": args.learning_rate, "weight_decay": args.adamw_weight_decay, "betas": args.adamw_betas, "eps": args.adamw_eps}
+    return FinetuneConfig(
+        run_name=RUN,
+        runs_folder=args.ckpt_output_dir,
+        model=LanguageModel(path=args.model_path, attention="sdpa" if args.disable_flash_attn else None),
+        lora=None if lora is None else Lora(lora.rank, float(lora.alpha), lora.dropout, lora.target_modules or ALL_LINEAR),
+        train=Rows(train),
+        validation={"validation": Rows(validation)} if validation is not None else {},
+        chat_template=args.chat_tmpl_path,
+        sequence_length=args.max_seq_len,
+        too_long="drop",
+        evaluate_first=False,
+        samples=0,
+        generated_tokens=1,
+        seed=args.random_seed,
+        max_duration=f"{args.num_epochs}ep",
+        eval_interval=f"{args.validation_frequency}ba" if validation is not None else None,
+        log_interval=1,
+        batch_size=args.effective_batch_size // ranks,
+        microbatch_size=min(args.effective_batch_size // ranks, args.max_batch_len // args.max_seq_len),
+        optimizer=partial(torch.optim.AdamW, **adamw),  # type: ignore[arg-type]  # of several types
+        precision="bf16" if torch.cuda.is_available() else "fp32",
+        parallel=args.parallel,
+    )
+
+
+def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
+    """The files to learn from and to validate on: the data as it is, or, where a part of it is for validation, two that are written."""
+    rows = Rows(args.data_path).read(())
+    assert not isinstance(rows, Stream)  # which has to be asked for
+    for number, row in enumerate(rows, 1):
+        if row.get("unmask"):
+            raise ConfigError(
+                f"{args.data_path}: row {number} says unmask, by which what is asked is learnt too; that is not carried"
+            )
+    if not args.validation_split:
+        return args.data_path, None
+    folder, order = Path(args.data_output_dir), list(range(len(rows)))
+    folder.mkdir(parents=True, exist_ok=True)
+    random.Random(args.random_seed).shuffle(order)
+    count = max(1, round(args.validation_split * len(order)))
+    parts = {"validation": sorted(order[:count]), "train": sorted(order[count:])}
+    for name, chosen in parts.items():
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(dict(rows[index]))}\n" for index in chosen)
+    return str(folder / "train.jsonl"), str(folder / "validation.jsonl")

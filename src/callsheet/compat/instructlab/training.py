@@ -1,0 +1,86 @@
+"""`run_training`: the recipe `finetune` on several ranks, with InstructLab's arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from callsheet.callback import Callback
+from callsheet.compat.instructlab.arguments import TorchrunArgs, TrainingArgs
+from callsheet.errors import ConfigError
+
+
+def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
+    """Fine-tune a model on the ranks that `torch_args` names; returns the last losses, by the dataset's name.
+
+    Callbacks are sent to the ranks with their constructors' arguments, and made anew there; what would arrive otherwise is refused
+    before anything starts. Those in this process hear nothing. A script may call this at its top level: where the ranks import it for the
+    classes that it defines, it does nothing.
+
+    Raises:
+        ConfigError: arguments that cannot work.
+        TransportError: a callback that cannot be sent; the message says what, and the mend.
+        LaunchError: a rank failed; a RuntimeError.
+    """
+    from callsheet.launcher import launch  # with torch, which callbacks alone do without
+    from callsheet.transport import payload
+
+    if payload.is_opening:  # a rank, or the trial before it, imports the script
+        return {}
+    train_args.check()
+    ranks = torch_args.ranks
+    if train_args.effective_batch_size % ranks:
+        raise ConfigError(
+            f"effective_batch_size={train_args.effective_batch_size} does not divide over {ranks} ranks; give a multiple of it"
+        )
+    from callsheet.compat.instructlab.job import rows_of  # with all recipes, which the trial of the callbacks does without
+
+    rows = rows_of(train_args)
+    callbacks = [each if isinstance(each, Callback) else Carried.of(each) for each in train_args.callbacks or ()]
+    results = launch(
+        train_on_rank,
+        (replace(train_args, callbacks=None), *rows),
+        callbacks=callbacks,
+        nproc_per_node=ranks,
+        allow_pickle=train_args.allow_pickle,
+    )
+    found: dict[str, float] = results[0]
+    return found
+
+
+class Carried(Callback):
+    """A callback of InstructLab on its way to a rank: its class, and its constructor's arguments."""
+
+    def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.foreign = kind(*args, **kwargs)
+
+    @classmethod
+    def of(cls, foreign: Any) -> Carried:
+        """Around one that is there: the trial compares it, as it is now, with the one that is made anew."""
+        args, kwargs = getattr(foreign, "_arguments", ((), {}))
+        carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
+        carried.foreign, carried.name = foreign, type(foreign).__name__
+        return carried
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its own, where it has one."""
+        state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give it back."""
+        if state:
+            self.foreign.load_state_dict(state)
+
+
+def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
+    """What one rank does."""
+    from callsheet.compat.instructlab.job import job_of  # see above
+
+    logging.basicConfig(level=args.log_level, format="%(message)s")
+    job = job_of(args, train, validation, [each.foreign if isinstance(each, Carried) else each for each in callbacks])
+    job.setup()
+    job.run()
+    return {name: found["loss"] for name, found in job.evaluated.items()}

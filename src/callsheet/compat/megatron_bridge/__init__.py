@@ -1,0 +1,30 @@
+"""Megatron Bridge's names: what is written for them trains here, over callsheet's recipe, when its import lines are changed.
+
+`VALID_EVENTS`, `Callback`, `CallbackContext`, `CallbackManager`, `normalize_callbacks` and `should_fire` behave as the original's do;
+`pretrain`, `forward_step` and `qwen25_500m_pretrain_config` need nothing of it.
+"""
+
+from callsheet.bridges.megatron_bridge.names import (
+    VALID_EVENTS,
+    Callback,
+    CallbackContext,
+    CallbackManager,
+    normalize_callbacks,
+    should_fire,
+)
+from callsheet.compat.megatron_bridge.config import ConfigContainer, qwen25_500m_pretrain_config
+from callsheet.compat.megatron_bridge.gpt import forward_step
+from callsheet.compat.megatron_bridge.pretrain import pretrain
+
+__all__ = [
+    "VALID_EVENTS",
+    "Callback",
+    "CallbackContext",
+    "CallbackManager",
+    "ConfigContainer",
+    "forward_step",
+    "normalize_callbacks",
+    "pretrain",
+    "qwen25_500m_pretrain_config",
+    "should_fire",
+]

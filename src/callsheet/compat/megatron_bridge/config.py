@@ -1,0 +1,178 @@
+"""Megatron Bridge's configuration, as far as the recipe carries it out; a setting that it does not have is refused by its name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar, dataclass_transform
+
+from callsheet.bridges.foreign import NotOnTheList
+from callsheet.recipes.text_rows import TextRows
+
+Section = TypeVar("Section")
+
+
+@dataclass_transform()
+def _section(kind: type[Section]) -> type[Section]:
+    """A dataclass that has its fields and no others, to read as to write."""
+    made = dataclass(kind)
+    names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # it is one now
+
+    def refuse(name: str) -> NotOnTheList:
+        return NotOnTheList(
+            f"{kind.__name__} has here no {name!r}, and nothing that would carry it out; it has {', '.join(names)}"
+        )
+
+    def read(self: Any, name: str) -> Any:  # reached where there is no such attribute
+        raise AttributeError(name) if name.startswith("__") else refuse(name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        if name not in names:
+            raise refuse(name)
+        object.__setattr__(self, name, value)
+
+    made.__getattr__ = read  # type: ignore[attr-defined]
+    made.__setattr__ = write  # type: ignore[method-assign]
+    return made
+
+
+@_section
+class ModelConfig:
+    """The model: of Qwen 2's architecture, with random weights. The parallel sizes are there to be 1: ranks share the data alone."""
+
+    num_layers: int = 24
+    hidden_size: int = 896
+    ffn_hidden_size: int = 4864
+    num_attention_heads: int = 14
+    num_query_groups: int = 2
+    vocab_size: int = 151936
+    seq_length: int = 4096
+    rotary_base: float = 1e6
+    layernorm_epsilon: float = 1e-6
+    share_embeddings_and_output_weights: bool = True
+    init_method_std: float = 0.02
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@_section
+class TrainingConfig:
+    """How long, how much a step, and how often to evaluate. `eval_iters` is how many global batches; 0 evaluates and tests nothing."""
+
+    train_iters: int = 300_000
+    global_batch_size: int = 32
+    micro_batch_size: int = 2
+    eval_interval: int | None = 500
+    eval_iters: int = 32
+    skip_train: bool = False
+
+
+@_section
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-5
+    clip_grad: float = 1.0
+
+
+@_section
+class SchedulerConfig:
+    """How the learning rate rises and falls: `cosine`, `linear` or `constant`. `lr_decay_iters` None is the length of training."""
+
+    lr_decay_style: str = "cosine"
+    lr_warmup_iters: int = 500
+    lr_decay_iters: int | None = None
+
+
+@_section
+class DatasetConfig:
+    """What is trained on. `blend` None was generated data; here it is the text files of `folder`, byte by byte: None is Python's own library.
+
+    `rows` are texts instead, with a tokenizer's name in `cfg.tokenizer.tokenizer_model`.
+    """
+
+    blend: None = None
+    folder: str | None = None
+    pattern: str = "*.py"
+    rows: TextRows | None = None
+    num_workers: int = 0
+
+
+@_section
+class TokenizerConfig:
+    """A folder with a tokenizer, or its name; None is the bytes themselves."""
+
+    tokenizer_model: str | None = None
+
+
+@_section
+class CheckpointConfig:
+    """Where to save, and what to go on from; None is not at all. A folder named `checkpoints` stands in the run's."""
+
+    save: str | None = "nemo_experiments/default/checkpoints"
+    load: str | None = "nemo_experiments/default/checkpoints"
+    save_interval: int | None = 500
+    async_save: bool = False
+
+
+@_section
+class LoggerConfig:
+    """How often to log, and where to: each is there at `context.state` once it is named here."""
+
+    log_interval: int = 10
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_entity: str | None = None
+    wandb_save_dir: str | None = None
+    mlflow_experiment: str | None = None
+    mlflow_run_name: str | None = None
+    mlflow_tracking_uri: str | None = None
+
+
+@_section
+class RNGConfig:
+    """The seed of everything random."""
+
+    seed: int = 1234
+
+
+@_section
+class ConfigContainer:
+    """All of it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    mixed_precision: str | None = "bf16_mixed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def qwen25_500m_pretrain_config() -> ConfigContainer:
+    """Qwen 2.5 of half a billion parameters, on one device. Set fewer layers, and narrower ones, to try something out:
+
+    Example:
+        >>> config = qwen25_500m_pretrain_config()
+        >>> config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size = 2, 64, 128
+        >>> config.model.num_attention_heads, config.model.num_query_groups = 2, 1
+        >>> config.model.seq_length, config.model.vocab_size = 64, 512
+        >>> config.train.train_iters, config.train.global_batch_size = 20, 4
+        >>> config.train.eval_interval, config.train.eval_iters = 10, 2
+        >>> config.mixed_precision, config.checkpoint.save, config.checkpoint.load = None, None, None
+    """
+    return ConfigContainer()

@@ -1,0 +1,107 @@
+"""A step's forward in Megatron's manner: the model gives each token's loss, and a function of them the loss and what is reported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from callsheet.bridges.megatron_bridge.guests import LM_LOSS, GlobalState
+from callsheet.errors import ConfigError, NotCarried
+
+IGNORED = -100
+
+
+class GPTModel(nn.Module):
+    """A causal language model of transformers, called as Megatron's is: with labels it gives each token's loss, without them the logits.
+
+    Labels stand where their tokens are predicted; nothing is shifted here.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, tokens, vocabulary), or with labels (batch, tokens) in float32. `loss_mask` is the loss function's affair."""
+        logits: Tensor = self.module(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask).logits
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.transpose(1, 2).float(), labels, reduction="none")
+
+
+def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
+    """The model's outputs for the next microbatch, and the function of them that gives `(loss, tokens, {"lm loss": both})`: sums over
+    tokens that count."""
+    if return_schedule_plan:
+        raise NotCarried("forward_step makes no schedule plan: there are no pipelines here")
+    batch = next(data_iterator)
+    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return losses, partial(_masked_loss, batch["loss_mask"])
+
+
+def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    mask = loss_mask.flatten().float()
+    loss, tokens = (losses.flatten().float() * mask).sum(), mask.sum()
+    return loss, tokens.to(torch.int), {LM_LOSS: torch.stack([loss.detach(), tokens])}
+
+
+def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
+    """`forward_step_func`, with a state before the iterator or without, as the function of model and batch that the recipe takes."""
+    if not callable(forward_step_func):
+        raise ConfigError(
+            f"forward_step is {forward_step_func!r}; give a function such as callsheet.compat.megatron_bridge.forward_step"
+        )
+    parameters = list(inspect.signature(forward_step_func).parameters.values())
+    wants_state = any("GlobalState" in str(each.annotation) for each in parameters)
+    wants_state |= bool(parameters) and parameters[0].name in ("state", "global_state")
+    step = partial(forward_step_func, state) if wants_state else forward_step_func
+
+    def recipe_step(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        outputs, loss_function = step(iter([as_megatron_batch(batch)]), model)
+        return outputs, lambda outputs: _mean_and_reported(loss_function(outputs))
+
+    return recipe_step
+
+
+def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tokens, the label of each, which is the next, and which of them count: not the last, which has none."""
+    tokens = batch["input_ids"]
+    labels = batch["labels"].roll(-1, dims=1)
+    labels[:, -1] = IGNORED
+    counts = labels != IGNORED
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+    return {
+        "tokens": tokens,
+        "labels": labels.where(counts, 0),
+        "loss_mask": counts.float(),
+        "attention_mask": None,
+        "position_ids": positions,
+    }
+
+
+def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean that is trained on, and what is reported beside it: a pair there is a sum and what it is a sum of."""
+    if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
+        raise ConfigError(
+            "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"
+        )
+    loss: Tensor = given[0] if len(given) == 2 else given[0] / given[1].clamp(min=1)
+    reported = {}
+    for name, value in given[-1].items():
+        value = torch.as_tensor(value).detach().flatten()
+        if value.numel() > 2:
+            raise ConfigError(f"forward_step reports {name!r} as {value.numel()} numbers; give one, or a sum and its count")
+        reported[name] = value[0] / value[1] if value.numel() == 2 else value[0]
+    return loss, reported

@@ -1,0 +1,257 @@
+"""`pretrain` of Megatron Bridge, over callsheet's recipe: the same configuration, the same events in the same order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
+
+from callsheet.bridges.megatron_bridge.guests import GlobalState, MegatronBridgeGuest
+from callsheet.bridges.megatron_bridge.names import Callback, CallbackManager, normalize_callbacks
+from callsheet.callback import Callback as OwnCallback
+from callsheet.checkpoint import newest
+from callsheet.compat.megatron_bridge.config import ConfigContainer
+from callsheet.compat.megatron_bridge.gpt import GPTModel, as_recipe_step
+from callsheet.compat.megatron_bridge.trackers import Trackers
+from callsheet.context import Context
+from callsheet.distributed import initialised_distributed, read_ranks
+from callsheet.errors import ConfigError, NotCarried
+from callsheet.recipes.byte_files import ByteFiles
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.pretrain import Pretrain, PretrainConfig
+from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
+
+logger = logging.getLogger("callsheet")
+
+PRECISIONS = {None: "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16"}
+
+
+def pretrain(
+    config: ConfigContainer,
+    forward_step_func: Callable[..., Any],
+    callbacks: list[Callback] | CallbackManager | None = None,
+) -> Pretrain:
+    """Train, validate and test as `config` says, and tell the callbacks as Megatron Bridge does.
+
+    At an interval there is a validation, then a checkpoint; training over, `on_train_end`, another validation, and the test. On one
+    process without a process group one is made for the time being, so that `torch.distributed.get_rank()` answers.
+
+    Args:
+        config: see `qwen25_500m_pretrain_config`.
+        forward_step_func: `forward_step`, or another of its shape: `(state, data_iterator, model)` or `(data_iterator, model)`.
+        callbacks: a list, or a manager.
+
+    Returns:
+        The recipe, with its `trainer` and the losses that were `evaluated`; the original returns nothing.
+
+    Raises:
+        NotCarried: a setting that nothing here carries out.
+        ConfigError: settings that do not go together.
+        BaseException: what a callback raised, as it was; the callbacks behind it were not told.
+    """
+    state = GlobalState(config)
+    step = as_recipe_step(forward_step_func, state)
+    job = job_of(config)
+    trackers = Trackers(config, state)
+    is_alone = initialised_distributed() is None and read_ranks().world_size == 1
+    try:
+        if is_alone:
+            distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        guest = MegatronBridgeGuest(normalize_callbacks(callbacks) or CallbackManager(), state=state)
+        recipe = BridgePretrain(job, [guest, _Plan(config, state), trackers], forward_step=step)
+        recipe.state = state
+        recipe.setup()
+        with recipe.trainer:
+            _run(recipe, config, state)
+        return recipe
+    finally:
+        trackers.close()
+        if is_alone and initialised_distributed() is not None:
+            distributed.destroy_process_group()
+
+
+def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
+    trainer = recipe.trainer
+    if not config.train.skip_train and not trainer.state.is_complete:
+        trainer.fit()
+        if trainer.preempted:
+            return
+    if state.train_state.do_valid:
+        recipe.evaluated = dict(trainer.evaluate())
+    if state.train_state.do_test and (test := recipe.test_data()) is not None:
+        recipe.evaluated["test"] = trainer.test(test)
+
+
+class BridgePretrain(Pretrain):
+    """The recipe, with the model called in Megatron's manner."""
+
+    state: GlobalState
+
+    def make_model(self) -> nn.Module:
+        """The same, wrapped."""
+        model = GPTModel(super().make_model())
+        size = sum(parameter.numel() for parameter in model.parameters())
+        length = (self.config.rows or self.config.data).sequence_length
+        self.state.train_state.__dict__["flops_per_sample"] = 6.0 * size * length  # forward and backward (Kaplan et al. 2020)
+        self.state.__dict__["tokenizer"] = self.tokenizer
+        return model
+
+
+class _Plan(OwnCallback):
+    """Asks for the validations and checkpoints that the configuration plans, and keeps Megatron's timers."""
+
+    phase = "save"
+
+    def __init__(self, config: ConfigContainer, state: GlobalState) -> None:
+        train, checkpoint = config.train, config.checkpoint
+        self._eval_interval = train.eval_interval if train.eval_iters else None
+        self._save_interval = checkpoint.save_interval if checkpoint.save is not None else None
+        self._timers = state.timers
+        state.train_state.__dict__.update(
+            do_train=not train.skip_train, do_valid=train.eval_iters > 0, do_test=train.eval_iters > 0
+        )
+
+    def on_train_start(self, ctx: Context) -> None:
+        self._timers("interval-time").start()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if self._eval_interval and ctx.step % self._eval_interval == 0:
+            ctx.control.evaluate("eval_interval", replicated=True)
+
+    def on_eval_all_start(self, ctx: Context) -> None:
+        self._timers("interval-time").stop()
+        self._timers("eval-time").start()
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        self._timers("eval-time").stop()
+        if not ctx.standalone:
+            self._timers("interval-time").start()
+
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if not self._save_interval or ctx.boundary != "step":
+            return
+        if ctx.state.is_complete or ctx.control.stop_requested is not None:
+            ctx.control.save("training is over", kind="final", replicated=True)
+        elif ctx.step % self._save_interval == 0:
+            ctx.control.save("save_interval", kind="periodic", replicated=True)
+
+    def on_train_end(self, ctx: Context) -> None:
+        self._timers("interval-time").stop()
+
+
+def job_of(config: ConfigContainer) -> PretrainConfig:
+    """The recipe's configuration.
+
+    Raises:
+        NotCarried: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
+        ConfigError: batch sizes that do not divide.
+    """
+    model, train, dataset, optimizer = config.model, config.train, config.dataset, config.optimizer
+    ranks = read_ranks().world_size
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        if getattr(model, name) != 1:
+            raise NotCarried(f"model.{name}={getattr(model, name)}: here ranks share the data alone; leave it at 1")
+    if model.sequence_parallel:
+        raise NotCarried("model.sequence_parallel: here ranks share the data alone; leave it off")
+    if dataset.blend is not None:
+        raise NotCarried("dataset.blend: Megatron's indexed files are not read here; give dataset.folder, or dataset.rows")
+    if config.mixed_precision not in PRECISIONS:
+        raise NotCarried(f"mixed_precision={config.mixed_precision!r}: here it is one of {', '.join(map(str, PRECISIONS))}")
+    if train.global_batch_size % (train.micro_batch_size * ranks):
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} does not divide into microbatches of {train.micro_batch_size} on {ranks} rank(s)"
+        )
+    runs_folder, run_name = _place(config.checkpoint.save)
+    return PretrainConfig(
+        runs_folder=runs_folder,
+        run_name=run_name,
+        resume=_resume(config.checkpoint.load, Path(runs_folder) / run_name),
+        seed=config.rng.seed,
+        max_duration=f"{train.train_iters}ba",
+        eval_interval=None,
+        log_interval=config.logger.log_interval,
+        batch_size=train.global_batch_size // ranks,
+        microbatch_size=train.micro_batch_size,
+        clip_grad_norm=optimizer.clip_grad or None,
+        optimizer=partial(
+            torch.optim.AdamW,
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            weight_decay=optimizer.weight_decay,
+        ),
+        scheduler=_scheduler(config),
+        precision=PRECISIONS[config.mixed_precision],
+        save_in_background=config.checkpoint.async_save,
+        workers=dataset.num_workers,
+        model=LanguageModel(config=_architecture(config), tokenizer=config.tokenizer.tokenizer_model),
+        data=ByteFiles(
+            folder=dataset.folder,
+            pattern=dataset.pattern,
+            sequence_length=model.seq_length,
+            validation_windows=max(1, train.eval_iters * train.global_batch_size),
+        ),
+        rows=dataset.rows,
+        prompts=[],
+    )
+
+
+def _architecture(config: ConfigContainer) -> dict[str, Any]:
+    model = config.model
+    return {
+        "model_type": "qwen2",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "max_position_embeddings": max(model.seq_length, 32768),
+        "rope_theta": model.rotary_base,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "initializer_range": model.init_method_std,
+        "use_cache": False,
+    }
+
+
+def _scheduler(config: ConfigContainer) -> Any:
+    scheduler, optimizer = config.scheduler, config.optimizer
+    length = scheduler.lr_decay_iters or config.train.train_iters
+    warmup = min(scheduler.lr_warmup_iters, length - 1)
+    if warmup < scheduler.lr_warmup_iters:
+        logger.warning("scheduler.lr_warmup_iters=%d in a run of %d: it is %d here", scheduler.lr_warmup_iters, length, warmup)
+    falls = {"cosine": WarmupCosine, "linear": WarmupLinear}
+    if scheduler.lr_decay_style in falls:
+        return partial(
+            falls[scheduler.lr_decay_style], total_steps=length, warmup_steps=warmup, final=optimizer.min_lr / optimizer.lr
+        )
+    if scheduler.lr_decay_style != "constant":
+        raise NotCarried(f"scheduler.lr_decay_style={scheduler.lr_decay_style!r}: here it is one of cosine, linear, constant")
+    return partial(Warmup, warmup_steps=warmup)
+
+
+def _place(save: str | None) -> tuple[str, str]:
+    """The folder of runs, and the run's name in it: its checkpoints stand in its folder `checkpoints`."""
+    folder = Path(save if save is not None else "nemo_experiments/default")
+    folder = folder.parent if folder.name == "checkpoints" else folder
+    return str(folder.parent), folder.name
+
+
+def _resume(load: str | None, folder: Path) -> str:
+    """`load` is where this run saves, or where another has."""
+    if load is None:
+        return "new"
+    if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):
+        return "auto"
+    found = newest(Path(load) / "checkpoints") or newest(load)
+    if found is None:
+        logger.warning("checkpoint.load: there is no checkpoint in %s; training begins anew", load)
+        return "new"
+    return str(found.path)

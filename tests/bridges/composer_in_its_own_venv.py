@@ -1,0 +1,498 @@
+"""The bridge to the real Composer, host and guests: run by `test_composer.py` in the venv that `tools/composer_venv.py` makes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable as Function
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
+from callsheet.bridges.composer import EVENT_MAP, guest, host
+from callsheet.bridges.composer.names import Event as OurEvent
+from callsheet.bridges.matrix import Cell
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.loggers import JSONLLogger, Logger, read_metrics
+from callsheet.testing import Recorder, check_events
+from callsheet.trainer import Task
+
+from .homes.composer import composer, made
+from .homes.composer import trained as as_composer_has_it
+from .homes.job import IMAGES, POINTS, Job
+from .rows import hold
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what Composer says of newer torch
+]
+torch.set_num_threads(1)
+
+real = composer.callbacks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_in_torch() -> None:
+    """Not the one of the other bridges, which collects garbage after every test: this host does not touch torch."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # Composer writes beside itself
+
+
+def weights(trained: Any) -> list[Tensor]:
+    return [value.clone() for value in trained.state.model.state_dict().values()]
+
+
+def fit(*args: Any, **options: Any) -> Any:
+    trained = made(*args, **options)
+    trained.fit()
+    trained.close()
+    return trained
+
+
+def in_memory(trained: Any, name: str) -> list[float]:
+    return [float(value) for _, value in trained.logger.destinations[0].data[name]]
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+class Fails(Callback):
+    """Fails at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise ZeroDivisionError
+
+
+class Ends(Callback):
+    """Remembers how the run ended."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcomes.append(str(ctx.run.outcome))
+
+
+# --- the host ---
+
+
+def test_the_forty_events_are_composer_s_in_its_order() -> None:
+    assert [event.value for event in OurEvent] == [event.value for event in composer.Event]
+    assert {theirs for several in EVENT_MAP.values() for theirs in several} == {event.value for event in composer.Event}
+    for ours, theirs in zip(OurEvent, composer.Event, strict=True):
+        assert (ours.is_before_event, ours.is_after_event) == (theirs.is_before_event, theirs.is_after_event), ours
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_it_trains_what_it_trained_and_tells_every_event(size: int, tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("loss", "learning_rate", "batch")), History()
+    given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
+    options = {"device_train_microbatch_size": size, "loggers": [composer.loggers.InMemoryLogger()]}
+    with_them = fit(POINTS, tmp_path, given, **options)
+    options["loggers"] = [composer.loggers.InMemoryLogger()]
+    without = fit(POINTS, tmp_path, None, **options)
+    assert all(torch.equal(a, b) for a, b in zip(weights(with_them), weights(without), strict=True))
+    check_events(recorder.events)
+    counted = {event: recorder.events.count(event) for event in recorder.events}
+    assert counted["on_train_step_end"] == counted["on_optimizer_step_end"] == 12
+    assert counted["on_forward_end"] == counted["on_backward_end"] == counted["on_microbatch_end"] == 12 * 4 // size
+    assert counted["on_eval_all_end"] == counted["on_epoch_end"] == 2
+    assert counted["on_eval_forward_end"] == 6
+    assert counted["on_fetch_end"] == 14  # and once an epoch the data's end
+    assert recorder.events[-1] == "on_run_end"
+    losses = in_memory(without, "loss/train/total")
+    pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    assert history["train/loss"] == pytest.approx(pairs, rel=1e-6)
+    assert history["eval/loss"] == pytest.approx(in_memory(without, "metrics/eval/loss"))
+
+
+def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
+    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    trained = fit(
+        POINTS,
+        tmp_path,
+        [Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder, ends],
+        save_folder=str(tmp_path / "saved"),
+        save_interval="1ep",
+    )
+    assert int(trained.state.timestamp.batch) == 7
+    assert ends.outcomes == ["stopped"]
+    check_events(recorder.events)
+    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert [(step, kind) for event, step, kind in told if event == "on_checkpoint_published"] == [
+        (2, "requested"),
+        (6, "periodic"),
+        (7, "periodic"),
+    ]
+    assert all(Path(info.path).is_file() for _, info in recorder.values["checkpoint"] if info is not None)
+    evaluated = [at for at, event in enumerate(recorder.events) if event == "on_eval_all_end"]
+    assert [recorder.events[:at].count("on_train_step_end") for at in evaluated] == [3, 6, 7]
+
+
+def test_what_it_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestRefused, match="cannot save on request here; it can evaluate, stop"):
+        fit(POINTS, tmp_path, [Asks("save", 2)])
+
+
+def test_saved_by_a_callback_of_ours(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    saver = CheckpointSaver(save_interval="5ba")
+    fit(POINTS, tmp_path, [saver, recorder], save_folder=str(tmp_path / "saved"), save_interval="0ba")
+    steps = [info.step for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_save_end" and info is not None]
+    assert steps == [5, 10, 12]
+    check_events(recorder.events)
+
+
+def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    options: dict[str, Any] = {"save_folder": folder, "save_interval": "7ba", "eval_interval": "2ba"}
+    whole, other = History(), History()
+    unbroken = fit(POINTS, tmp_path / "whole", [whole], after=[host([other], log_interval=1)], **options | {"save_folder": None})
+    with pytest.raises(ZeroDivisionError):
+        fit(POINTS, tmp_path, [History(), Fails(8)], after=[host([History()], log_interval=1)], **options)
+    history, second, recorder = History(), History(), Recorder()
+    again = fit(POINTS, tmp_path, [history, recorder], after=[host([second], log_interval=1)], autoresume=True, **options)
+    assert int(again.state.timestamp.batch) == 12
+    assert history["train/loss"] == pytest.approx(whole["train/loss"])
+    assert second["train/loss"] == pytest.approx(other["train/loss"])
+    assert len(second["train/loss"]) == 12
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == 5
+    assert recorder.told[-1].batch == 12
+
+
+def test_an_early_stop_stops_it(tmp_path: Path) -> None:
+    class Worse(Callback):
+        phase = "change"
+
+        def on_eval_forward_end(self, ctx: Context) -> None:
+            ctx.outputs = ctx.outputs + 10.0 * ctx.step
+
+    trained = fit(POINTS, tmp_path, [Worse(), EarlyStopper(monitor="eval/loss", patience="1ep")], epochs=9)
+    assert int(trained.state.timestamp.epoch) < 5
+
+
+def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+    averaged, plain = History(), History()
+    fit(POINTS, tmp_path, [EMA(half_life=3), averaged])
+    fit(POINTS, tmp_path, [plain])
+    assert averaged["train/loss"] == plain["train/loss"]
+    assert averaged["eval/loss"] != plain["eval/loss"]
+
+
+def test_what_a_callback_replaces_is_what_is_trained_with(tmp_path: Path) -> None:
+    class Halves(Callback):
+        phase = "change"
+
+        def on_fetch_end(self, ctx: Context) -> None:
+            if ctx.batch is not None:
+                ctx.batch = [ctx.batch[0] * 0, ctx.batch[1] * 0]
+
+    history = History()
+    fit(POINTS, tmp_path, [Halves(), history], epochs=1)
+    plain = History()
+    fit(POINTS, tmp_path, [plain], epochs=1)
+    assert history["train/loss"][0] < plain["train/loss"][0] / 4
+
+
+def test_a_logger_writes_into_the_run_s_folder_what_others_log_too(tmp_path: Path) -> None:
+    fit(POINTS, tmp_path, [JSONLLogger()], after=[real.LRMonitor()])
+    records = read_metrics(tmp_path / "small")
+    assert [record.step for record in records if "train/loss" in record.values] == [2, 4, 6, 8, 10, 12]
+    assert records[0].values["composer/lr-AdamW/group0"] == 0.02
+
+
+def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
+    recorder, ends = Recorder(fields=("standalone", "outputs")), Ends()
+    trained = made(POINTS, tmp_path, [recorder, ends], epochs=1)
+    trained.eval()
+    trained.fit()
+    trained.fit(duration="1ep")
+    predicted = trained.predict(POINTS.validation_batches())
+    trained.close()
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_end") == 2
+    assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
+    standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
+    assert standalone == [True, False, False]
+    assert ends.outcomes == ["finished"]
+
+
+def test_what_it_never_tells_is_refused(tmp_path: Path) -> None:
+    class Hears(Callback):
+        def on_test_end(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_test_end, and Composer's Trainer never tells it"):
+        made(POINTS, tmp_path, [Hears()])
+    fit(POINTS, tmp_path, [Hears()], strict=False)
+
+
+def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder()
+    trained = made(POINTS, tmp_path, [Fails(2), ends, recorder])
+    with pytest.raises(ZeroDivisionError):
+        trained.fit()
+    assert ends.outcomes == ["failed"]
+    assert recorder.events.count("on_exception") == 1
+    trained.close()
+    later = Ends()
+    trained = made(POINTS, tmp_path, [later], after=[Bursts()])
+    with pytest.raises(ArithmeticError):
+        trained.fit()
+    assert later.outcomes == []  # Composer has told nobody
+    trained.close()
+    assert later.outcomes == ["failed"]
+
+
+class Bursts(composer.Callback):  # type: ignore[misc]
+    """A callback of Composer's that fails."""
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        raise ArithmeticError
+
+
+def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+    recorder = Recorder()
+    hosted = host([recorder], runs_folder=tmp_path)
+    for _ in range(2):
+        trained = fit(POINTS, tmp_path, None, after=[hosted], epochs=1)
+        assert not trained.state.optimizers[0]._optimizer_step_post_hooks
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+
+
+# --- guests ---
+
+
+class HomeTask(Task):
+    """What Composer's Trainer does with such a model."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch)
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        loss: Tensor = self._model.loss(outputs, batch)
+        return loss
+
+
+class Logged(Logger):
+    """Keeps all numbers that are logged, and counts the images."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, int]] = []
+        self.numbers: dict[str, list[float]] = {}
+
+    def on_log(self, ctx: Context) -> None:
+        for name, value in ctx.record.values.items():
+            self.numbers.setdefault(name, []).append(value)
+
+    def log_images(self, ctx: Context, name: str, images: Any) -> None:
+        self.logged.append((name, len(images)))
+
+
+class TheirPictures(composer.loggers.LoggerDestination):  # type: ignore[misc]
+    """The same at home."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, int]] = []
+
+    def log_images(self, images: Any, name: str = "Images", *args: Any, **given: Any) -> None:
+        self.logged.append((name, len(images)))
+
+
+class Run:
+    """One run's steps, its losses, what was logged by name, how it ended, and the images."""
+
+    def __init__(self, steps: int, losses: list[float], logged: dict[str, list[float]], error: str, images: list[Any]) -> None:
+        self.steps, self.losses, self.logged, self.error, self.images = steps, losses, logged, error, images
+
+
+def at_home(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
+    memory, pictures, error = composer.loggers.InMemoryLogger(), TheirPictures(), ""
+    trained = made(job, folder, None, after=[foreign], loggers=[memory, pictures], epochs=4, **options)
+    try:
+        trained.fit()
+    except RuntimeError as raised:
+        error = str(raised)
+    trained.close()
+    logged = {name: [float(value) for _, value in values] for name, values in memory.data.items()}
+    losses = logged.pop("loss/train/total", [])
+    return Run(int(trained.state.timestamp.batch), losses, logged, error, pictures.logged)
+
+
+def as_guest(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
+    pictures, error = Logged(), ""
+    torch.manual_seed(3)
+    model = as_composer_has_it(job)
+    trainer = Trainer(
+        model,
+        HomeTask(model),
+        options.pop("train_dataloader", job.batches()),
+        job.validation_batches(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        max_duration="4ep",
+        log_interval=1,
+        callbacks=[guest(foreign), pictures],
+        runs_folder=folder,
+        seed=3,
+        device="cpu",
+        **options,
+    )
+    try:
+        with trainer:
+            trainer.fit()
+    except RuntimeError as raised:
+        error = str(raised)
+    losses = pictures.numbers.pop("train/loss", [])
+    return Run(trainer.state.timestamp.batch, losses, pictures.numbers, error, pictures.logged)
+
+
+LINES = replace(POINTS, model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+"""Nothing is drawn in training, so that it is the same in another Trainer."""
+
+
+def broken() -> Any:
+    """Data with no number in the fourth batch."""
+    rows = [(inputs.clone(), targets.clone()) for inputs, targets in map(LINES.train.__getitem__, range(24))]
+    rows[14][1].fill_(float("nan"))
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]  # a list is a dataset
+
+
+GUESTS: list[tuple[str, str, Function[[], Any], dict[str, Any]]] = [
+    ("drives", "early_stopper", lambda: real.EarlyStopper("loss", "eval", comp="greater", patience=1), {}),
+    ("drives", "early_stopper_in_batches", lambda: real.EarlyStopper("loss", "eval", comp="gt", patience="2ba"), {}),
+    ("drives", "threshold_stopper", lambda: real.ThresholdStopper("loss", "eval", 1.7), {}),
+    ("drives", "nan_monitor", real.NaNMonitor, {"train_dataloader": broken}),
+    ("drives", "free_outputs", real.FreeOutputs, {}),
+    ("reads", "speed_monitor", lambda: real.SpeedMonitor(window_size=2), {}),
+    ("reads", "lr_monitor", real.LRMonitor, {}),
+    ("reads", "optimizer_monitor", lambda: real.OptimizerMonitor(batch_log_interval=3), {}),
+    ("reads", "runtime_estimator", real.RuntimeEstimator, {}),
+    ("reads", "memory_monitor", real.MemoryMonitor, {}),
+    ("reads", "activation_monitor", lambda: real.ActivationMonitor(interval="4ba", only_log_wandb=False), {}),
+    ("reads", "image_visualizer", lambda: real.ImageVisualizer(interval="5ba", num_images=3), {"job": IMAGES}),
+    ("hears", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
+]
+SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
+"""Those whose numbers do not come from a clock."""
+
+
+@pytest.mark.parametrize(("tier", "name", "make", "options"), GUESTS, ids=[row[1] for row in GUESTS])
+def test_a_guest_does_here_what_it_does_at_home(
+    tier: str, name: str, make: Function[[], Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = options.get("job", LINES)
+        rest = {key: value() for key, value in options.items() if key != "job"}
+        home = at_home(make(), job, tmp_path / "home", **rest)
+        here = as_guest(make(), job, tmp_path / "here", **rest)
+    assert here.losses == pytest.approx(home.losses, rel=1e-6, nan_ok=True)
+    assert (here.steps, here.error, here.images) == (home.steps, home.error, home.images)
+    theirs = {key: values for key, values in home.logged.items() if not key.startswith(("time/", "metrics/", "trainer/"))}
+    if name in ("speed_monitor", "runtime_estimator"):
+        theirs |= {key: home.logged[key] for key in home.logged if key in ("time/train", "time/val", "time/remaining_estimate")}
+    assert theirs.keys() <= here.logged.keys()
+    for key, values in theirs.items():
+        if tier != "hears":  # what is logged at every batch of an evaluation comes with its end
+            assert len(here.logged[key]) == len(values), key
+        if name in SAME:
+            assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key
+    if tier == "drives":
+        assert home.steps < 24 or name == "free_outputs"
+    if name == "speed_monitor":
+        per_second = [here.logged[f"throughput/{what}_per_sec"] for what in ("batches", "samples")]
+        assert [4 * value for value in per_second[0]] == pytest.approx(per_second[1])
+    hold("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
+
+
+def test_a_plain_model_is_as_good_as_theirs(tmp_path: Path) -> None:
+    logged = Logged()
+    model = POINTS.made_model()
+    with Trainer(
+        model, POINTS.loss, POINTS.batches(), optimizer=torch.optim.SGD(model.parameters(), lr=0.01), log_interval=1,
+        callbacks=[guest(real.SpeedMonitor(window_size=2)), guest(real.OptimizerMonitor(batch_log_interval=1)), logged],
+        runs_folder=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert len(logged.numbers["throughput/samples_per_sec"]) == 4
+    assert {f"l2_norm/grad/{name}" for name, _ in model.named_parameters()} <= logged.numbers.keys()
+
+
+def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Path) -> None:
+    memory = composer.loggers.InMemoryLogger()
+    model = POINTS.made_model()
+    with Trainer(
+        model, POINTS.loss, POINTS.batches(), POINTS.validation_batches(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), log_interval=1, max_duration="2ep",
+        callbacks=[guest(memory), LRMonitor()], runs_folder=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert len(memory.data["loss/train/total"]) == 12
+    assert memory.data["metrics/eval/loss"][-1][1] == trainer.eval_results["validation"]["loss"]
+    assert memory.data["lr-SGD/group0"][0][1] == 0.01
+    stamp = memory.data["loss/train/total"][-1][0]
+    assert (int(stamp.batch), int(stamp.sample), type(stamp)) == (12, 48, composer.Timestamp)
+
+
+def test_what_a_guest_may_not_use_is_named(tmp_path: Path) -> None:
+    class Curious(composer.Callback):  # type: ignore[misc]
+        def fit_start(self, state: Any, logger: Any) -> None:
+            state.fsdp_config  # noqa: B018
+
+    model = POINTS.made_model()
+    trainer = Trainer(
+        model, POINTS.loss, POINTS.batches(), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        callbacks=[guest(Curious())], runs_folder=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(NotCarried, match="Composer's State has here no 'fsdp_config'"):
+        trainer.fit()
+
+
+def test_their_events_are_told_in_their_order(tmp_path: Path) -> None:
+    class Records(composer.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.told: list[tuple[Any, ...]] = []
+
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            assert isinstance(event, composer.Event)
+            stamp = state.timestamp
+            self.told.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
+
+        def close(self, state: Any, logger: Any) -> None:
+            self.told.append(("close",))
+
+        def post_close(self) -> None:
+            self.told.append(("post_close",))
+
+    home, here = Records(), Records()
+    fit(POINTS, tmp_path, None, after=[home], device_train_microbatch_size=2)
+    model = POINTS.made_model()
+    with Trainer(
+        model, POINTS.loss, POINTS.batches(), POINTS.validation_batches(), microbatch_size=2, max_duration="2ep",
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[guest(here)], runs_folder=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert here.told == home.told

@@ -1,0 +1,247 @@
+"""A recipe of NeMo AutoModel, in small. The package needs a GPU to train, and no release of it has the callbacks of its pull request 875;
+this is a recipe's loop as that has it: its step scheduler, its order of hooks, its checkpoints and its stops."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.bridges.automodel import host
+from callsheet.bridges.automodel.names import HOOKS, Callback, CallbackRunner, MetricsSample
+
+from .job import EMPTY, Given, Job
+
+NAME, VERSION = "NeMo AutoModel", "pull request 875"
+HOW = "whose loop the tests have in small, since it trains on GPUs alone"
+
+
+class StepScheduler:
+    """Counts from 0, and says when to validate and to save."""
+
+    def __init__(
+        self, dataloader: Any, *, num_epochs: int, max_steps: int | None = None, accumulate: int = 1,
+        ckpt_every_steps: int | None = None, val_every_steps: int | None = None,
+    ) -> None:  # fmt: skip
+        self.dataloader = dataloader
+        self.grad_acc_steps = accumulate
+        self.num_epochs = num_epochs
+        self.step = self.epoch = 0
+        self.epoch_len: int | None = -(-len(dataloader) // accumulate) if hasattr(dataloader, "__len__") else None
+        if max_steps is None:
+            assert self.epoch_len is not None
+            max_steps = num_epochs * self.epoch_len
+        self.max_steps = max_steps
+        self.ckpt_every_steps = ckpt_every_steps or self.epoch_len or self.max_steps // 2
+        self.val_every_steps = val_every_steps
+        self.sigterm_flag = False
+        self._received = False
+
+    def receive(self, *_: Any) -> None:
+        """The handler of SIGTERM."""
+        self._received = True
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if self.step >= self.max_steps:
+            return
+        group: list[Any] = []
+        for batch in self.dataloader:
+            group.append(batch)
+            if len(group) == self.grad_acc_steps:
+                yield group
+                self.step, group = self.step + 1, []
+                if self.step >= self.max_steps or self.sigterm_flag:
+                    return
+        if group:
+            yield group
+            self.step += 1
+        self.epoch += 1
+
+    @property
+    def epochs(self) -> Iterator[int]:
+        for epoch in range(self.epoch, self.num_epochs):
+            if self.step >= self.max_steps or self.sigterm_received:
+                return
+            yield epoch
+
+    @property
+    def is_val_step(self) -> bool:
+        every = self.val_every_steps
+        return ((every is not None and self.step % every == every - 1) or self.is_ckpt_step) and not self.sigterm_flag
+
+    @property
+    def is_ckpt_step(self) -> bool:
+        is_due = self.step % self.ckpt_every_steps == self.ckpt_every_steps - 1
+        return is_due or self.is_last_batch or self.is_last_step or self.sigterm_received
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step + 1 >= self.max_steps
+
+    @property
+    def is_last_batch(self) -> bool:
+        return self.epoch_len is not None and self.step % self.epoch_len == self.epoch_len - 1
+
+    @property
+    def sigterm_received(self) -> bool:
+        self.sigterm_flag = self.sigterm_flag or self._received
+        return self.sigterm_flag
+
+
+class Config:
+    """Dotted names, as AutoModel's."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+class Recipe:
+    """`setup` makes everything and goes on from `cfg["checkpoint.restore_from"]`; then the loop."""
+
+    def __init__(
+        self, job: Job, folder: Path, callbacks: Sequence[Any], *, sets: Mapping[str, Any] | None = None,
+        cfg: Mapping[str, Any] | None = None, saves: bool = True, is_async: bool = False, model_wrap: Any = None, **schedule: Any,
+    ) -> None:  # fmt: skip
+        self.cfg = Config(cfg or {})
+        self.job, self._callbacks, self._schedule = job, callbacks, schedule
+        self._sets = {"default": job.validation_batches()} if sets is None else dict(sets)
+        self.checkpointer = SimpleNamespace(config=SimpleNamespace(enabled=saves, checkpoint_dir=str(folder), is_async=is_async))
+        self._wrap = model_wrap or (lambda model: model)
+        self.losses: list[float] = []
+        self.evaluated: list[dict[str, float]] = []
+
+    def setup(self) -> None:
+        self.callback_runner = CallbackRunner(list(self._callbacks))
+        self.dist_env = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"), backend="gloo")
+        self.model_parts = [self._wrap(self.job.made_model())]
+        self.optimizer = [torch.optim.AdamW(self.model_parts[0].parameters(), lr=0.02)]
+        self.lr_scheduler: list[Any] | None = None
+        schedule = {"dataloader": self.job.batches(), **self._schedule}
+        self.step_scheduler = StepScheduler(schedule.pop("dataloader"), **schedule)
+        self.val_dataloaders = self._sets
+        if (path := self.cfg.get("checkpoint.restore_from")) is not None:
+            state = torch.load(Path(path) / "state.pt")
+            self.model_parts[0].load_state_dict(state["model"])
+            self.optimizer[0].load_state_dict(state["optimizer"])
+            self.step_scheduler.step, self.step_scheduler.epoch = state["step"], state["epoch"]
+
+    def run_train_validation_loop(self) -> None:
+        earlier = signal.signal(signal.SIGTERM, self.step_scheduler.receive)
+        try:
+            self._loop()
+        finally:
+            signal.signal(signal.SIGTERM, earlier)
+
+    def _loop(self) -> None:
+        model, scheduler, told = self.model_parts[0], self.step_scheduler, self.callback_runner
+        model.train()
+        told.on_train_start(self)
+        for epoch in scheduler.epochs:
+            scheduler.epoch = epoch
+            for batches in scheduler:
+                sample = self._step(model, batches)
+                self.losses.append(sample.metrics["loss"])
+                told.on_train_batch_end(self, train_log_data=sample)
+                found: dict[str, MetricsSample] = {}
+                if scheduler.is_val_step:
+                    found = {name: self._validation(model, loader) for name, loader in self.val_dataloaders.items()}
+                    self.evaluated.append({name: each.metrics["val_loss"] for name, each in found.items()})
+                    told.on_validation_end(self, val_results=found)
+                    model.train()
+                if scheduler.is_ckpt_step:
+                    self._save(epoch, sample, found)
+        told.on_train_end(self)
+
+    def _step(self, model: nn.Module, batches: list[Any]) -> MetricsSample:
+        (optimizer,) = self.optimizer
+        total = torch.zeros(())
+        for inputs, targets in batches:
+            loss = self.job.loss(model(inputs), targets) / len(batches)
+            total = total + loss.detach()
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        for schedule in self.lr_scheduler or ():
+            schedule.step()
+        rate = optimizer.param_groups[0]["lr"]
+        metrics = {"loss": total.item(), "grad_norm": norm.item(), "lr": rate, "mem": 0.0, "tps": 1.0, "num_label_tokens": 4}
+        return MetricsSample(self.step_scheduler.step, self.step_scheduler.epoch, metrics)
+
+    @torch.no_grad()
+    def _validation(self, model: nn.Module, loader: Any) -> MetricsSample:
+        model.eval()
+        with torch.random.fork_rng(devices=[]):  # training does not notice that it was evaluated
+            losses = [float(self.job.loss(model(inputs), targets)) for inputs, targets in loader]
+        metrics = {"val_loss": sum(losses) / len(losses), "lr": self.optimizer[0].param_groups[0]["lr"], "mem": 0.0}
+        return MetricsSample(self.step_scheduler.step, self.step_scheduler.epoch, metrics)
+
+    def _save(self, epoch: int, sample: MetricsSample, found: Mapping[str, MetricsSample]) -> None:
+        scheduler, config = self.step_scheduler, self.checkpointer.config
+        path = Path(config.checkpoint_dir) / f"epoch_{epoch}_step_{scheduler.step}"
+        if config.enabled:
+            path.mkdir(parents=True)
+            state = {"model": self.model_parts[0].state_dict(), "optimizer": self.optimizer[0].state_dict()}
+            torch.save({**state, "step": scheduler.step + 1, "epoch": epoch}, path / "state.pt")
+        info = {"epoch": epoch, "step": scheduler.step, "train_loss": sample.metrics["loss"], "checkpoint_path": str(path)}
+        losses = {name: each.metrics["val_loss"] for name, each in found.items()}
+        self.callback_runner.on_save_checkpoint(
+            self, checkpoint_info={**info, "val_losses": losses, "best_metric_key": "default"}
+        )
+
+
+class Nothing(Callback):
+    """Hears what the host hears, and does nothing."""
+
+    def _hear(self, recipe: Any, **kwargs: Any) -> None: ...
+
+
+for _hook in HOOKS:
+    setattr(Nothing, _hook, Nothing._hear)
+
+
+def train(
+    job: Job,
+    folder: Path,
+    callbacks: Given,
+    *,
+    strict: bool = True,
+    epochs: int = 2,
+    steps_an_epoch: int = 6,
+    evaluate: bool = True,
+) -> nn.Module:
+    """AutoModel validates whenever it saves, and it always saves at an epoch's end."""
+    torch.manual_seed(3)
+    heard: list[Any] = []
+    if callbacks == EMPTY:
+        heard = [Nothing()]
+    elif callbacks is not None:
+        assert not isinstance(callbacks, str)
+        heard = [host(callbacks, log_interval="2ba", strict=strict)]
+    recipe = Recipe(
+        job,
+        folder / "small",
+        heard,
+        dataloader=job.batches(steps_an_epoch=steps_an_epoch),
+        num_epochs=epochs,
+        sets=None if evaluate else {},
+        saves=evaluate,
+    )
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    for path in (folder / "small").glob("epoch_*"):
+        shutil.rmtree(path)  # AutoModel's own checkpoints: what is left is what callbacks have written
+    model: nn.Module = recipe.model_parts[0]
+    return model

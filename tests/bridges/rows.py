@@ -1,0 +1,32 @@
+"""Rows of the matrix: held against what was found, or written with it, by `make matrix`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import callsheet.bridges.matrix as matrix
+from callsheet.bridges.matrix import Cell, Framework, frameworks
+
+WRITES = os.environ.get("CALLSHEET_MATRIX") == "write"
+FILES = Path(matrix.__file__).parent
+
+
+def hold(bridge: str, part: str, name: str, found: Cell, home: Any = None) -> None:
+    """`part` is `callbacks` or `guests`; `home` tells of the framework, where it is asked for.
+
+    Raises:
+        AssertionError: the matrix says something else.
+    """
+    if not WRITES:
+        assert getattr(frameworks()[bridge], part).get(name) == found, "make matrix writes what is found"
+        return
+    path = FILES / f"{bridge}.json"
+    known = matrix.read(path.read_text("utf-8")) if path.exists() else Framework(bridge, "")
+    if home is not None:
+        known = replace(known, name=home.NAME, version=home.VERSION, how=getattr(home, "HOW", ""))
+    rows: dict[str, Any] = {part: {**getattr(known, part), name: found}}
+    known = replace(known, **rows)
+    path.write_text(known.to_json(), "utf-8")

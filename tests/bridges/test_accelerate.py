@@ -1,0 +1,564 @@
+"""callsheet's callbacks around a real Accelerator, and Accelerate's trackers as loggers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker, TensorBoardTracker
+from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, ProjectConfiguration
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callsheet import Callback, Context, NotCarried, RegistrationError, RequestRefused, Trainer
+from callsheet.bridges.accelerate import AcceleratedRun, guest, host
+from callsheet.bridges.matrix import Cell
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.loggers import Logger
+from callsheet.testing import Recorder, check_events, run_ranks
+
+from .homes.job import POINTS
+from .rows import hold
+
+torch.set_num_threads(1)
+
+STEPS = 6
+"""An epoch's."""
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """What Accelerate keeps for the process: the next Accelerator makes its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Setup:
+    """A program as a user of Accelerate writes it; the losses that it saw. The model draws nothing, so that a resume can be held against
+    a run that was not broken."""
+
+    def __init__(self, folder: Path, *, accumulate: int = 1, sizes: int = 4, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.folder = folder
+        plugin = GradientAccumulationPlugin(num_steps=accumulate, **options.pop("plugin", {}))
+        self.accelerator: Any = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **options)
+        self.plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(self.plain.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+        data = DataLoader(POINTS.train, batch_size=sizes, shuffle=True)
+        self.model, self.optimizer, self.data, self.validation, self.scheduler = self.accelerator.prepare(
+            self.plain, optimizer, data, POINTS.validation_batches(), scheduler
+        )
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.found: list[dict[str, dict[str, float]]] = []
+
+    def host(self, callbacks: list[Callback], **options: Any) -> AcceleratedRun:
+        given: dict[str, Any] = {
+            "log_interval": "1ba",
+            "run_name": "small",
+            "runs_folder": self.folder,
+            "evaluate": self.evaluate,
+        }
+        run = host(
+            callbacks,
+            accelerator=self.accelerator,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            **given | options,
+        )
+        self.accelerator.register_for_checkpointing(run)
+        return run
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        self.model.eval()
+        losses = [POINTS.loss(self.model(inputs), targets) for inputs, targets in self.validation]
+        self.model.train()
+        found = {"validation": {"loss": float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))}}
+        self.found.append(found)
+        return found
+
+    def train_on(self, batch: Any) -> None:
+        """The body of the loop."""
+        accelerator, model = self.accelerator, self.model
+        inputs, targets = batch
+        with accelerator.accumulate(model):
+            loss = POINTS.loss(model(inputs), targets)
+            self.losses.append(loss.item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                self.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def run(self, run: AcceleratedRun | None = None, *, epochs: int = 2) -> None:
+        for _ in range(epochs) if run is None else run.epochs(epochs):
+            for batch in self.data if run is None else run.steps(self.data):
+                self.train_on(batch)
+            found = self.evaluate()
+            if run is not None:
+                run.evaluated(found)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.plain.parameters()]
+
+
+def same(a: Setup, b: Setup) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a.weights(), b.weights(), strict=True))
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+class Ends(Callback):
+    """How runs ended."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcomes.append(str(ctx.run.outcome))
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "sizes", "steps", "parts"),
+    [(1, 4, 6, [1] * 6), (2, 4, 3, [2] * 3), (4, 4, 2, [4, 2]), (3, 5, 2, [3, 2])],
+    ids=["1 of 6", "2 of 6", "4 of 6", "3 of 5"],
+)
+def test_it_trains_what_it_trained_and_tells_every_event(
+    accumulate: int, sizes: int, steps: int, parts: list[int], tmp_path: Path
+) -> None:
+    recorder, history, ends = Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")), History(), Ends()
+    plain = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
+    plain.run()
+    hosted = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
+    with hosted.host([recorder, history, ends, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]) as run:
+        hosted.run(run)
+    assert same(hosted, plain)
+    assert hosted.losses == plain.losses
+    check_events(recorder.events)
+    counts = {event: recorder.events.count(event) for event in set(recorder.events)}
+    assert counts["on_run_start"] == counts["on_run_end"] == counts["on_train_start"] == counts["on_train_end"] == 1
+    assert counts["on_epoch_start"] == counts["on_epoch_end"] == counts["on_eval_all_end"] == 2
+    assert counts["on_train_step_end"] == counts["on_optimizer_step_end"] == counts["on_clip_gradients_end"] == 2 * steps
+    assert counts["on_fetch_end"] == 2 * steps + 2  # that the data is over is found out
+    assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * sum(parts)
+    losses = iter(plain.losses)
+    told = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
+    assert history["train/loss"] == pytest.approx(told, rel=1e-6)
+    norms = [float(norm) for event, norm in recorder.values["grad_norm"] if event == "on_train_step_end"]
+    assert norms == history["train/grad_norm"] == plain.norms
+    rates = [rate for event, rate in recorder.values["learning_rate"] if event == "on_train_step_end"]
+    assert rates == [0.02 * 0.5 ** (step // 4) for step in range(2 * steps)]
+    assert [results for _, results in recorder.values["eval_results"]] == plain.found
+    assert ends.outcomes == ["finished"]
+    assert not vars(hosted.accelerator).keys() & {"save_state", "clip_grad_norm_"}
+    assert hosted.accelerator.trackers == []
+
+
+def test_a_remainder_that_is_not_stepped_is_a_skipped_step(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("step_skipped",))
+    setup = Setup(tmp_path, accumulate=4, plugin={"sync_with_dataloader": False})
+    with setup.host([recorder], strict=False) as run:
+        setup.run(run, epochs=1)
+    skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert skipped == [False, True]
+    check_events(recorder.events)
+
+
+def test_requests_are_carried_out(tmp_path: Path) -> None:
+    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    setup = Setup(tmp_path)
+    with setup.host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends]) as run:
+        setup.run(run)
+        assert run.is_over
+    assert len(setup.losses) == 8
+    assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of them by the loop, after it was stopped
+    told = [
+        (info.step, info.kind, Path(info.path).name)
+        for event, info in recorder.values["checkpoint"]
+        if event.endswith("published")
+    ]
+    assert told == [(2, "requested", "step-2")]
+    assert ends.outcomes == ["stopped"]
+    check_events(recorder.events)
+
+
+def test_its_own_saves_are_told(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    setup = Setup(tmp_path, project_config=project)
+    with setup.host([recorder, Asks("save", 5)]) as run:
+        for epoch in run.epochs(2):
+            for number, batch in enumerate(run.steps(setup.data)):
+                setup.train_on(batch)
+                if (epoch, number) == (0, 2):
+                    setup.accelerator.save_state()  # the step is over: the optimizer has stepped
+                    setup.accelerator.save_state()  # another of the same is not told
+            setup.accelerator.save_state()
+    check_events(recorder.events)
+    told = [
+        (info.step, info.epoch, Path(info.path).name)
+        for event, info in recorder.values["checkpoint"]
+        if event.endswith("published")
+    ]
+    assert told == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
+    kept = torch.load(tmp_path / "checkpoints" / "checkpoint_0" / "custom_checkpoint_0.pkl", weights_only=True)
+    assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
+
+
+@pytest.mark.parametrize("at", [6, 8])
+@pytest.mark.parametrize("how", ["resume", "before", "inside"])
+def test_the_callbacks_states_are_in_its_checkpoints(how: str, at: int, tmp_path: Path) -> None:
+    options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}
+    whole, history, recorder = History(), History(), Recorder(fields=("checkpoint",))
+    unbroken = Setup(tmp_path, **options)
+    with unbroken.host([whole], run_name="whole") as run:
+        unbroken.run(run, epochs=3)
+    broken = Setup(tmp_path, **options)
+    with broken.host([History(), Asks("save", at)], max_duration="9ba") as run:
+        broken.run(run, epochs=3)
+    path = tmp_path / "small" / "checkpoints" / f"step-{at}"
+    again = Setup(tmp_path, **options)
+    attached = again.host([history, recorder], resume=path if how == "resume" else None)
+    if how == "before":
+        again.accelerator.load_state(path)
+    with attached as run:
+        if how == "inside":
+            again.accelerator.load_state(path)
+        assert (run.ctx.step, run.ctx.state.timestamp.batch) == (at, at)
+        again.run(run, epochs=3)
+    assert recorder.told[-1].batch == 3 * STEPS
+    assert recorder.told[-1].epoch == 3
+    if how != "inside":
+        loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
+        assert loaded.step == at
+    assert again.losses == unbroken.losses[at:]
+    assert same(again, unbroken)
+    assert history["train/loss"] == whole["train/loss"]
+    check_events(recorder.events)
+
+
+def test_states_that_are_not_registered_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(tmp_path)
+    run = setup.host([Asks("save", 1)])
+    setup.accelerator._custom_objects.clear()
+    with run:
+        setup.run(run, epochs=1)
+    assert "holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them" in caplog.text
+    again = Setup(tmp_path)
+    run = again.host([], resume=tmp_path / "small" / "checkpoints" / "step-1")
+    again.accelerator._custom_objects.clear()
+    with run:
+        assert run.ctx.state.timestamp.batch == 0
+    assert "no states of callbacks were loaded" in caplog.text
+
+
+def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    run = setup.host([Asks("save", 1)])
+    with pytest.raises(RequestRefused, match="load before the first epoch"), run:  # noqa: PT012  # the loop is what raises
+        for batch in run.steps(setup.data):
+            setup.train_on(batch)
+            if run.ctx.state.timestamp.batch == 1:
+                setup.accelerator.load_state(tmp_path / "small" / "checkpoints" / "step-1")
+
+
+def test_an_early_stop_and_a_break_end_it(tmp_path: Path) -> None:
+    ends = Ends()
+    setup = Setup(tmp_path)
+    with setup.host([EarlyStopper(monitor="validation/loss", patience="1ep"), ends]) as run:
+        for epoch in run.epochs(9):
+            for batch in run.steps(setup.data):
+                setup.train_on(batch)
+            run.evaluated({"validation": {"loss": float(epoch)}})
+    assert len(setup.losses) == 2 * STEPS
+    recorder = Recorder()
+    triggered = Setup(tmp_path)
+    with triggered.host([recorder, ends]) as run:
+        for number, batch in enumerate(run.steps(triggered.data)):
+            triggered.train_on(batch)
+            if number == 2:
+                triggered.accelerator.set_trigger()
+            if triggered.accelerator.check_trigger():
+                break
+    assert recorder.events.count("on_train_step_end") == 3
+    check_events(recorder.events)
+    assert ends.outcomes == ["stopped", "finished"]
+
+
+def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
+    class Settings(Logger):
+        values: dict[str, Any]
+
+        def log_hyperparameters(self, ctx: Context, values: Any) -> None:
+            self.values = dict(values)
+
+    history, settings = History(), Settings()
+    setup = Setup(tmp_path)
+    with setup.host([history, settings]) as run:
+        setup.accelerator.init_trackers("project", config={"lr": 0.02})
+        for step, batch in enumerate(run.steps(setup.data)):
+            setup.train_on(batch)
+            setup.accelerator.log({"mine/number": step, "tensor": torch.tensor(2.0), "text": "no number"}, step=step)
+        setup.accelerator.log({"last": 1.0})
+    assert history["accelerate/mine/number"] == [float(step) for step in range(STEPS)]
+    assert history["accelerate/tensor"] == [2.0] * STEPS
+    assert history["accelerate/last"] == [1.0]  # after the last record there is one more
+    assert "accelerate/text" not in history.records[0][1]
+    assert settings.values == {"lr": 0.02}
+    setup.accelerator.log({"after": 1.0})  # heard by nobody
+
+
+def test_what_such_a_loop_never_tells_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hears(Callback):
+        def on_eval_forward_end(self, ctx: Context) -> None: ...
+
+    setup = Setup(tmp_path)
+    with pytest.raises(NotCarried, match="Hears hears on_eval_forward_end, and this loop with Accelerate never tells it"):
+        setup.host([Hears()]).__enter__()
+    with setup.host([Hears()], strict=False) as run:
+        setup.run(run, epochs=1)
+    assert "Hears hears on_eval_forward_end" in caplog.text
+    another = Setup(tmp_path)
+    another.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(NotCarried, match="has not stepped the optimizer in its first step"), another.host([Recorder()]) as run:  # noqa: PT012
+        for inputs, targets in run.steps(another.data):
+            another.accelerator.backward(POINTS.loss(another.model(inputs), targets))
+
+
+def test_engines_that_cannot_be_heard_are_refused(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(NotCarried, match="DEEPSPEED goes backward and steps in an engine of its own"):
+        setup.host([])
+
+
+def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder(fields=("exception",))
+    setup = Setup(tmp_path)
+    with pytest.raises(RuntimeError), setup.host([ends, recorder]) as run:  # noqa: PT012  # the loop is what raises
+        for _ in run.steps(setup.data):
+            setup.train_on((torch.ones(4, 9), torch.ones(4, 1)))
+    assert ends.outcomes == ["failed"]
+    assert [type(error) for _, error in recorder.values["exception"]] == [RuntimeError]
+    check_events(recorder.events)
+    assert not vars(setup.accelerator).keys() & {"save_state", "clip_grad_norm_"}
+    assert not setup.model._forward_hooks
+
+
+def test_a_signal_makes_it_save_and_make_way(tmp_path: Path) -> None:
+    ends = Ends()
+    setup = Setup(tmp_path)
+    with setup.host([ends]) as run:
+        for number, batch in enumerate(run.steps(setup.data)):
+            setup.train_on(batch)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert run.preempted
+    assert len(setup.losses) == 3
+    assert ends.outcomes == ["preempted"]
+    assert (tmp_path / "small" / "checkpoints" / "step-3" / "custom_checkpoint_0.pkl").is_file()
+
+
+def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
+    recorder = Recorder()
+    setup = Setup(tmp_path)
+    for _ in range(2):
+        with setup.host([recorder], run_name=None) as run:
+            setup.run(run, epochs=1)
+    assert recorder.events.count("on_run_end") == 2
+    assert recorder.events.count("on_train_step_end") == 2 * STEPS
+    with pytest.raises(RequestRefused, match=r"steps\(\) inside steps"), setup.host([]) as run:  # noqa: PT012  # the loop raises
+        for _ in run.steps(setup.data):
+            next(run.steps(setup.data))
+
+
+# --- several ranks ---
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    class Asks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.run.rank == 1 and ctx.step == 4:
+                ctx.control.stop("one rank wants to")
+
+    recorder, history, ends = Recorder(), History(), Ends()
+    hosted = Setup(Path(folder), accumulate=3)
+    with hosted.host([recorder, history, ends, Asks(), CheckpointSaver(save_interval="1ep")]) as run:
+        for _ in run.epochs(40):
+            for batch in run.steps(hosted.data):
+                hosted.train_on(batch)
+                hosted.accelerator.log({"loss": hosted.losses[-1]})  # on the main process alone
+            run.evaluated(hosted.evaluate())
+        steps = run.ctx.state.timestamp.batch
+    check_events(recorder.events)
+    GradientState._reset_state()
+    plain = Setup(Path(folder), accumulate=3)
+    while len(plain.losses) < len(hosted.losses):
+        for batch in plain.data:
+            plain.train_on(batch)
+    triggered = Setup(Path(folder))
+    with triggered.host([ends], run_name="triggered") as run:
+        for number, batch in enumerate(run.steps(triggered.data)):
+            triggered.train_on(batch)
+            if number == 1 and run.ctx.run.rank == 1:
+                triggered.accelerator.set_trigger()
+            if triggered.accelerator.check_trigger():
+                break
+    return {
+        "steps": steps,
+        "outcomes": ends.outcomes,
+        "losses": (hosted.losses, plain.losses, history["train/loss"], history["train/grad_norm"], history["accelerate/loss"]),
+        "norms": plain.norms,
+        "weights": [[value.tolist() for value in each.weights()] for each in (hosted, plain)],
+        "triggered": len(triggered.losses),
+    }
+
+
+def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
+    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert zero["steps"] == one["steps"] < 40
+    assert zero["outcomes"] == one["outcomes"] == ["stopped", "finished"]
+    assert zero["triggered"] == one["triggered"] == 2
+    (a, b), (c, d) = zero["weights"], one["weights"]
+    assert a == b == c == d
+    hosted, plain, told, norms, logged = zero["losses"]
+    assert hosted == plain
+    means = [sum(losses) / 2 for losses in zip(plain, one["losses"][1], strict=True)]
+    assert told == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
+    assert norms == pytest.approx(zero["norms"])
+    assert logged
+    assert (tmp_path / "small" / "checkpoints" / "step-1" / "random_states_1.pkl").is_file()
+
+
+# --- trackers as loggers ---
+
+
+class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+    """A tracker of one's own."""
+
+    name = "notes"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append((step, values))
+
+    def log_table(self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None) -> None:
+        self.told.append((step, table_name, columns, data))
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+class Shows(Callback):
+    """Logs more than numbers."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            ctx.log_table("table", ["a", "b"], [[1, "x"]])
+            ctx.log_images("image", [numpy.zeros((4, 6)), numpy.ones((3, 4, 6))])
+            ctx.log_images("odd", [numpy.zeros((4, 6)), numpy.ones((2, 2))])
+
+
+def train(folder: Path, callbacks: list[Callback]) -> None:
+    trainer = Trainer(
+        POINTS.made_model(),
+        POINTS.loss,
+        POINTS.batches(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        max_duration="6ba",
+        log_interval="2ba",
+        device="cpu",
+        run_name="small",
+        runs_folder=folder,
+        config={"lr": 0.02, "layers": [1, 2], "nested": {"deep": True}},
+        callbacks=callbacks,
+    )
+    with trainer:
+        trainer.fit()
+
+
+def test_a_tracker_of_ones_own_is_told_the_records(tmp_path: Path) -> None:
+    notes, history = Notes(), History()
+    train(tmp_path, [guest(notes), history, Shows()])
+    assert notes.told[0] == "start"
+    assert notes.told[-1] == "finish"
+    settings = [told for told in notes.told if isinstance(told, dict)]
+    assert {"lr": 0.02, "layers": "[1, 2]", "nested.deep": True}.items() <= settings[0].items()
+    records = [told for told in notes.told if isinstance(told, tuple) and len(told) == 2]
+    assert [step for step, _ in records] == [2, 4, 6]
+    assert [values["train/loss"] for _, values in records] == history["train/loss"]
+    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.told
+    with pytest.raises(RegistrationError, match="no instance of"):
+        guest(object())
+
+
+def test_accelerate_s_tensorboard_writes_what_it_writes_at_home(tmp_path: Path) -> None:
+    history = History()
+    train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, Shows()])
+    accelerator: Any = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("home", config={"lr": 0.02})
+    for step, (loss, rate) in enumerate(zip(history["train/loss"], history["train/learning_rate"], strict=True)):
+        accelerator.log({"train/loss": loss, "train/learning_rate": rate}, step=2 * step + 2)
+    accelerator.end_training()
+    found = {}
+    for run in ("here", "home"):
+        events = EventAccumulator(str(tmp_path / run)).Reload()
+        found[run] = {
+            name: [(event.step, event.value) for event in events.Scalars(name)] for name in ("train/loss", "train/learning_rate")
+        }
+        if run == "here":
+            assert {"image", "odd"} <= {name.split("/")[0] for name in events.Tags()["images"]}
+    assert found["here"] == found["home"]
+    assert [step for step, _ in found["here"]["train/loss"]] == [2, 4, 6]
+    assert list((tmp_path / "here").rglob("hparams.yml"))
+    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="hears"))
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    class Fails(Notes):
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            raise OSError("the network is away")
+
+    ends = Ends()
+    train(tmp_path, [guest(Fails()), ends])
+    assert ends.outcomes == ["finished"]

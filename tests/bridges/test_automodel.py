@@ -1,0 +1,710 @@
+"""callsheet's callbacks in a recipe of NeMo AutoModel, and AutoModel's in ours; see `homes.automodel` for what the recipe is here."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
+from callsheet.bridges.automodel import EVENTS, NOT_TOLD, TOLD, guest, host
+from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
+from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.errors import RegistrationError
+from callsheet.lifecycle import EVENTS as OURS
+from callsheet.testing import FakeLoop, Recorder, check_events
+from callsheet.testing.ranks import run_ranks
+
+from .homes.automodel import Recipe, train
+from .homes.job import POINTS
+
+torch.set_num_threads(1)
+
+
+def ran(folder: Path, callbacks: Any, *, strict: bool = True, **options: Any) -> Recipe:
+    """Two epochs of six steps, each validated and saved."""
+    torch.manual_seed(3)
+    hosted = [] if callbacks is None else [host(callbacks, log_interval=1, strict=strict)]
+    recipe = Recipe(POINTS, folder, hosted, **{"num_epochs": 2, **options})
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    return recipe
+
+
+def weights(recipe: Recipe) -> list[torch.Tensor]:
+    return [value.clone() for value in recipe.model_parts[0].state_dict().values()]
+
+
+class Ends(Callback):
+    """Notes how the run ended."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.outcome = ""
+        self.error: BaseException | None = None
+
+    def on_exception(self, ctx: Context) -> None:
+        self.error = ctx.exception
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcome = str(ctx.run.outcome)
+
+
+class Asks(Callback):
+    """Asks for something at an event of a step."""
+
+    def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
+        self.what, self.step = what, step
+        setattr(self, event, self._ask)
+
+    def _ask(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+# --- the host ---
+
+
+def test_the_maps_name_events_and_hooks() -> None:
+    assert set(TOLD) == set(HOOKS) == {hook for hooks in EVENTS.values() for hook in hooks}
+    assert {event for events in TOLD.values() for event in events} | set(NOT_TOLD) | set(EVENTS) <= set(OURS)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("loss", "learning_rate", "grad_norm")), History()
+    callbacks = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
+    recipe = ran(tmp_path / "with", callbacks, accumulate=accumulate)
+    plain = ran(tmp_path / "without", None, accumulate=accumulate)
+    assert all(torch.equal(a, b) for a, b in zip(weights(recipe), weights(plain), strict=True))
+    check_events(recorder.events)
+    counted = {event: recorder.events.count(event) for event in set(recorder.events)}
+    steps = 12 // accumulate
+    assert {counted[f"on_{name}"] for name in ("train_step_start", "train_step_end", "optimizer_step_end", "fetch_end")} == {
+        steps
+    }
+    assert {counted[f"on_{name}"] for name in ("forward_start", "loss_end", "backward_end", "microbatch_end")} == {12}
+    assert {counted[f"on_{name}"] for name in ("eval_all_start", "eval_end", "epoch_end", "checkpoint_published")} == {2}
+    assert counted["on_eval_forward_end"] == counted["on_eval_step_end"] == 6
+    assert counted["on_log"] == steps + 2
+    assert set(OURS) - set(counted) == {*NOT_TOLD, "on_exception", "on_preempt"}
+    assert history["train/loss"] == pytest.approx(plain.losses)
+    assert history["validation/loss"] == pytest.approx([each["default"] for each in plain.evaluated])
+    assert history["train/label_tokens"] == [4.0] * steps
+    assert history["automodel/tps"] == [1.0] * steps
+    told = dict(recorder.values["grad_norm"])
+    assert told["on_train_step_end"] > 0
+    rates = {value for event, value in recorder.values["learning_rate"] if event == "on_optimizer_step_end"}
+    assert rates == {0.02}
+
+
+def test_it_is_at_home_in_its_home(tmp_path: Path) -> None:
+    model, plain = train(POINTS, tmp_path / "a", [recorder := Recorder()]), train(POINTS, tmp_path / "b", "empty")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert recorder.events.count("on_log") == 6 + 2
+    train(POINTS, tmp_path / "c", [alone := Recorder()], evaluate=False)
+    assert not {"on_eval_all_start", "on_checkpoint_save_start"} & set(alone.events)
+    check_events(alone.events)
+
+
+def test_the_rate_of_a_step_is_the_one_it_used(tmp_path: Path) -> None:
+    class Schedules(Recipe):
+        def setup(self) -> None:
+            super().setup()
+            self.lr_scheduler = [torch.optim.lr_scheduler.StepLR(self.optimizer[0], 1, gamma=0.5)]
+
+    recorder = Recorder(fields=("learning_rate", "scheduler"))
+    recipe = Schedules(POINTS, tmp_path, [host([recorder])], num_epochs=1)
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    rates = [value for event, value in recorder.values["learning_rate"] if event == "on_train_step_end"]
+    assert rates == pytest.approx([0.02 * 0.5**step for step in range(6)])
+
+
+def test_requests_are_automodel_s_to_carry_out(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    asking = [Asks("evaluate", 2), Asks("save", 3), Asks("stop", 8), recorder]
+    recipe = ran(tmp_path, asking)
+    assert len(recipe.losses) == 8
+    told = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert told == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel saves at its last step
+    assert len(recipe.evaluated) == 4  # after 2, and wherever it saves
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
+    assert recipe.step_scheduler.ckpt_every_steps == 6
+    assert recipe.step_scheduler.val_every_steps is None
+    check_events(recorder.events)
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "steps"), [("on_train_start", 0, 0), ("on_eval_all_end", 6, 6), ("on_checkpoint_published", 6, 6)]
+)
+def test_a_stop_acts_wherever_it_is_asked_for(event: str, step: int, steps: int, tmp_path: Path) -> None:
+    ends = Ends()
+    recipe = ran(tmp_path, [Asks("stop", step, event), ends])
+    assert len(recipe.losses) == steps
+    assert ends.outcome == "stopped"
+
+
+def test_what_is_asked_for_after_an_evaluation_is_saved_at_its_step(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", mode="min")
+    recipe = ran(tmp_path, [saver, recorder], val_every_steps=3)
+    infos = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert {info.step for info in infos} >= {6, 12}
+    assert all(info.val_losses["validation"] in [each["default"] for each in recipe.evaluated] for info in infos)
+    assert any(info.best_metric_key == "validation/loss" for info in infos)
+    losses = {info.step: info.train_loss for info in infos}
+    assert losses[12] == pytest.approx(recipe.losses[-1])
+
+
+def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
+    whole, part, rest = History(), History(), History()
+    unbroken = ran(tmp_path / "whole", [whole])
+    ran(tmp_path / "part", [part], max_steps=6)
+    recorder = Recorder(fields=("checkpoint",))
+    path = str(tmp_path / "part" / "epoch_0_step_5")
+    again = Recipe(
+        POINTS, tmp_path / "part", [host([rest, recorder], log_interval=1)], num_epochs=2, cfg={"checkpoint.restore_from": path}
+    )
+    again.setup()
+    again.step_scheduler.epoch = 1  # as AutoModel's sampler would have it
+    again.run_train_validation_loop()
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert rest["train/loss"] == pytest.approx(whole["train/loss"])
+    assert recorder.told[-1].batch == 12
+    loaded = dict(recorder.values["checkpoint"])["on_checkpoint_load_end"]
+    assert (loaded.path, loaded.step) == (path, 6)
+    check_events(recorder.events)
+
+
+def test_a_checkpoint_without_our_states_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ran(tmp_path, None, max_steps=6)
+    recorder = Recorder()
+    path = str(tmp_path / "epoch_0_step_5")
+    again = Recipe(POINTS, tmp_path, [host([recorder])], num_epochs=2, cfg={"checkpoint.restore_from": path})
+    again.setup()
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        again.run_train_validation_loop()
+    assert "goes on from step 6, and no state of callbacks was found" in caplog.text
+    assert recorder.told[-1].batch == 12
+
+
+def test_a_checkpoint_in_the_background_is_published_when_it_is_there(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    ran(tmp_path, [recorder], is_async=True)
+    order = [
+        event
+        for event in recorder.events
+        if event in ("on_checkpoint_save_end", "on_checkpoint_published", "on_epoch_end", "on_train_end")
+    ]
+    assert order == [
+        *("on_epoch_end", "on_checkpoint_save_end", "on_epoch_end", "on_checkpoint_published"),
+        *("on_checkpoint_save_end", "on_checkpoint_published", "on_train_end"),
+    ]
+    published = [info.step for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert published == [6, 12]
+    check_events(recorder.events)
+
+
+def test_where_nothing_is_saved_no_checkpoint_is_told(tmp_path: Path) -> None:
+    recorder = Recorder()
+    ran(tmp_path, [recorder], saves=False)
+    assert "on_checkpoint_save_start" not in recorder.events
+    assert not list(tmp_path.glob("epoch*"))
+    with pytest.raises(RequestRefused, match="cannot save"):
+        ran(tmp_path, [Asks("save", 2)], saves=False)
+
+
+def test_several_sets_are_told_by_name_and_an_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    batches = list(POINTS.validation_batches())
+    sets = {"squad": batches[:1], "hellaswag": batches[1:]}
+    recorder, seen = Recorder(fields=("eval_name", "eval_results")), []
+
+    class Looks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.trained = [parameter.detach().clone() for parameter in ctx.model.parameters()]
+
+        def on_eval_end(self, ctx: Context) -> None:
+            seen.append(all(torch.equal(a, b) for a, b in zip(self.trained, ctx.model.parameters(), strict=True)))
+
+    recipe = ran(tmp_path / "a", [recorder, EMA(half_life=3), Looks()], sets=sets)
+    plain = ran(tmp_path / "b", None, sets=sets)
+    assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_end"] == ["squad", "hellaswag"] * 2
+    found = [value for event, value in recorder.values["eval_results"] if event == "on_eval_all_end"]
+    losses = [(name, each["loss"]) for result in found for name, each in result.items()]
+    assert losses == [(name, pytest.approx(loss)) for result in recipe.evaluated for name, loss in result.items()]
+    assert recipe.evaluated != plain.evaluated
+    assert seen == [False] * 4
+    assert recipe.losses == plain.losses
+    check_events(recorder.events)
+
+
+def test_data_of_unknown_length_has_its_epochs(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(POINTS.batches())
+
+    recorder = Recorder()
+    loader = iter_only(Stream())
+    ran(tmp_path, [recorder], dataloader=loader, max_steps=12, ckpt_every_steps=100)
+    assert recorder.events.count("on_epoch_end") == recorder.events.count("on_epoch_start") == 2
+    assert recorder.told[-1].batch == 12
+    check_events(recorder.events)
+
+
+class iter_only:  # noqa: N801  # a thing to be iterated over, and no more
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        return iter(self._data)
+
+
+def test_an_early_stop_stops_it(tmp_path: Path) -> None:
+    class Worse(Callback):
+        phase = "change"
+
+        def on_eval_forward_end(self, ctx: Context) -> None:
+            ctx.outputs = ctx.outputs + 100.0 * ctx.step
+
+    recipe = ran(tmp_path, [Worse(), EarlyStopper(monitor="validation/loss", patience="1ep")], num_epochs=9)
+    assert len(recipe.losses) < 5 * 6
+
+
+def test_a_callback_changes_batch_outputs_and_loss(tmp_path: Path) -> None:
+    class Changes(Callback):
+        phase = "change"
+
+        def on_fetch_end(self, ctx: Context) -> None:
+            ctx.batch = ctx.batch * 0.0
+
+        def on_forward_end(self, ctx: Context) -> None:
+            ctx.outputs = ctx.outputs * 0.0 + 1.0
+
+    recipe = ran(tmp_path, [Changes()], num_epochs=1, saves=False)
+    targets = torch.cat([targets for _, targets in POINTS.batches()])
+    assert sum(recipe.losses) / 6 == pytest.approx((targets - 1.0).square().mean().item(), rel=1e-5)
+
+
+def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
+    class Calls(Callback):
+        samples = False
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            ctx.model.eval()
+            with torch.no_grad():
+                ctx.model(torch.zeros(4, 4))
+            ctx.model.train()
+            ctx.model(torch.zeros(4, 4))
+
+    recorder = Recorder()
+    ran(tmp_path, [Calls(), recorder], num_epochs=1)
+    check_events(recorder.events)
+    assert recorder.events.count("on_eval_forward_end") == 3
+    assert recorder.events.count("on_forward_end") == 6
+
+
+def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hears(Callback):
+        def on_predict_end(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_predict_end, and NeMo AutoModel never tells it"):
+        ran(tmp_path / "a", [Hears()])
+    ran(tmp_path / "b", [Hears()], strict=False)
+    assert "NeMo AutoModel never tells it" in caplog.text
+
+    class Steps(Callback):
+        def on_eval_step_end(self, ctx: Context) -> None: ...
+
+    ran(tmp_path / "c", [Steps()])
+    with pytest.raises(NotCarried, match="Steps hears on_eval_step_end"):
+        ran(tmp_path / "d", [Steps()], sets={"a": [], "b": []})
+    recipe = Recipe(POINTS, tmp_path, [host([])], num_epochs=1)
+    recipe.setup()
+    recipe.pp = object()  # type: ignore[attr-defined]
+    with pytest.raises(NotCarried, match="pipeline parallelism is not carried"):
+        recipe.run_train_validation_loop()
+
+
+def test_a_loop_that_does_not_call_its_model_as_a_whole_is_refused(tmp_path: Path) -> None:
+    class Parts(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inner = model
+
+        def __call__(self, inputs: Any) -> Any:
+            return self.inner(inputs)  # no hooks of the whole are called
+
+    class Hears(Callback):
+        def on_forward_start(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_forward_start, and NeMo AutoModel has not told it in its first step"):
+        ran(tmp_path, [Hears()], model_wrap=Parts)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_run_that_an_exception_left_has_failed(tells: bool, tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.calls = model, 0
+
+        def forward(self, inputs: Any) -> Any:
+            self.calls += 1
+            if self.calls == 3:
+                raise ZeroDivisionError("in the model")
+            return self.inner(inputs)
+
+    ends = Ends()
+    recipe = Recipe(POINTS, tmp_path, [host([ends])], num_epochs=1, model_wrap=Broken)
+    recipe.setup()
+    with pytest.raises(ZeroDivisionError) as caught:
+        recipe.run_train_validation_loop()
+    assert ends.outcome == ""
+    if tells:  # as AutoModel's own main does
+        recipe.callback_runner.on_exception(recipe, exception=caught.value)
+        assert ends.error is caught.value
+    else:
+        del recipe, caught
+        gc.collect()
+    assert ends.outcome == "failed"
+
+
+def test_an_error_of_a_callback_is_told_once(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                raise ZeroDivisionError
+
+    ends = Ends()
+    recipe = Recipe(POINTS, tmp_path, [hosted := host([Fails(), ends])], num_epochs=1)
+    recipe.setup()
+    with pytest.raises(ZeroDivisionError) as caught:
+        recipe.run_train_validation_loop()
+    assert (ends.outcome, ends.error) == ("failed", caught.value)
+    hosted.on_exception(recipe, exception=RuntimeError("again"))
+    assert ends.error is caught.value
+    assert not recipe.model_parts[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_sigterm_is_preemption(saves: bool, tmp_path: Path) -> None:
+    class Kills(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    recipe = ran(tmp_path, [Kills(), ends, recorder], saves=saves)
+    assert len(recipe.losses) == 3
+    assert ends.outcome == "preempted"
+    assert recorder.events.count("on_preempt") == 1
+    kinds = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert kinds == ([(3, "preempt")] if saves else [])
+    check_events(recorder.events)
+
+
+def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+    recorder = Recorder()
+    hosted = host([recorder])
+    for name in ("a", "b"):
+        recipe = Recipe(POINTS, tmp_path / name, [hosted], num_epochs=1)
+        recipe.setup()
+        recipe.run_train_validation_loop()
+        assert not recipe.model_parts[0]._forward_hooks
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+
+
+def test_the_losses_of_a_distillation_are_losses_here(tmp_path: Path) -> None:
+    class Distils(Recipe):
+        def _step(self, model: nn.Module, batches: list[Any]) -> MetricsSample:
+            sample = super()._step(model, batches)
+            sample.metrics |= {"ce_loss": 1.0, "kd_loss": 3.0, "accuracy": 0.5}
+            return sample
+
+    history, recorder = History(), Recorder(fields=("loss_dict",))
+    recipe = Distils(POINTS, tmp_path, [host([history, recorder], log_interval=1)], num_epochs=1)
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    assert history["train/kd_loss"] == [3.0] * 6
+    assert history["train/accuracy"] == [0.5] * 6
+    assert set(dict(recorder.values["loss_dict"])["on_train_step_end"]) == {"loss", "ce_loss", "kd_loss"}
+
+
+# --- guests ---
+
+
+class Collector(AutoModelCallback):
+    """Reads all that AutoModel gives: the loss of each step, each validation, each checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
+        scheduler = recipe.step_scheduler
+        self.seen.append(
+            ("start", scheduler.step, scheduler.epoch, scheduler.max_steps, scheduler.num_epochs, scheduler.epoch_len)
+        )
+
+    def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+        sample, scheduler = kwargs["train_log_data"], recipe.step_scheduler
+        assert (sample.step, sample.epoch) == (scheduler.step, scheduler.epoch)
+        rate = recipe.optimizer[0].param_groups[0]["lr"]
+        assert sample.metrics["lr"] == rate
+        last = (scheduler.is_last_batch, scheduler.is_last_step)
+        self.seen.append(("step", sample.step, sample.epoch, round(float(sample.metrics["loss"]), 5), round(rate, 6), last))
+
+    def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+        assert not recipe.model_parts[0].training
+        for sample in kwargs["val_results"].values():
+            self.seen.append(("validation", sample.step, sample.epoch, round(sample.metrics["val_loss"], 5)))
+
+    def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
+        info = kwargs["checkpoint_info"]
+        self.seen.append(
+            ("saved", info["step"], info["epoch"], round(info["train_loss"], 5), list(map(float, info["val_losses"].values())))
+        )
+
+    def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
+        self.seen.append(("end", recipe.step_scheduler.step))
+
+
+class Patience(AutoModelCallback):
+    """Drives: ends training when the loss of validation has not fallen by much."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.best = float("inf")
+        self.decided: list[tuple[int, float]] = []
+
+    def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+        (sample,) = kwargs["val_results"].values()
+        loss, scheduler = sample.metrics["val_loss"], recipe.step_scheduler
+        if loss > self.best - 0.7:
+            self.decided.append((sample.step, round(loss, 5)))
+            setattr(scheduler, self.how, True if self.how == "sigterm_flag" else scheduler.step + 1)
+        self.best = min(self.best, loss)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = state["best"]
+
+
+def at_home(folder: Path, callback: Any, **options: Any) -> Recipe:
+    class Schedules(Recipe):
+        def setup(self) -> None:
+            super().setup()
+            self.lr_scheduler = [torch.optim.lr_scheduler.StepLR(self.optimizer[0], 1, gamma=0.9)]
+
+    torch.manual_seed(3)
+    recipe = Schedules(POINTS, folder, [callback], **{"num_epochs": 2, **options})
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    return recipe
+
+
+def as_guest(folder: Path, callback: Any, **options: Any) -> Trainer:
+    torch.manual_seed(3)
+    trainer = Trainer(
+        POINTS.made_model(),
+        POINTS.loss,
+        POINTS.batches(),
+        POINTS.validation_batches(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9),
+        clip_grad_norm=1e9,
+        seed=3,
+        device="cpu",
+        runs_folder=folder,
+        **{
+            "run_name": "guest",
+            "max_duration": "2ep",
+            "callbacks": [guest(callback), CheckpointSaver(save_interval="1ep", save_at_end=False)],
+        }
+        | options,
+    )
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def test_a_guest_sees_what_it_saw_at_home(tmp_path: Path) -> None:
+    home, away = Collector(), Collector()
+    at_home(tmp_path, home)
+    as_guest(tmp_path, away)
+    assert [each[:3] for each in away.seen] == [each[:3] for each in home.seen]
+    for mine, theirs in zip(away.seen, home.seen, strict=True):
+        assert flat(mine[3:]) == pytest.approx(flat(theirs[3:]), abs=2e-4)
+
+
+class Log(AutoModelCallback):
+    """Hears that something happens."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
+        self.lines.append(f"training on {recipe.dist_env.world_size}")
+
+    def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
+        self.lines.append(f"saved {'checkpoint_path' in kwargs['checkpoint_info']}")
+
+    def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+        self.lines.append("validated")
+
+    def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
+        self.lines.append("done")
+
+
+def test_a_guest_writes_the_log_it_wrote_at_home(tmp_path: Path) -> None:
+    home, away = Log(), Log()
+    at_home(tmp_path, home)
+    as_guest(tmp_path, away)
+    assert away.lines == home.lines == ["training on 1", *["validated", "saved True"] * 2, "done"]
+
+
+def flat(values: Any) -> list[float]:
+    return [number for value in values for number in (flat(value) if isinstance(value, (list, tuple)) else [value])]
+
+
+@pytest.mark.parametrize("how", ["max_steps", "sigterm_flag"])
+def test_a_guest_stops_where_it_stopped_at_home(how: str, tmp_path: Path) -> None:
+    home, away = Patience(how), Patience(how)
+    recipe = at_home(tmp_path, home, num_epochs=6)
+    trainer = as_guest(tmp_path, away, max_duration="6ep")
+    assert home.decided
+    assert flat(away.decided) == pytest.approx(flat(home.decided), abs=2e-4)
+    assert trainer.state.timestamp.batch == len(recipe.losses) < 36
+    assert str(trainer.run.outcome) == "stopped"
+
+
+def test_a_guest_s_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    first, second = Patience("max_steps"), Patience("max_steps")
+    as_guest(tmp_path, first, max_duration="1ep", run_name="kept")
+    assert first.best < float("inf")
+    resumed = guest(second)
+    with Trainer(
+        POINTS.made_model(), POINTS.loss, POINTS.batches(), device="cpu", resume="auto", run_name="kept", runs_folder=tmp_path,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02), callbacks=[resumed],
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9),
+    ):  # fmt: skip
+        assert second.best == first.best
+    both = guest(CallbackRunner([Collector(), first]))
+    assert both.state_dict() == {"1.Patience": {"best": first.best}}
+    both.load_state_dict({"1.Patience": {"best": 0.5}})
+    assert first.best == 0.5
+
+
+def test_a_guest_hears_only_what_it_overrides() -> None:
+    class AtTheEnd(AutoModelCallback):
+        def on_train_end(self, recipe: Any, **kwargs: Any) -> None: ...
+
+    told = guest(AtTheEnd())
+    assert {event for event in OURS if event in vars(told)} == {"on_data_init_end", "on_train_end"}
+
+    class Loose:  # AutoModel's runner asks for no base class
+        def on_train_end(self, recipe: Any) -> None: ...
+
+    assert "on_train_end" in vars(guest(Loose()))
+    with pytest.raises(RegistrationError, match="has none of AutoModel's hooks"):
+        guest(object())
+
+
+def test_a_guest_hears_an_exception_and_not_the_end(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Hears(AutoModelCallback):
+        def on_exception(self, recipe: Any, **kwargs: Any) -> None:
+            told.append((recipe.step_scheduler.step, kwargs["exception"]))
+
+        def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
+            told.append("end")
+
+    error = ValueError("in the model")
+    loop = FakeLoop(guest(Hears()), [3.0, 2.0, 1.0], folder=tmp_path, raises={3: error})
+    with pytest.raises(ValueError, match="in the model"):
+        loop.run()
+    assert told == [(2, error)]
+
+
+def test_a_guest_may_end_training_only_now(tmp_path: Path) -> None:
+    class Later(AutoModelCallback):
+        def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+            recipe.step_scheduler.max_steps = 50
+
+    with pytest.raises(NotCarried, match="max_steps=50 at step 0"):
+        FakeLoop(guest(Later()), [1.0, 2.0], folder=tmp_path).run()
+
+
+# --- several ranks ---
+
+
+class SecondRank(Callback):
+    """Asks where the others do not."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.run.rank == 1 and ctx.step in (3, 8):
+            (ctx.control.save if ctx.step == 3 else ctx.control.stop)("the second rank")
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    class OnRanks(Recipe):
+        """Each rank trains on all of the data: what matters is that they stay together."""
+
+        def setup(self) -> None:
+            super().setup()
+            self.model_parts = [nn.parallel.DistributedDataParallel(self.model_parts[0])]
+
+        def _save(self, epoch: int, sample: MetricsSample, found: Mapping[str, MetricsSample]) -> None:
+            path = Path(folder) / f"epoch_{epoch}_step_{self.step_scheduler.step}"
+            path.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            info = {"checkpoint_path": str(path), "train_loss": sample.metrics["loss"]}
+            self.callback_runner.on_save_checkpoint(self, checkpoint_info=info)
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    recorder = Recorder(fields=("checkpoint", "model"))
+    recipe = OnRanks(POINTS, Path(folder), [host([SecondRank(), recorder])], num_epochs=30)
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    check_events(recorder.events)
+    saved = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+
+    sampled: list[MetricsSample] = []
+
+    class Samples(AutoModelCallback):
+        def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+            sampled.append(kwargs["train_log_data"])
+
+        def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+            sampled.extend(kwargs["val_results"].values())
+
+    as_guest(Path(folder) / "guest", Samples(), max_duration="1ep", parallel="ddp", callbacks=[guest(Samples())])
+    dist.destroy_process_group()
+    losses = [round(float(sample.metrics.get("loss", sample.metrics.get("val_loss", 0.0))), 5) for sample in sampled]
+    return {"steps": len(recipe.losses), "saved": saved, "model": type(recorder.values["model"][0][1]).__name__, "losses": losses}
+
+
+def test_the_ranks_do_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert first == second
+    assert any(step > 3 and kind == "requested" for step, kind in first["saved"])  # one asked at 3, and all agreed a little later
+    assert 8 < first["steps"] < 180
+    assert first["model"] == "SmallModel"
+    assert all(loss > 0 for loss in first["losses"])
+    assert len(first["losses"]) == 3 + 1  # the Trainer deals out the data: three steps an epoch, and a validation

@@ -1,0 +1,96 @@
+"""The bridge to Composer: with the real one in a venv of its own, and what needs no Composer here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import NotCarried, RegistrationError, Trainer
+from callsheet.bridges.composer import EVENT_MAP, NOT_TOLD, guest
+from callsheet.bridges.composer.names import Callback, Event
+from callsheet.lifecycle import EVENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-composer" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-composer: python tools/composer_venv.py makes it")
+def test_with_the_real_composer() -> None:
+    """Every test of `composer_in_its_own_venv.py`, and the matrix's of Composer; those that fail are named with what went wrong."""
+    files = ["tests/bridges/composer_in_its_own_venv.py", "tests/bridges/test_matrix.py"]
+    which = ["-m", "slow or not slow"] if os.environ.get("CALLSHEET_MATRIX") else []
+    ran = subprocess.run(
+        [PYTHON, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files, "-k", "composer", *which],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
+    assert " passed" in ran.stdout or "100%" in ran.stdout
+
+
+def test_the_map_names_events_that_there_are() -> None:
+    assert set(EVENT_MAP) <= set(EVENTS)
+    assert set(NOT_TOLD) <= set(EVENTS)
+    assert {theirs for several in EVENT_MAP.values() for theirs in several} == set(Event)
+
+
+def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
+    class Duck:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def epoch_end(self, state: object, logger: object) -> None:
+            self.told.append("epoch_end")
+
+        def close(self, state: object, logger: object) -> None:
+            self.told.append("close")
+
+    duck = Duck()
+    model = nn.Linear(2, 1)
+    data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3
+    with Trainer(
+        model, nn.functional.mse_loss, data, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[guest(duck)],
+        runs_folder=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert duck.told == ["epoch_end", "close"]
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="has none of a Composer callback's methods"):
+        guest(object())
+    with pytest.raises(RegistrationError, match="give an instance"):
+        guest(Callback)
+
+
+def test_a_guest_hears_what_it_overrides_and_no_more() -> None:
+    class Hears(Callback):
+        def before_loss(self, state: object, logger: object) -> None: ...
+
+    hears = guest(Hears())
+    assert "on_loss_start" in vars(hears)
+    assert "on_loss_end" not in vars(hears)
+
+
+def test_what_a_guest_may_not_write_is_named(tmp_path: Path) -> None:
+    class Writes(Callback):
+        def fit_start(self, state: object, logger: object) -> None:
+            state.model = None  # type: ignore[attr-defined]
+
+    model = nn.Linear(2, 1)
+    trainer = Trainer(
+        model, nn.functional.mse_loss, [(torch.randn(4, 2), torch.randn(4, 1))],
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[guest(Writes())], runs_folder=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(NotCarried, match="may not write 'model'"):
+        trainer.fit()

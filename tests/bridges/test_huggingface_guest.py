@@ -1,0 +1,671 @@
+"""Callbacks of transformers, each at home in its Trainer and as a guest in ours, on the same losses."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers import Trainer as HuggingFaceTrainer
+from transformers.integrations import TensorBoardCallback, TrackioCallback
+from transformers.integrations.integration_utils import KubeflowCallback
+from transformers.trainer_callback import ExportableState
+
+from callsheet import Callback, ConfigError, Context, NotCarried, RegistrationError, Trainer
+from callsheet.bridges.huggingface import guest
+from callsheet.bridges.matrix import Cell
+from callsheet.callbacks import CheckpointSaver, History
+from callsheet.trainer import Task
+
+from .rows import hold
+
+ROWS = 24  # of 4 a batch: 6 steps an epoch
+GIVEN = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+DATA = [{"inputs": row, "labels": row.sum()} for row in GIVEN]
+SCRIPT = [5.0, 4.0, 3.0, 3.5, 2.9, 3.2, 3.1, 3.3, 3.0]
+"""What evaluations find after every second step."""
+
+
+class Line(nn.Module):
+    """What it learns is real; what its evaluations find stands in the script."""
+
+    batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.body = nn.Linear(4, 1)
+        self.register_buffer("batches", torch.tensor(0))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        said = self.body(inputs).squeeze(-1)
+        loss = (said - labels).square().mean()
+        if self.training:
+            self.batches += 1
+        else:
+            loss = torch.tensor(SCRIPT[int(self.batches) // 2 - 1])
+        return {"loss": loss, "logits": said}
+
+
+class OwnLoss(Task):
+    """The loss is the model's."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(**batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        loss: Tensor = outputs["loss"]
+        return loss
+
+
+class Noted(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """Notes all that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def note(self, event: str, state: Any, **values: Any) -> None:
+        numbers = {name: number for name, number in values.items() if not name.endswith(SPEEDS)}
+        self.told.append((event, state.global_step, state.epoch, numbers))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("train_begin", state, steps=state.max_steps, epochs=state.num_train_epochs)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("epoch_begin", state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("step_begin", state)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("substep_end", state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.note(
+            "pre_optimizer_step", state, weight=model.body.weight[0, 0].item(), gradient=model.body.weight.grad[0, 0].item()
+        )
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, lr_scheduler: Any = None, **_: Any
+    ) -> None:
+        self.note("optimizer_step", state, weight=model.body.weight[0, 0].item(), rate=lr_scheduler.get_last_lr()[0])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.note("step_end", state, rate=optimizer.param_groups[0]["lr"])
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
+        self.note("prediction_step", state, of=len(eval_dataloader))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        self.note("evaluate", state, best=state.best_metric, best_step=state.best_global_step, **metrics)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        assert {**state.log_history[-1], **logs} == {**logs, "step": state.global_step}
+        self.note("log", state, **logs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("save", state, is_best=state.best_model_checkpoint is not None and state.best_global_step == state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("epoch_end", state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("train_end", state, logged=len(state.log_history))
+
+
+SPEEDS = ("runtime", "per_second", "total_flos")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """One thread; and what stands in memory already is not looked through again after each test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+FLOW: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+
+
+def at_home(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
+    """Trained there; its own DefaultFlowCallback stands before them."""
+    arguments = TrainingArguments(
+        output_dir=str(folder / "home"),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=accumulate,
+        train_sampling_strategy="sequential",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{**FLOW, **said},
+    )
+    model = Line()
+    trainer = HuggingFaceTrainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:8], optimizers=optimizers(model))
+    trainer.remove_callback(PrinterCallback)  # it comes with disable_tqdm
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer
+
+
+def optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def as_guests(
+    folder: Path, *callbacks: Callback, epochs: int = 2, name: str = "guest", fits: bool = True, **options: Any
+) -> Trainer:
+    """Trained here."""
+    model = Line()
+    optimizer, scheduler = optimizers(model)
+    given: dict[str, Any] = {"eval_interval": "2ba", "log_interval": "2ba", "clip_grad_norm": 1.0, "seed": 3}
+    trainer = Trainer(
+        model,
+        OwnLoss(),
+        DataLoader(DATA, batch_size=4),  # type: ignore[arg-type]  # a list is a dataset
+        DataLoader(DATA[:8], batch_size=4),  # type: ignore[arg-type]
+        optimizer=optimizer,
+        scheduler=scheduler,
+        max_duration=f"{epochs}ep",
+        run_name=name,
+        runs_folder=folder,
+        device="cpu",
+        callbacks=callbacks,
+        **{**given, **options},
+    )
+    if fits:
+        with trainer:
+            trainer.fit()
+    return trainer
+
+
+EVALUATED: Any = DataLoader(DATA[:8], batch_size=4)  # type: ignore[arg-type]
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """The same, numbers but for rounding."""
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        same(list(ours.values()), list(theirs.values()))
+    elif isinstance(ours, (list, tuple)):
+        for one, other in zip(ours, theirs, strict=False):
+            same(one, other)
+        assert len(ours) == len(theirs)
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_guest_is_told_what_it_is_told_at_home(accumulate: int, tmp_path: Path) -> None:
+    said = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
+    theirs, ours = Noted(), Noted()
+    at_home(tmp_path, theirs, accumulate=accumulate, **said)
+    as_guests(
+        tmp_path,
+        guest(DefaultFlowCallback(), args=said),
+        guest(ours, args=said, eval_dataloader=EVALUATED),
+        accumulate=accumulate,
+        eval_interval=None,
+    )
+    same(ours.told, theirs.told)
+    assert {event for event, *_ in ours.told} == {
+        *("train_begin", "epoch_begin", "step_begin", "pre_optimizer_step", "optimizer_step", "step_end", "prediction_step"),
+        *("evaluate", "log", "save", "epoch_end", "train_end"),
+        *(["substep_end"] if accumulate > 1 else []),
+    }
+
+
+class Drives(TrainerCallback):  # type: ignore[misc]
+    """As users write them: asks for all that there is."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if state.global_step == 3:
+            control.should_evaluate = True
+        if state.global_step == 4:
+            control.should_save = True
+        if state.global_step == 8:
+            control.should_training_stop = True
+        return control
+
+
+@dataclass
+class Seen:
+    """What a callback has come to: the steps of what the run did, and what the callback itself has to show."""
+
+    events: list[tuple[str, int]]
+    shown: Any = None
+
+
+class Does(TrainerCallback):  # type: ignore[misc]
+    """What was done when, at home."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.done.append(("evaluate", state.global_step))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.done.append(("save", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.done.append(("end", state.global_step))
+
+
+class DoesHere(Callback):
+    """The same here."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        self.done.append(("evaluate", ctx.step))
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        self.done.append(("save", ctx.step))
+
+    def on_train_end(self, ctx: Context) -> None:
+        self.done.append(("end", ctx.step))
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are the same in every run; they may be text."""
+    return {name: float(value) for name, value in logs.items() if not name.endswith(SPEEDS) and name != "step"}
+
+
+def printed(foreign: Any, folder: Path, out: str) -> list[dict[str, Any]]:
+    return [numbers(ast.literal_eval(line)) for line in out.splitlines() if line.startswith("{")]
+
+
+def stopped(foreign: EarlyStoppingCallback, folder: Path, out: str) -> Any:
+    return foreign.early_stopping_patience_counter, foreign.state()
+
+
+def scalars(foreign: Any, folder: Path, out: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (written,) = folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(written)).Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+        if not name.endswith(SPEEDS)
+    }
+
+
+class Told(ThreadingHTTPServer):
+    """In the place of a Kubeflow controller: keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+        class Takes(BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:  # noqa: N805  # `self` is the server
+                self.sent.append(json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))["trainerStatus"])
+                handler.send_response(200)
+                handler.end_headers()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        super().__init__(("127.0.0.1", 0), Takes)
+
+
+@pytest.fixture
+def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """Where this is set, the Trainer takes its KubeflowCallback by itself."""
+    server = Told()
+    Thread(target=server.serve_forever, daemon=True).start()
+    token = tmp_path / "token"
+    token.write_text("a token", "utf-8")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(token))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A callback, its tier, what it is run with, and what it has to show."""
+
+    make: Callable[[], Any]
+    tier: str
+    said: dict[str, Any] = field(default_factory=dict)
+    shows: Callable[[Any, Path, str], Any] = lambda foreign, folder, out: None
+    evaluates: bool = True
+    """Whether evaluations come every second step, not only when it asks."""
+    is_own: bool = False
+    """Whether the Hugging Face Trainer has one by itself."""
+
+
+TABLE = {
+    "EarlyStoppingCallback": Row(
+        lambda: EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.05),
+        "drives",
+        {"metric_for_best_model": "loss", "greater_is_better": False},
+        stopped,
+    ),
+    "DefaultFlowCallback": Row(
+        DefaultFlowCallback,
+        "drives",
+        {"eval_steps": 4, "save_strategy": "steps", "save_steps": 6, "max_steps": 10},
+        evaluates=False,
+        is_own=True,
+    ),
+    "a user's own": Row(Drives, "drives", {"eval_strategy": "no"}, evaluates=False),
+    "ProgressCallback": Row(ProgressCallback, "reads state", {}, printed),
+    "PrinterCallback": Row(PrinterCallback, "reads state", {}, printed),
+    "TensorBoardCallback": Row(TensorBoardCallback, "reads state", {}, scalars),
+}
+
+
+def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Callable[[], Any] = lambda: None) -> list[Any]:
+    """What was done when, and what the callback has to show, here and at home."""
+    found = []
+    for where in ("here", "home"):
+        foreign, here, there = row.make(), DoesHere(), Does()
+        if where == "here":
+            hosted = guest(foreign, args={**FLOW, **row.said}, eval_dataloader=EVALUATED)
+            as_guests(folder / where, hosted, here, epochs=3, eval_interval="2ba" if row.evaluates else None)
+        else:
+            at_home(folder / where, *([] if row.is_own else [foreign]), there, epochs=3, **row.said)
+        done = here.done if where == "here" else there.done
+        found.append((done, row.shows(foreign, folder / where, capsys.readouterr().out), shows()))
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_a_guest_does_is_what_it_does_at_home(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = TABLE[name]
+    ours, theirs = both(row, tmp_path, capsys)
+    same(ours, theirs)
+    done, shown, _ = ours
+    if row.tier == "drives":
+        assert done[-1] != ("end", 18)
+    else:
+        assert shown
+    if name != "a user's own":
+        hold("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
+
+
+def test_what_is_reported_to_a_controller_is_what_is_reported_at_home(
+    tmp_path: Path, kubeflow: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sent() -> list[Any]:
+        reports, kubeflow.sent = kubeflow.sent, []
+        return [
+            (each["progressPercentage"], numbers({part["name"]: part["value"] for part in each["metrics"]})) for each in reports
+        ]
+
+    ours, theirs = both(Row(KubeflowCallback, "reads state", is_own=True), tmp_path, capsys, sent)
+    same(ours, theirs)
+    assert [percent for percent, _ in ours[2]] == [0, 100]
+    hold("huggingface", "guests", "KubeflowCallback", Cell("works", tier="reads"))
+    assert {"loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "train_loss"} <= ours[2][1][1].keys()
+
+
+# --- states ---
+
+
+class Fails(Callback):
+    """Fails after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise ZeroDivisionError
+
+
+class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Counts steps, and says so in its state."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.steps = start, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"start": self.start}, "attributes": {"steps": self.steps}}
+
+
+def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
+    said = {**FLOW, "metric_for_best_model": "loss"}
+
+    def made() -> list[Any]:
+        return [
+            guest(EarlyStoppingCallback(2, 0.05), args=said),
+            guest(Counts(), args=said),
+            CheckpointSaver(save_interval="2ba"),
+        ]
+
+    unbroken, *_ = whole = made()
+    as_guests(tmp_path, *whole, epochs=3, name="unbroken")
+    with pytest.raises(ZeroDivisionError):
+        as_guests(tmp_path, *made(), Fails(9), epochs=3, name="broken")
+    stopper, counter, _ = again = made()
+    counter.foreign.start = 7
+    trainer = as_guests(tmp_path, *again, epochs=3, name="broken", resume="auto", fits=False)
+    assert trainer.state.timestamp.batch == counter.foreign.steps == 8
+    assert stopper.state.best_metric == 3.0
+    assert stopper.foreign.early_stopping_patience_counter == 1
+    with trainer:
+        trainer.fit()
+    assert stopper.foreign.state() == unbroken.foreign.state()
+    assert stopper.state.global_step == unbroken.state.global_step == 14
+    same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last says how long it took
+    assert counter.foreign.steps == 14
+    assert counter.foreign.start == 7  # how it was made is as it is said now
+
+
+def test_a_run_begins_anew(tmp_path: Path) -> None:
+    told = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
+    as_guests(tmp_path, told, name="one")
+    once, told.foreign.told = told.foreign.told, []
+    as_guests(tmp_path, told, name="two")
+    same(told.foreign.told, once)
+
+
+# --- requests ---
+
+
+class Asks(TrainerCallback):  # type: ignore[misc]
+    """Sets flags at one event, each time."""
+
+    def __init__(self, event: str, *flags: str) -> None:
+        def set_them(args: Any, state: Any, control: Any, **_: Any) -> None:
+            for flag in flags:
+                setattr(control, flag, True)
+
+        setattr(self, event, set_them)
+
+
+def test_flags_that_are_not_looked_at_at_home_ask_for_nothing(tmp_path: Path) -> None:
+    flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
+    for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
+        done = DoesHere()
+        as_guests(tmp_path, guest(Asks(event, *(left or flags))), done, name=event, eval_interval=None)
+        assert done.done == [("end", 12)], event
+
+
+def test_a_stop_at_an_evaluation_outside_training_is_none(tmp_path: Path) -> None:
+    asks = guest(Asks("on_evaluate", "should_training_stop"))
+    trainer: Any = as_guests(tmp_path, asks, fits=False)
+    with trainer:
+        trainer.model.batches.fill_(2)
+        trainer.evaluate()
+        assert [set(entry) for entry in asks.state.log_history] == [{"eval_loss", "epoch", "step"}]
+        trainer.model.batches.zero_()
+        trainer.fit()
+    assert trainer.state.timestamp.batch == 2  # the first of training
+    assert trainer.run.outcome == "stopped"
+
+
+def test_the_end_of_training_is_no_stop(tmp_path: Path) -> None:
+    trainer = as_guests(tmp_path, guest(DefaultFlowCallback(), args={**FLOW, "save_strategy": "no"}))
+    assert trainer.state.timestamp.batch == 12
+    assert trainer.run.outcome == "finished"
+
+
+def test_the_best_is_saved_where_that_is_the_strategy(tmp_path: Path) -> None:
+    saved: list[tuple[int, str]] = []
+
+    class Keeps(Callback):
+        def on_checkpoint_published(self, ctx: Context) -> None:
+            assert ctx.checkpoint is not None
+            saved.append((ctx.checkpoint.step, ctx.checkpoint.kind))
+
+    best = guest(
+        EarlyStoppingCallback(9), args={"metric_for_best_model": "eval_loss", "save_strategy": "best", "eval_strategy": "steps"}
+    )
+    as_guests(tmp_path, best, Keeps())
+    assert saved == [(2, "best"), (4, "best"), (6, "best"), (10, "best")]
+    assert (best.state.best_metric, best.state.best_global_step) == (pytest.approx(2.9), 10)
+    assert best.state.best_model_checkpoint.endswith("ep1-ba10")
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ends_epoch = Asks("on_step_end", "should_epoch_stop")
+    with pytest.raises(NotCarried, match=r"Asks set control\.should_epoch_stop, and an epoch cannot be ended early here"):
+        as_guests(tmp_path, guest(ends_epoch), name="one")
+    assert as_guests(tmp_path, guest(ends_epoch, strict=False), name="two").state.timestamp.batch == 12
+    assert caplog.text.count("Asks set control.should_epoch_stop") == 12
+    logs = Asks("on_step_end", "should_log")
+    with pytest.raises(NotCarried, match=r"set control\.should_log after step 1, where no record is made"):
+        as_guests(tmp_path, guest(logs), name="three")
+    as_guests(tmp_path, guest(logs), name="four", log_interval=1)
+    as_guests(tmp_path, guest(logs, strict=False), name="five")
+    assert caplog.text.count("Asks set control.should_log") == 6
+
+
+def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        NotCarried, match="TrackioCallback hears on_push_begin of the Hugging Face Trainer, which callsheet never"
+    ):
+        guest(TrackioCallback())
+    guest(TrackioCallback(), strict=False)
+    assert "TrackioCallback hears on_push_begin" in caplog.text
+    with pytest.raises(RegistrationError, match="is no instance of transformers"):
+        guest(History())
+
+
+class Reads(TrainerCallback):  # type: ignore[misc]
+    """Reads some of its arguments."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.read: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.read = {name: getattr(args, name) for name in self.names}
+        self.whole, self.text, self.words = args.to_dict(), json.loads(args.to_json_string()), args.to_sanitized_dict()
+        assert not hasattr(args, "learning_rate")
+
+
+def test_arguments_are_those_of_the_run_and_what_was_said(tmp_path: Path) -> None:
+    reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
+    as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "said"}), config={"seed": 4, "deep": {"more": 1}})
+    assert reads.read == {
+        "output_dir": str(tmp_path / "guest"),
+        "run_name": "said",
+        "world_size": 1,
+        "should_log": True,
+        "eval_strategy": "epoch",
+        "logging_steps": 500,
+        "weight_decay": 0.5,
+    }
+    assert reads.whole["deep"] == reads.text["deep"] == {"more": 1}
+    assert reads.text["eval_strategy"] == "epoch"
+    assert reads.words["deep"] == "{'more': 1}"
+    whole: Any = Reads("weight_decay", "output_dir", "eval_strategy", "run_name")
+    whole_arguments = TrainingArguments(output_dir=str(tmp_path / "said"), weight_decay=0.25, report_to=[], use_cpu=True)
+    whole.on_train_begin = lambda args, *_, **__: setattr(whole, "read", {name: getattr(args, name) for name in whole.names})
+    as_guests(tmp_path, guest(whole, args=whole_arguments), name="whole")
+    assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "said"), "eval_strategy": "no", "run_name": None}
+
+
+def test_arguments_that_nobody_said_are_not_carried(tmp_path: Path) -> None:
+    with pytest.raises(NotCarried, match="transformers' TrainingArguments has here no 'learning_rate': a guest may use"):
+        as_guests(tmp_path, guest(Reads("learning_rate")))
+    with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):
+        guest(Reads(), args={"metric_for_best": "loss"})
+    with pytest.raises(ConfigError, match="unknown eval_strategy 'step'"):
+        guest(Reads(), args={"eval_strategy": "step"})
+
+    class Writes(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.run_name = None
+
+    with pytest.raises(NotCarried, match="a guest may not write 'run_name'"):
+        as_guests(tmp_path, guest(Writes()), name="writes")
+
+
+# --- other loops and other data ---
+
+
+def test_several_datasets_have_their_own_names(tmp_path: Path) -> None:
+    metrics: list[dict[str, float]] = []
+
+    class Keeps(TrainerCallback):  # type: ignore[misc]
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+            keeps.append(metrics)
+
+    keeps = metrics
+    several = {"short": DataLoader(DATA[:4], batch_size=4), "validation": EVALUATED}  # type: ignore[arg-type]
+    model = Line()
+    optimizer, _ = optimizers(model)
+    best = guest(Keeps(), args={"metric_for_best_model": "short_loss"})
+    with Trainer(
+        model, OwnLoss(), EVALUATED, several, optimizer=optimizer, callbacks=best, run_name="several", runs_folder=tmp_path
+    ) as trainer:
+        trainer.fit()
+    assert metrics == [{"eval_short_loss": 5.0, "epoch": 1.0}, {"eval_validation_loss": 5.0, "epoch": 1.0}]
+    assert best.state.best_metric == 5.0
+
+
+def test_a_test_is_a_prediction(tmp_path: Path) -> None:
+    told: list[tuple[str, Any]] = []
+
+    class Keeps(TrainerCallback):  # type: ignore[misc]
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            told.append(("step", None))
+
+        def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            told.append(("predict", metrics))
+
+    trainer: Any = as_guests(tmp_path, guest(Keeps()), fits=False)
+    with trainer:
+        trainer.model.batches.fill_(2)
+        trainer.test(EVALUATED)
+        trainer.predict(EVALUATED)
+    assert told == [*[("step", None)] * 2, ("predict", {"test_loss": 5.0}), *[("step", None)] * 2, ("predict", {})]

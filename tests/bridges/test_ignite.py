@@ -1,0 +1,609 @@
+"""callsheet's callbacks attached to a real Ignite engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.handlers import Checkpoint, DiskSaver, ModelCheckpoint
+from ignite.metrics import Loss, MeanAbsoluteError
+from torch import nn
+
+from callsheet import Callback, CheckpointError, ConfigError, Context, NotCarried, RequestRefused
+from callsheet.bridges.ignite import host
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events, run_ranks
+
+from .homes.job import POINTS
+
+torch.set_num_threads(1)
+
+STEPS = 6
+"""An epoch's."""
+
+
+class Setup:
+    """A trainer as a user of Ignite makes it; the losses that it gave, and what its evaluations found."""
+
+    def __init__(self, folder: Path, *, accumulate: int = 1, evaluates: bool = True) -> None:
+        self.folder, self.accumulate = folder, accumulate
+        self.model = POINTS.made_model()
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.trainer: Any = create_supervised_trainer(
+            self.model, self.optimizer, POINTS.loss, gradient_accumulation_steps=accumulate
+        )
+        self.evaluator: Any = create_supervised_evaluator(self.model, {"loss": Loss(POINTS.loss), "mae": MeanAbsoluteError()})
+        self.losses: list[float] = []
+        self.found: list[dict[str, float]] = []
+        self.trainer.add_event_handler(
+            Events.EPOCH_STARTED, lambda: torch.manual_seed(self.trainer.state.epoch)
+        )  # for its dropout
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.losses.append(self.trainer.state.output))
+        if evaluates:
+            self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)
+
+    def evaluate(self) -> None:
+        self.evaluator.run(POINTS.validation_batches())
+        self.found.append(dict(self.evaluator.state.metrics))
+
+    def host(self, callbacks: list[Callback], *, saves: bool = True, **options: Any) -> Any:
+        given: dict[str, Any] = {
+            "log_interval": "1ba",
+            "evaluators": {"validation": self.evaluator},
+            "evaluate": self.evaluate,
+        } | options
+        hosted = host(
+            callbacks,
+            model=self.model,
+            optimizer=self.optimizer,
+            accumulate=self.accumulate,
+            run_name="small",
+            runs_folder=self.folder,
+            **given,
+        )
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "trainer": self.trainer, "callsheet": hosted}
+        self.checkpoint: Any = Checkpoint(self.parts, DiskSaver(self.folder / "saved", require_empty=False), n_saved=None)
+        return hosted.attach(self.trainer, checkpoint=self.checkpoint if saves else None)
+
+    def run(self, **options: Any) -> None:
+        self.trainer.run(POINTS.batches(), **({"max_epochs": 2} | options))
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "saved").iterdir())
+
+
+def same(a: Setup, b: Setup) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a.weights(), b.weights(), strict=True))
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
+        self.what, self.step = what, step
+        setattr(self, event, self.ask)
+
+    def ask(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+class Fails(Callback):
+    """Fails at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise ZeroDivisionError
+
+
+class Ends(Callback):
+    """How runs ended."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcomes.append(str(ctx.run.outcome))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+    recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), Ends()
+    hosted, plain = Setup(tmp_path, accumulate=accumulate), Setup(tmp_path, accumulate=accumulate)
+    hosted.host([recorder, history, ends, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()])
+    hosted.run()
+    plain.run()
+    assert same(hosted, plain)
+    assert hosted.losses == plain.losses
+    check_events(recorder.events)
+    steps = 2 * STEPS // accumulate
+    counts = {event: recorder.events.count(event) for event in set(recorder.events)}
+    assert counts["on_run_start"] == counts["on_run_end"] == counts["on_train_start"] == counts["on_train_end"] == 1
+    assert counts["on_epoch_start"] == counts["on_epoch_end"] == 2
+    assert counts["on_train_step_end"] == counts["on_optimizer_step_end"] == counts["on_fetch_end"] == steps
+    assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * STEPS
+    assert counts["on_eval_all_end"] == counts["on_eval_end"] == 2
+    assert counts["on_eval_step_end"] == counts["on_eval_forward_end"] == 2 * 3
+    means = [sum(plain.losses[i : i + accumulate]) / accumulate for i in range(0, 2 * STEPS, accumulate)]
+    assert history["train/loss"] == pytest.approx(means, rel=1e-6)
+    assert [results for _, results in recorder.values["eval_results"]] == [{"validation": found} for found in plain.found]
+    assert history["validation/mae"] == [found["mae"] for found in plain.found]
+    assert ends.outcomes == ["finished"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_order_of_handlers_does_not_matter(is_first: bool, tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    setup = Setup(tmp_path, evaluates=False)
+
+    def attach_the_others() -> None:
+        setup.trainer.add_event_handler(Events.EPOCH_COMPLETED, setup.evaluate)
+        setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), setup.evaluate)
+        setup.trainer.add_event_handler(
+            Events.EPOCH_COMPLETED | Events.ITERATION_COMPLETED(once=2), lambda: setup.checkpoint(setup.trainer)
+        )
+
+    if not is_first:
+        attach_the_others()
+    setup.host([recorder], evaluate=None)
+    if is_first:
+        attach_the_others()
+    setup.run()
+    check_events(recorder.events)
+    told = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
+    epoch = ["on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end"]
+    assert told == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
+    published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert [Path(info.path).name for info in published] == [f"checkpoint_{step}.pt" for step in (2, 6, 12)]
+    assert [(info.step, info.epoch) for info in published] == [(2, 0), (6, 1), (12, 2)]
+    for info in published:
+        assert torch.load(info.path, weights_only=True)["callsheet"]["state"]["timestamp"]["batch"] == info.step
+
+
+def test_evaluators_that_are_run_together_are_one_evaluation(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("eval_results", "standalone"))
+    setup = Setup(tmp_path, evaluates=False)
+    evaluators = {"seen": create_supervised_evaluator(setup.model, {"loss": Loss(POINTS.loss)}), "validation": setup.evaluator}
+
+    def evaluate() -> None:
+        evaluators["seen"].run(POINTS.batches())
+        setup.evaluate()
+
+    setup.host([recorder], evaluators=evaluators, evaluate=evaluate)
+    setup.trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluate)
+    setup.trainer.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED(once=3), setup.evaluate)
+    setup.run()
+    check_events(recorder.events)
+    assert [set(results) for _, results in recorder.values["eval_results"]] == [
+        {"validation"}, {"validation"}, {"seen", "validation"}, {"seen", "validation"}
+    ]  # fmt: skip
+    assert recorder.values["eval_results"][-1][1]["seen"] == evaluators["seen"].state.metrics
+    standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
+    assert standalone == [True, False, False, False]
+
+
+def test_requests_are_the_engine_s_to_carry_out(tmp_path: Path) -> None:
+    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    setup = Setup(tmp_path)
+    setup.host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
+    setup.run()
+    assert setup.trainer.state.iteration == 8
+    assert setup.files() == ["checkpoint_2.pt"]
+    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in told
+    assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
+    assert ends.outcomes == ["stopped"]
+    check_events(recorder.events)
+
+
+def test_what_it_was_not_given_cannot_be_asked_for(tmp_path: Path) -> None:
+    asked = Setup(tmp_path)
+    asked.host([Asks("save", 2)], saves=False)
+    with pytest.raises(RequestRefused, match="cannot save on request here; it can evaluate, stop"):
+        asked.run()
+    asked = Setup(tmp_path)
+    asked.host([Asks("evaluate", 2)], evaluate=None)
+    with pytest.raises(RequestRefused, match="cannot evaluate on request here; it can save, stop"):
+        asked.run()
+
+
+def test_an_evaluation_that_is_asked_for_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:
+    recorder = Recorder()
+    setup = Setup(tmp_path)
+    setup.host([Asks("evaluate", STEPS, "on_epoch_end"), recorder])
+    setup.run()
+    check_events(recorder.events)
+    assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
+
+
+def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
+    whole = History()
+    unbroken = Setup(tmp_path / "whole")
+    unbroken.host([whole, CheckpointSaver(save_interval="1ep")])
+    unbroken.run(max_epochs=3)
+    broken = Setup(tmp_path)
+    broken.host([History(), CheckpointSaver(save_interval="1ep"), Fails(15)])
+    with pytest.raises(ZeroDivisionError):
+        broken.run(max_epochs=3)
+    history, recorder = History(), Recorder(fields=("checkpoint",))
+    again = Setup(tmp_path)
+    again.host([history, recorder])
+    Checkpoint.load_objects(again.parts, tmp_path / "saved" / "checkpoint_12.pt")
+    again.run(max_epochs=3)
+    assert recorder.told[-1].batch == again.trainer.state.iteration == 18
+    loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
+    assert (loaded.step, loaded.epoch) == (12, 2)
+    assert history["train/loss"] == whole["train/loss"]
+    assert history["validation/loss"] == whole["validation/loss"]
+    assert same(again, unbroken)
+    check_events(recorder.events)
+
+
+def test_states_of_another_step_are_refused(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.host([History(), Asks("save", 4)])
+    setup.run()
+    again = Setup(tmp_path)
+    again.host([History()])
+    del again.parts["trainer"]
+    Checkpoint.load_objects(again.parts, tmp_path / "saved" / "checkpoint_4.pt")
+    with pytest.raises(CheckpointError, match="of step 4, and the engine goes on from 0"):
+        again.run()
+
+
+def test_a_resume_without_states_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    setup = Setup(tmp_path)
+    setup.host([recorder])
+    setup.trainer.load_state_dict({"iteration": 6, "epoch_length": 6, "max_epochs": 2})
+    setup.run()
+    assert "goes on from step 6, and was given no state of callbacks" in caplog.text
+    assert (recorder.told[-1].step, recorder.told[-1].epoch) == (12, 2)
+    check_events(recorder.events)
+
+
+def test_an_early_stop_stops_it(tmp_path: Path) -> None:
+    class Worse(Callback):
+        phase = "change"
+
+        def on_eval_forward_end(self, ctx: Context) -> None:
+            ctx.outputs = ctx.outputs + ctx.step
+
+    setup = Setup(tmp_path)
+    setup.host([Worse(), EarlyStopper(monitor="validation/loss", patience="1ep")])
+    setup.run(max_epochs=9)
+    assert setup.trainer.state.epoch == 2
+    assert setup.found[0]["loss"] < setup.found[1]["loss"]
+
+
+def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+    averaged, plain = Setup(tmp_path), Setup(tmp_path)
+    averaged.host([EMA(half_life=3)])
+    averaged.run()
+    plain.run()
+    assert averaged.losses == plain.losses
+    assert [found["loss"] for found in averaged.found] != [found["loss"] for found in plain.found]
+
+
+def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
+    class Halves(Callback):
+        phase = "change"
+
+        def on_fetch_end(self, ctx: Context) -> None:
+            if ctx.batch is not None:
+                ctx.batch = [part / 2 for part in ctx.batch]
+
+        def on_loss_end(self, ctx: Context) -> None:
+            ctx.loss = ctx.loss * 3
+
+    setup, halved = Setup(tmp_path), Setup(tmp_path)
+    history = History()
+    setup.host([Halves(), history])
+    setup.run(max_iters=1, max_epochs=None)
+    torch.manual_seed(1)
+    inputs, targets = next(iter(POINTS.batches()))
+    expected = POINTS.loss(halved.model(inputs / 2), targets / 2).detach()
+    assert setup.losses == [pytest.approx(float(expected))]  # what its function returns
+    assert history["train/loss"] == [pytest.approx(3 * float(expected))]  # what it went backward from
+
+
+def test_what_ignite_never_tells_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hears(Callback):
+        def on_predict_end(self, ctx: Context) -> None: ...
+
+    class Evaluates(Callback):
+        def on_eval_end(self, ctx: Context) -> None: ...
+
+    def run(*callbacks: Callback, **options: Any) -> None:
+        setup = Setup(tmp_path)
+        setup.host(list(callbacks), **options)
+        setup.run()
+
+    with pytest.raises(NotCarried, match="Hears hears on_predict_end, and this Ignite engine never tells it"):
+        run(Hears())
+    with pytest.raises(NotCarried, match="Evaluates hears on_eval_end"):
+        run(Evaluates(), evaluators=None, evaluate=None)
+    run(Hears(), strict=False)
+    assert "Hears hears on_predict_end" in caplog.text
+
+
+def test_what_the_first_step_does_not_tell_is_refused(tmp_path: Path) -> None:
+    def run(optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True) -> None:
+        setup = Setup(tmp_path)
+        trained, setup.optimizer = setup.optimizer, optimizer or setup.optimizer
+        setup.host([Recorder(), OptimizerMonitor()], strict=strict)
+        setup.optimizer = trained
+        setup.run()
+
+    another = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(NotCarried, match="the engine has not stepped the optimizer in its first iteration"):
+        run(another)
+    run(another, strict=False)
+    setup = Setup(tmp_path, accumulate=4)
+    setup.host([])
+    with pytest.raises(NotCarried, match="a step of accumulate=4 iterations reaches over the end of an epoch of 6"):
+        setup.run()
+
+
+def test_arguments_that_cannot_work(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    for accumulate in (0, True, 1.5):
+        with pytest.raises(ConfigError, match="give a whole number above 0"):
+            host([], model=setup.model, optimizer=setup.optimizer, accumulate=accumulate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="train/loss is the loss of the steps; give that dataset another name"):
+        setup.host([], evaluators={"train": setup.evaluator})
+    with pytest.raises(ConfigError, match="name them with evaluators="):
+        setup.host([], evaluators=None)
+    with pytest.raises(ConfigError, match=r"attach\(trainer, checkpoint=...\)"):
+        setup.host([], saves=False, preempt_signals=["SIGTERM"])
+    hosted = setup.host([])
+    with pytest.raises(ConfigError, match="attached to an engine"):
+        hosted.attach(setup.trainer)
+    with pytest.raises(ConfigError, match="a ModelCheckpoint is told what to save only when it is called"):
+        host([], model=setup.model, optimizer=setup.optimizer).attach(
+            setup.trainer, checkpoint=ModelCheckpoint(tmp_path / "other")
+        )
+
+
+def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder(fields=("exception",))
+    setup = Setup(tmp_path)
+    setup.host([Fails(2), ends])
+    with pytest.raises(ZeroDivisionError):
+        setup.run()
+    assert ends.outcomes == ["failed"]
+    setup = Setup(tmp_path)
+    setup.host([ends, recorder])
+    with pytest.raises(RuntimeError):
+        setup.trainer.run([(torch.ones(4, 9), torch.ones(4, 1))])  # the model fails
+    assert ends.outcomes == ["failed", "failed"]
+    assert [type(error) for _, error in recorder.values["exception"]] == [RuntimeError]
+    check_events(recorder.events)
+
+
+def test_what_another_handler_keeps_from_coming_out_does_not_come_out(tmp_path: Path) -> None:
+    ends = Ends()
+    kept: list[BaseException] = []
+    setup = Setup(tmp_path)
+    setup.host([Fails(2), ends])
+    setup.trainer.add_event_handler(Events.EXCEPTION_RAISED, kept.append)
+    setup.run(max_epochs=1)
+    assert [type(error) for error in kept] == [ZeroDivisionError]
+    assert ends.outcomes == ["failed"]
+
+
+def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
+    ends = Ends()
+    setup = Setup(tmp_path)
+    setup.host([ends])
+
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), press)
+    with pytest.raises(KeyboardInterrupt):
+        setup.run()
+    assert ends.outcomes == ["interrupted"]
+
+
+def test_a_signal_makes_it_save_and_make_way(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder()
+    setup = Setup(tmp_path)
+    setup.host([ends, recorder], preempt_signals=["SIGUSR1"])
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    setup.run()
+    assert setup.trainer.state.iteration == 3
+    assert ends.outcomes == ["preempted"]
+    assert setup.files() == ["checkpoint_3.pt"]
+    assert "on_preempt" in recorder.events
+    check_events(recorder.events)
+
+
+def test_run_may_be_called_again(tmp_path: Path) -> None:
+    recorder, ends = Recorder(), Ends()
+    setup = Setup(tmp_path)
+    setup.host([recorder, ends])
+    setup.run(max_epochs=1)
+    setup.run(max_epochs=1)
+    assert ends.outcomes == ["finished", "finished"]
+    assert recorder.events.count("on_train_step_end") == 2 * STEPS
+    assert not setup.model._forward_hooks
+    first = recorder.events.index("on_run_end") + 1
+    check_events(recorder.events[:first])
+    check_events(recorder.events[first:])
+
+
+def leaves(setup: Setup, how: str) -> None:
+    trainer = setup.trainer
+    if how == "interrupt":
+        trainer.interrupt()
+    elif how == "terminate_epoch":
+        trainer.terminate_epoch()
+    elif how == "skip_epoch_completed":
+        trainer.terminate_epoch(skip_epoch_completed=True)
+    else:
+        trainer.terminate(skip_completed=how == "skip_completed")
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "epochs", "outcome"),
+    [
+        ("terminate", 3, 0, "stopped"),
+        ("skip_completed", 3, 0, "stopped"),
+        ("terminate_epoch", 3 + STEPS, 2, "finished"),
+        ("skip_epoch_completed", 3 + STEPS, 2, "finished"),
+    ],
+)
+def test_it_is_left_in_all_of_ignite_s_ways(how: str, steps: int, epochs: int, outcome: str, tmp_path: Path) -> None:
+    recorder, ends = Recorder(), Ends()
+    setup = Setup(tmp_path)
+    setup.host([recorder, ends])
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), leaves, setup, how)
+    setup.run()
+    assert setup.trainer.state.iteration == recorder.told[-1].batch == steps
+    assert recorder.told[-1].epoch == max(epochs, 1)
+    assert ends.outcomes == [outcome]
+    check_events(recorder.events)
+
+
+def test_a_step_that_is_left_is_a_skipped_one(tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("step_skipped",)), History()
+    setup = Setup(tmp_path, accumulate=2, evaluates=False)
+    setup.host([recorder, history], log_interval="2ba")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), leaves, setup, "terminate")
+    setup.run()
+    skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert skipped == [False, False, True]
+    assert len(history["train/loss"]) == 2  # the last record is of what was left
+    check_events(recorder.events)
+
+
+def test_an_interrupted_run_goes_on_or_has_ended_so(tmp_path: Path) -> None:
+    recorder, ends = Recorder(), Ends()
+    setup = Setup(tmp_path)
+    setup.host([recorder, ends])
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), leaves, setup, "interrupt")
+    setup.run()
+    assert recorder.told[-1].batch == 4
+    assert ends.outcomes == []
+    setup.run()
+    setup.run()
+    assert recorder.told[-1].batch == 2 * STEPS
+    setup.run()  # it was interrupted at its last step
+    assert ends.outcomes == ["finished"]
+    check_events(recorder.events)
+    setup = Setup(tmp_path)
+    setup.host([ends])
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), leaves, setup, "interrupt")
+    setup.run()
+    del setup
+    gc.collect()
+    assert ends.outcomes == ["finished", "interrupted"]
+
+
+@pytest.mark.parametrize("data", ["endless", "unsized", "none"])
+def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
+    batches = list(POINTS.batches())
+    recorder, ends = Recorder(), Ends()
+    setup = Setup(tmp_path, evaluates=False)
+    if data == "none":
+
+        def train(engine: Engine, batch: Any) -> float:
+            setup.optimizer.zero_grad()
+            inputs, targets = batches[(engine.state.iteration - 1) % STEPS]
+            loss = POINTS.loss(setup.model(inputs), targets)
+            loss.backward()
+            setup.optimizer.step()
+            return loss.item()
+
+        setup.trainer = Engine(train)
+    setup.host([recorder, ends])
+    if data == "endless":  # it is begun anew in the midst of an epoch
+        setup.trainer.run(batches, epoch_length=4, max_epochs=3)
+    elif data == "unsized":  # an epoch is as long as the data, which is found out
+
+        class Unsized:
+            def __iter__(self) -> Any:
+                return iter(batches)
+
+        setup.trainer.run(Unsized(), max_epochs=2)
+    else:
+        setup.trainer.run(max_epochs=2, epoch_length=STEPS)
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == 2 * STEPS
+    assert recorder.events.count("on_epoch_end") == (3 if data == "endless" else 2)
+    assert ends.outcomes == ["finished"]
+
+
+class DataParallel(Setup):
+    """The same on several ranks, which share the data."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, evaluates=False)
+        self.inside, self.model = self.model, idist.auto_model(self.model)
+        self.trainer = create_supervised_trainer(self.model, self.optimizer, POINTS.loss)
+        self.evaluator = create_supervised_evaluator(self.model, {"loss": Loss(POINTS.loss)})
+        self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.losses.append(self.trainer.state.output))
+
+    def evaluate(self) -> None:
+        self.evaluator.run(list(POINTS.validation_batches())[idist.get_rank() :: 2])
+
+    def run(self, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.trainer.run(list(POINTS.batches())[idist.get_rank() :: 2], **options)
+
+    def weights(self) -> list[Any]:
+        return [value.tolist() for value in self.inside.parameters()]
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    idist.initialize("gloo")
+
+    class Asks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.run.rank == 1 and ctx.step == 7:
+                ctx.control.stop("one rank wants to")
+
+    recorder, history, ends = Recorder(), History(), Ends()
+    hosted, plain = DataParallel(Path(folder)), DataParallel(Path(folder))
+    hosted.host([recorder, history, ends, Asks(), CheckpointSaver(save_interval="1ep")])
+    hosted.run(max_epochs=40)
+    plain.run(max_iters=hosted.trainer.state.iteration)
+    idist.finalize()
+    check_events(recorder.events)
+    return {
+        "step": hosted.trainer.state.iteration,
+        "outcome": ends.outcomes,
+        "losses": (hosted.losses, plain.losses, history["train/loss"]),
+        "evaluated": history["validation/loss"],
+        "weights": (hosted.weights(), plain.weights()),
+    }
+
+
+def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
+    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert zero["step"] == one["step"] < 40 * 3
+    assert zero["outcome"] == one["outcome"] == ["stopped"]
+    (a, b), (c, d) = zero["weights"], one["weights"]
+    assert a == b == c == d
+    means = [sum(losses) / 2 for losses in zip(zero["losses"][1], one["losses"][1], strict=True)]
+    assert zero["losses"][2] == pytest.approx(means, rel=1e-6)
+    assert zero["evaluated"] == one["evaluated"]
+    assert len(zero["evaluated"]) == zero["step"] // 3
+    assert (tmp_path / "saved" / "checkpoint_6.pt").is_file()

@@ -1,0 +1,584 @@
+"""callsheet's callbacks in InstructLab's hooks, and InstructLab's callbacks in a loop of callsheet."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, CallbackManager, Context, NotCarried, RegistrationError, Trainer, loggers
+from callsheet.bridges.instructlab import EVENT_MAP, NOT_SEEN, NOT_TOLD, guest, host
+from callsheet.bridges.instructlab import names as instructlab_names
+from callsheet.bridges.instructlab.names import HOOK_NAMES
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, Heartbeat, History, NaNMonitor, RuntimeEstimator
+from callsheet.lifecycle import EVENTS
+from callsheet.loggers import JSONLLogger, read_metrics
+from callsheet.testing import Recorder, Subject, check_events, run_ranks
+
+from .homes import instructlab as home
+from .homes.instructlab import Loop
+from .homes.job import EMPTY, POINTS
+
+needs_the_package = pytest.mark.skipif(
+    home.REAL is None, reason="InstructLab is not installed: pip install --no-deps instructlab-training"
+)
+INTERFACES = [
+    pytest.param(instructlab_names, id="ours"),
+    pytest.param(home.REAL, id="theirs", marks=needs_the_package),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=INTERFACES)
+def api(request: pytest.FixtureRequest) -> Any:
+    """InstructLab's interface by our names, and the package's own."""
+    return request.param
+
+
+def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **options: Any) -> Loop:
+    """A loop of InstructLab's with these callbacks; it is to be run."""
+    manager = home.API.CallbackManager()
+    manager.add_callback(host(given, strict=strict))
+    return Loop(manager, folder, **options)
+
+
+# --- the host ---
+
+
+def test_the_names_are_the_package_s() -> None:
+    assert set(EVENT_MAP) == set(HOOK_NAMES)
+    assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_TOLD, *NOT_SEEN}
+    if home.REAL is not None:
+        assert list(HOOK_NAMES) == list(home.REAL.HOOK_NAMES)
+        assert vars(instructlab_names.TrainingContext()) == vars(home.REAL.TrainingContext())
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_every_event_is_told_in_the_lifecycle_s_order(microbatches: int, tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("loss", "checkpoint", "record")), History()
+    loop = hosted(
+        tmp_path,
+        [recorder, history, NaNMonitor(), RuntimeEstimator(), Heartbeat()],
+        microbatches=microbatches, validate_every=2, save_samples=8, checkpoint_at_epoch=True, save_last=True,
+    )  # fmt: skip
+    loop.run()
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == recorder.events.count("on_optimizer_step_end") == 6
+    assert recorder.events.count("on_backward_end") == 6 * microbatches
+    assert recorder.events.count("on_eval_all_end") == 3
+    assert recorder.events[-1] == "on_run_end"
+    assert history["train/loss"] == pytest.approx([1 / step for step in range(1, 7)])
+    assert history["train/learning_rate"] == [0.02] * 6
+    assert history["train/grad_norm"] == [2.0] * 6
+    assert history["time/sample"] == [4 * step for step in range(1, 7)]
+    assert history["validation/loss"] == [0.25, 0.125, pytest.approx(1 / 12)]
+    saved = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert [(info.step, info.epoch, info.kind) for info in saved] == [
+        *((2, 0, "periodic"), (3, 1, "periodic"), (4, 1, "periodic"), (6, 1, "periodic")),
+        *((6, 2, "periodic"), (6, 2, "final")),
+    ]
+    assert saved[0].path == str(tmp_path / "hf_format" / "samples_8")
+    assert saved[0].val_losses == {"validation": 0.25}
+    steps = [told.batch for told, event in zip(recorder.told, recorder.events, strict=True) if event == "on_train_step_end"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_training_does_not_notice(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with_them = home.train(POINTS, tmp_path / "with", [recorder, JSONLLogger()])
+    without = home.train(POINTS, tmp_path / "without", None)
+    empty = home.train(POINTS, tmp_path / "empty", EMPTY)
+    for other in (without, empty):
+        assert all(torch.equal(a, b) for a, b in zip(with_them.state_dict().values(), other.state_dict().values(), strict=True))
+    check_events(recorder.events)
+    records = list(read_metrics(tmp_path / "with"))
+    assert [record.step for record in records if "train/loss" in record.values] == list(range(1, 13))
+    assert records[-1].step == 12
+
+
+class Counts(Callback):
+    """Has a state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_states_are_in_its_checkpoints_and_taken_back(tmp_path: Path) -> None:
+    hosted(tmp_path, [Counts()], epochs=1, checkpoint_at_epoch=True).run()
+    again, recorder = Counts(), Recorder()
+    loop = hosted(tmp_path, [again, recorder])
+    loop.done, loop.first_epoch = 3, 1
+    loop.run()
+    assert again.steps == 6
+    check_events(recorder.events)
+    assert recorder.told[-1].batch == 6
+    assert recorder.told[-1].epoch == 2
+
+
+def test_a_run_whose_states_are_not_found_goes_on_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counts, recorder = Counts(), Recorder()
+    loop = hosted(tmp_path, [counts, recorder])
+    loop.done, loop.first_epoch = 3, 1
+    loop.run()
+    assert counts.steps == 3
+    assert recorder.told[-1].batch == 6
+    assert "no state of callbacks was found" in caplog.text
+    check_events(recorder.events)
+
+
+class Ends(Callback):
+    """Keeps how the run ended."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.outcome, self.has_ended = "", threading.Event()
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcome = str(ctx.run.outcome)
+        self.has_ended.set()
+
+
+@pytest.mark.parametrize(("place", "steps"), [("forward", 1), ("optimizer", 2)])
+def test_a_run_that_makes_way_is_preempted(place: str, steps: int, tmp_path: Path) -> None:
+    ends, recorder, counts = Ends(), Recorder(), Counts()
+    loop = hosted(tmp_path, [ends, recorder, counts])
+    loop.interrupted_at = (place, 2)
+    loop.run()
+    assert ends.outcome == "preempted"
+    assert counts.steps == steps  # the second was finished, or was not
+    check_events(recorder.events)
+
+
+def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: Path) -> None:
+    ends = Ends()
+    loop = hosted(tmp_path, [ends])
+    loop.validate_every = 2
+
+    def breaks() -> dict[str, float]:
+        raise ZeroDivisionError
+
+    loop.validate = breaks  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+    assert ends.outcome == ""  # InstructLab tells its callbacks nothing of it
+    del loop
+    deadline = time.monotonic() + 60
+    while not ends.has_ended.wait(0.01) and time.monotonic() < deadline:  # the thread of the manager ends first
+        gc.collect()
+    assert ends.outcome == "failed"
+
+
+def test_an_error_ends_our_run_and_not_theirs(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                raise ZeroDivisionError
+
+    ends, recorder = Ends(), Recorder()
+    loop = hosted(tmp_path, [Fails(), ends, recorder])
+    loop.run()
+    assert loop.done == 6
+    assert ends.outcome == "failed"
+    assert recorder.events.count("on_exception") == 1
+    check_events(recorder.events)
+
+
+def test_a_run_twice(tmp_path: Path) -> None:
+    recorder = Recorder()
+    one = host([recorder])
+    for name in ("first", "second"):
+        manager = home.API.CallbackManager()
+        manager.add_callback(one)
+        Loop(manager, tmp_path / name).run()
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+    check_events(recorder.events[: len(recorder.events) // 2])
+
+
+class HearsTheLoss(Callback):
+    def on_loss_end(self, ctx: Context) -> None: ...
+
+
+class HearsTestsAlone(Callback):
+    def on_test_end(self, ctx: Context) -> None: ...
+
+
+class HearsTestsToo(HearsTestsAlone):
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+
+class ReadsTheModel(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.mode = ctx.model.training
+
+
+class ReadsItWhereItIs(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.mode = ctx.model.training if ctx.has("model") else None
+
+
+class Stops(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        ctx.control.stop("enough")
+
+
+@pytest.mark.parametrize(
+    ("callback", "why"),
+    [
+        (HearsTheLoss(), "HearsTheLoss hears on_loss_end, which InstructLab Training never tells"),
+        (HearsTestsAlone(), "HearsTestsAlone hears on_test_end, which InstructLab Training never tells"),
+        (ReadsTheModel(), "ReadsTheModel reads ctx.model, which InstructLab Training gives no callback"),
+        (Stops(), "Stops may call ctx.control.stop, and nobody can ask InstructLab Training"),
+        (EarlyStopper(monitor="validation/loss"), "EarlyStopper may call ctx.control.stop"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Callback) else "",
+)
+def test_what_cannot_be_carried_is_refused_by_name(
+    callback: Callback, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(NotCarried, match=why):
+        host([callback])
+    host([callback], strict=False)
+    assert why in caplog.text
+
+
+def test_what_can_do_without_is_taken(tmp_path: Path) -> None:
+    hosted(tmp_path, [HearsTestsToo(), where := ReadsItWhereItIs()]).run()
+    assert where.mode is None
+
+
+def test_a_request_that_was_accepted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = hosted(tmp_path, [Stops()], strict=False)
+    loop.run()
+    assert loop.done == 6
+    assert caplog.text.count("control.stop(): nobody can ask InstructLab Training") == 6
+
+
+TAKEN = {
+    *(
+        "GarbageCollection",
+        "HangDetector",
+        "Heartbeat",
+        "History",
+        "Lambda",
+        "MemoryMonitor",
+        "MemorySnapshot",
+        "NaNMonitor",
+        "Notify",
+    ),
+    *("RuntimeEstimator", "SystemMetricsMonitor", "TorchProfiler"),
+    *(name for name in loggers.__all__ if isinstance(kind := getattr(loggers, name), type) and issubclass(kind, Callback)),
+}
+"""The built-ins that the docs say run there."""
+
+
+def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
+    taken = set()
+    for name, subject in subjects.items():
+        callback = subject.make()
+        try:
+            host([callback])
+        except NotCarried:
+            continue
+        taken.add(name)
+    assert taken == TAKEN
+    page = (Path(__file__).parents[2] / "docs" / "bridges" / "instructlab.md").read_text()
+    for name in TAKEN:
+        assert name in page or name.endswith("Logger")
+
+
+def a_rank(folder: str) -> dict[str, Any]:
+    """One of two, each for itself."""
+    history, ends, recorder = History(), Ends(), Recorder(fields=("record",))
+    hosted(Path(folder), [history, ends, recorder], checkpoint_at_epoch=True).run()
+    has_rates = all("train/learning_rate" in record.values for _, record in recorder.values["record"])
+    return {"loss": history["train/loss"], "has_rates": has_rates, "outcome": ends.outcome}
+
+
+def test_each_rank_hears_for_itself(tmp_path: Path) -> None:
+    zero, one = run_ranks(a_rank, 2, str(tmp_path))
+    assert zero["loss"] == one["loss"]
+    assert zero["outcome"] == one["outcome"] == "finished"
+    assert zero["has_rates"]
+    assert not one["has_rates"]  # InstructLab says it where the local rank is 0
+    states = [path.name for path in (tmp_path / "hf_format" / "samples_12" / "callsheet").iterdir()]
+    assert sorted(states) == ["rank-0", "rank-1"]
+
+
+@needs_the_package
+def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
+    """As source on a command line, executed by the package; the callbacks themselves come by ours."""
+    assert home.REAL is not None
+    given = host([JSONLLogger(), Counts()])
+    sent = home.REAL.serialize_callbacks_for_cli([given])
+    assert b"CallsheetCallback" in base64.b64decode(json.loads(base64.b64decode(sent))[0])
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bridges.homes.instructlab import REAL, Loop\n"
+        "manager = REAL.CallbackManager()\n"
+        "for callback in REAL.deserialize_callbacks_from_cli(sys.argv[1]):\n"
+        "    manager.add_callback(callback)\n"
+        "Loop(manager, Path(sys.argv[2])).run()\n"
+        "counts = callback.teller.manager.callbacks[1]\n"
+        "assert counts.steps == 6, counts.steps\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    with given.sent():
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}
+        subprocess.run([sys.executable, str(script), sent, str(tmp_path / "out")], env=environment, check=True, timeout=120)
+    assert [record.step for record in read_metrics(tmp_path / "out")][-1] == 6
+    assert "CALLSHEET_PAYLOAD" not in os.environ
+
+
+def test_a_function_is_not_sent() -> None:
+    manager = CallbackManager()
+    manager.register("on_log", lambda ctx: None)
+    with pytest.raises(NotCarried, match="the function <lambda> is not sent to ranks"), host(manager).sent():
+        pass
+
+
+# --- the guest ---
+
+DATA = [(torch.full((4, 2), 0.5 + step), torch.ones(4, 1)) for step in range(3)]
+
+
+def fit(given: list[Callback], folder: Path, **changes: Any) -> Trainer:
+    """Two epochs of three steps of two microbatches, a record each step."""
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        "max_duration": "2ep",
+        "log_interval": "1ba",
+        "microbatch_size": 2,
+        "eval_dataloader": DATA[:2],
+        "eval_interval": "2ba",
+        "device": "cpu",
+        "runs_folder": folder,
+        "run_name": "guests",
+    }
+    with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, DATA, callbacks=given, **(arguments | changes)) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...] = HOOK_NAMES) -> Any:
+    """A callback that has these hooks."""
+
+    def hook_of(name: str) -> Callable[[Any, Any], None]:
+        def hook(self: Any, context: Any) -> None:
+            hear(name, context)
+
+        return hook
+
+    return type("Hears", (api.TrainerCallback,), {name: hook_of(name) for name in hooks})()
+
+
+@pytest.mark.parametrize("interval", ["2ba", "1ep"])
+def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    hears = told_by(api, lambda hook, context: told.append((hook, context.step, context.epoch)))
+    fit([guest(hears), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
+    microbatch = ["on_before_forward", "on_after_backward"]
+    expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
+    for epoch in range(2):
+        expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # the step is still the last
+        for step in range(3 * epoch + 1, 3 * epoch + 4):
+            is_last = step in (3, 6)
+            evaluated = ["on_evaluate"] if (step % 2 == 0 if interval == "2ba" else is_last) else []
+            saved = ["on_save"] if is_last else []
+            hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated, *saved]
+            expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end"]]
+        expected.append(("on_epoch_end", 3 * epoch + 3, epoch))
+    assert told == [*expected, ("on_train_end", 6, 1)]
+
+
+def test_what_a_guest_is_told_is_what_the_run_logs(tmp_path: Path) -> None:
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    hears = told_by(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
+    history = History()
+    fit([guest(hears), history, CheckpointSaver(save_interval="1ep")], tmp_path)
+    losses = history["train/loss"]
+    assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
+    assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
+    assert [found["on_step_begin", step]["loss"] for step in range(1, 7)] == [None, *losses[:-1]]  # what is known stays
+    assert found["on_log", 4]["learning_rate"] == 0.01
+    assert found["on_log", 4]["total_samples"] == 16
+    assert found["on_log", 4]["batch_metrics"] == {
+        "total_samples": 4, "total_length": 0, "num_loss_counted_tokens": 0, "grad_accum_steps": 2, "num_minibatches": 2,
+    }  # fmt: skip
+    assert found["on_log", 4]["elapsed_time"] > 0
+    assert found["on_evaluate", 4]["val_metrics"]["val_loss"] == history["validation/loss"][1]
+    assert found["on_step_begin", 1]["val_metrics"] == {}
+    assert found["on_save", 3]["checkpoint_path"] == str(tmp_path / "guests" / "checkpoints" / "ep1-ba3")
+    assert found["on_step_end", 3]["checkpoint_path"] is None
+    begin = found["on_train_begin", 1]
+    assert (begin["output_dir"], begin["max_epochs"], begin["world_size"]) == (str(tmp_path / "guests"), 2, 1)
+    assert begin["is_world_process_zero"]
+
+
+def test_nothing_gets_lost_also_of_async_hooks(api: Any, tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    may_go = threading.Event()
+
+    class Slow(api.TrainerCallback):  # type: ignore[misc]  # one of two
+        async def on_step_begin(self, context: Any) -> None:
+            await asyncio.to_thread(may_go.wait, 60)  # all of training is over by then
+            told.append(("begin", context.step))
+
+        async def on_step_end(self, context: Any) -> None:
+            told.append(("end", context.step))
+
+        def on_train_end(self, context: Any) -> None:
+            told.append(("over", context.step))
+
+    class Trained(Callback):
+        def on_train_end(self, ctx: Context) -> None:
+            told.append(("trained", ctx.step))
+            may_go.set()
+
+    fit([guest(Slow()), Trained()], tmp_path)
+    steps = [(what, step) for step in range(1, 7) for what in ("begin", "end")]
+    assert told == [("trained", 6), *steps, ("over", 6)]
+
+
+def test_what_a_hook_raises_is_logged_and_nothing_more(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(api.TrainerCallback):  # type: ignore[misc]
+        calls = 0
+
+        def on_step_end(self, context: Any) -> None:
+            Fails.calls += 1
+            raise SystemExit("of the callback alone") if context.step == 2 else ValueError("of the callback alone")
+
+        async def on_log(self, context: Any) -> None:
+            raise ValueError("in between")
+
+    trainer = fit([guest(Fails())], tmp_path)
+    assert trainer.run.outcome == "finished"
+    assert Fails.calls == 6
+    assert caplog.text.count("Fails failed at on_step_end") == 6
+    assert caplog.text.count("Fails failed at on_log") == 6
+
+
+def test_the_end_is_told_on_every_way_out(api: Any, tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def __init__(self, event: str) -> None:
+            self.event = event
+
+        def on_event(self, ctx: Context) -> None:
+            if ctx.event == self.event and ctx.step >= 2:
+                raise ZeroDivisionError
+
+    for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
+        told: list[tuple[str, int]] = []
+        hears = told_by(api, lambda hook, context: told.append((hook, context.step)))  # noqa: B023  # read before the next
+        with pytest.raises(ZeroDivisionError):
+            fit([guest(hears), Breaks(event)], tmp_path / event)
+        assert told[-1] == ("on_train_end", 2)
+        assert [hook for hook, _ in told].count("on_train_end") == 1
+
+
+def test_a_run_without_training_has_no_end_of_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
+                 callbacks=[guest(told_by(instructlab_names, lambda hook, context: told.append(hook)))]) as trainer:  # fmt: skip
+        trainer.evaluate()
+    assert told == []
+
+
+def test_only_what_is_heard_is_listened_to() -> None:
+    one = guest(told_by(instructlab_names, lambda hook, context: None, ("on_log",)))
+    assert "on_forward_start" not in vars(one)
+    assert "on_log" in vars(one)
+
+
+def test_what_is_none_of_theirs_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="is no TrainerCallback"):
+        guest(object())
+    with pytest.raises(RegistrationError, match="give an instance"):
+        guest(instructlab_names.TrainerCallback)
+
+
+def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
+    class Keeps(api.TrainerCallback):  # type: ignore[misc]
+        steps = 0
+
+        def on_step_end(self, context: Any) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.steps = state["steps"]
+
+    fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
+    again = Keeps()
+    fit([guest(again)], tmp_path, resume="auto")
+    assert again.steps >= 5  # at the first epoch's checkpoint the third step's end was still to be told
+
+
+def test_training_does_not_notice_a_guest(api: Any, tmp_path: Path) -> None:
+    with_it = fit([guest(told_by(api, lambda hook, context: None))], tmp_path / "with")
+    without = fit([], tmp_path / "without")
+    assert all(
+        torch.equal(a, b) for a, b in zip(with_it.model.state_dict().values(), without.model.state_dict().values(), strict=True)
+    )
+
+
+HOME_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_step_begin", "on_step_end"), "all": HOOK_NAMES}
+
+
+@pytest.mark.parametrize("row", HOME_ROWS)
+def test_a_callback_hears_here_what_it_hears_at_home(api: Any, row: str, tmp_path: Path) -> None:
+    """The same losses in InstructLab's loop and in ours: the same tellings, with the same numbers."""
+
+    def telling(told: list[Any]) -> Any:
+        def hear(hook: str, context: Any) -> None:
+            told.append(
+                (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
+            )
+
+        return told_by(api, hear, HOME_ROWS[row])
+
+    there: list[Any] = []
+    here: list[Any] = []
+    manager = api.CallbackManager()
+    manager.add_callback(telling(there))
+    torch.manual_seed(3)
+    home.Training(POINTS, manager, tmp_path, epochs=1, steps_an_epoch=6, evaluate=True).run()
+    with Trainer(
+        POINTS.made_model(), POINTS.loss, POINTS.batches, POINTS.validation_batches, max_duration="1ep", log_interval="1ba",
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02), eval_interval="6ba", clip_grad_norm=1.0,
+        callbacks=[guest(telling(here))], device="cpu", runs_folder=tmp_path, seed=3,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert here == there
+    assert len(here) == {"progress": 6, "timer": 12, "all": 6 * 7 + 5}[row]

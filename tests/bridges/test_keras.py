@@ -1,0 +1,507 @@
+"""callsheet's callbacks in Keras's loops, and Keras's callbacks in ours."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, ConfigError, Context, NotCarried, RequestRefused, Trainer
+from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events
+
+from .homes import keras as home  # before keras: it chooses the backend
+from .homes.job import POINTS, Job
+from .rows import hold
+
+import keras  # isort: skip
+
+from callsheet.bridges.keras import guest, host  # isort: skip
+from callsheet.bridges.matrix import Cell
+
+LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
+"""Nothing in it is drawn: its losses are the same in every home."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.*")  # of a DataLoader Keras ignores it, and says so
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_imported_is_not_collected() -> Iterator[None]:
+    """Each test ends with a collection, which is slow in a process with so many objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def hosted(folder: Path, *callbacks: Callback, **options: Any) -> Any:
+    return host(list(callbacks), run_name="small", runs_folder=folder, **{"log_interval": "2ba", **options})
+
+
+def trained(
+    callbacks: list[Any], *, job: Job = POINTS, model: Any = None, epochs: int = 2, evaluated: bool = True, verbose: int = 0
+) -> Any:
+    torch.manual_seed(3)
+    model = model if model is not None else home.compiled(job)
+    validation = job.validation_batches() if evaluated else None
+    model.fit(job.batches(), validation_data=validation, epochs=epochs, callbacks=callbacks, verbose=verbose)
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    values = [each.inner.module.state_dict().values() for each in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+def test_it_trains_what_it_trained_and_tells_every_event(tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("loss", "batch", "learning_rate")), History()
+    given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
+    with_them = trained([hosted(tmp_path, *given, log_interval="1ba")])
+    without = trained([])
+    assert same(with_them, without)
+    check_events(recorder.events)
+    events = recorder.events
+    for event in ("train_step_end", "forward_end", "backward_end", "loss_end", "clip_gradients_end", "optimizer_step_end"):
+        assert events.count(f"on_{event}") == 12, event
+    assert events.count("on_eval_all_end") == 2
+    assert events.count("on_eval_forward_end") == 6
+    assert (events[0], events[-1]) == ("on_run_start", "on_run_end")
+    losses = history["train/loss"]
+    means = [sum(losses[i : i + 6]) / 6 for i in (0, 6)]
+    assert means == pytest.approx(without.history.history["loss"], rel=1e-5)
+    assert history["validation/loss"] == pytest.approx(without.history.history["val_loss"], rel=1e-6)
+    assert history["lr/AdamW/0"] == pytest.approx([0.02] * 12)
+    assert [tuple(part.shape) for part in recorder.values["batch"][0][1]] == [(4, 4), (4, 1)]
+
+
+def test_layers_losses_and_metrics_of_keras_s_own(tmp_path: Path) -> None:
+    def fit(callbacks: list[Any]) -> Any:
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.layers.Input((4,)), *layers])
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+        model.compile(optimizer=keras.optimizers.SGD(rate, loss_scale_factor=8.0), loss="mse", metrics=["mae"])
+        inputs, targets = (tensor.numpy() for tensor in LINE.train.tensors)
+        return model, model.fit(inputs, targets, batch_size=8, epochs=2, validation_split=0.25, callbacks=callbacks, verbose=0)
+
+    recorder, history = Recorder(fields=("learning_rate",)), History()
+    model, ours = fit([hosted(tmp_path, recorder, history, log_interval="1ba")])
+    plain, theirs = fit([])
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert ours.history == theirs.history
+    check_events(recorder.events)
+    losses = history["train/loss"]  # of 8, 8 and 2 rows, and without the scale
+    means = [(8 * losses[i] + 8 * losses[i + 1] + 2 * losses[i + 2]) / 18 for i in (0, 3)]
+    assert means == pytest.approx(theirs.history["loss"], rel=1e-5)
+    assert history["validation/mae"] == pytest.approx(theirs.history["val_mae"])
+    assert history["keras/mae"] == pytest.approx(theirs.history["mae"])
+    rates = [float(rate) for event, rate in recorder.values["learning_rate"] if event == "on_train_step_end"]
+    assert rates == pytest.approx([0.1 * 0.5**step for step in range(6)])
+
+
+def test_a_module_in_a_keras_model_is_seen_as_it_is(tmp_path: Path) -> None:
+    recorder, history, model = Recorder(), History(), home.compiled(POINTS)
+    trained([hosted(tmp_path, recorder, history, OptimizerMonitor(batch_log_interval=2), model=model.inner.module)], model=model)
+    assert same(model, trained([]))
+    check_events(recorder.events)
+    assert recorder.events.count("on_forward_end") == 12
+    assert len(history["l2_norm/grad/body.weight"]) == 6
+    with pytest.raises(ConfigError, match="has 6 weights that are not in"):
+        trained([hosted(tmp_path, model=nn.Linear(1, 1))])
+
+
+def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
+    class Refuses(Callback):
+        def on_train_start(self, ctx: Context) -> None:
+            raise ZeroDivisionError
+
+    ends, model = Ends(), home.compiled(POINTS)
+    with pytest.raises(ZeroDivisionError):
+        trained([hosted(tmp_path, ends, Refuses())], model=model)
+    assert ends.noted == ["ZeroDivisionError", "failed"]
+    assert "apply" not in vars(model.optimizer)
+
+
+def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
+    recorder = Recorder()
+    bridge, model = hosted(tmp_path, recorder), home.compiled(POINTS)
+    trained([bridge], model=model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert "apply" not in vars(model.optimizer)
+    assert "_StandIn" not in model.train_function.__qualname__
+    assert "_StandIn" not in model.test_function.__qualname__
+    trained([bridge], model=model)  # and the host may be used again
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+    assert recorder.events.count("on_train_step_end") == 24
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+class Fails(Callback):
+    """Fails at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise ZeroDivisionError
+
+
+class Ends(Callback):
+    """Notes how the run ended, and with what."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def on_exception(self, ctx: Context) -> None:
+        self.noted.append(type(ctx.exception).__name__)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.noted.append(str(ctx.run.outcome))
+
+
+def test_requests_are_carried_out(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    model = trained([hosted(tmp_path, Asks("save", 2), Asks("stop", 7), recorder)])
+    assert int(model.optimizer.iterations) == 7
+    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in told
+    check_events(recorder.events)
+    with pytest.raises(RequestRefused, match="cannot evaluate on request"):
+        trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
+
+
+@pytest.mark.parametrize("step", [4, 6, 9])
+def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+    whole, history, recorder = History(), History(), Recorder()
+    unbroken = trained([hosted(tmp_path / "whole", whole, EMA(half_life=3))])
+    saver = CheckpointSaver(save_interval=f"{step}ba")
+    with pytest.raises(ZeroDivisionError):
+        trained([hosted(tmp_path, History(), EMA(half_life=3), saver, Fails(step + 1))])
+    saver = CheckpointSaver(save_interval="50ba")
+    again = trained([hosted(tmp_path, history, EMA(half_life=3), recorder, saver, resume="auto")])
+    assert same(again, unbroken)
+    assert int(again.optimizer.iterations) == recorder.told[-1].batch == 12
+    assert history["train/loss"] == whole["train/loss"]
+    assert history["validation/loss"] == whole["validation/loss"]
+    check_events(recorder.events)
+
+
+class Killed(Callback):
+    """Its process is asked to make way at a step."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    model = trained([hosted(tmp_path, ends, recorder, Killed(), preempt_signals=("SIGTERM",))])
+    assert int(model.optimizer.iterations) == 3
+    assert ends.noted == ["preempted"]
+    assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
+    check_events(recorder.events)
+
+
+def test_how_a_run_ends_is_told(tmp_path: Path) -> None:
+    ends = Ends()
+    trained([hosted(tmp_path, ends)], epochs=1)
+    trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
+    assert ends.noted == ["finished", "stopped"]
+    for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
+        ends, model = Ends(), home.compiled(LINE)
+        model.job_loss = _raises(error)
+        with pytest.raises(error):
+            trained([hosted(tmp_path / outcome, ends)], model=model)
+        assert ends.noted == [error.__name__, outcome]
+        assert "apply" not in vars(model.optimizer)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    ends = Ends()
+    given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
+    with pytest.raises(ZeroDivisionError):
+        trained(given)
+    assert ends.noted == []  # another callback's error Keras tells nobody
+    del given
+    gc.collect()
+    assert ends.noted == ["failed"]
+
+
+def _raises(error: type[BaseException]) -> Callable[..., Any]:
+    def loss(*_: Any) -> Any:
+        raise error
+
+    return loss
+
+
+def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+    recorder, model = Recorder(fields=("standalone", "eval_results")), home.compiled(LINE)
+    found = model.evaluate(LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)], return_dict=True, verbose=0)
+    check_events(recorder.events)
+    assert recorder.events.count("on_eval_forward_end") == recorder.events.count("on_eval_step_end") == 3
+    assert all(value for _, value in recorder.values["standalone"])
+    assert dict(recorder.values["eval_results"])["on_eval_all_end"] == {"validation": found}
+    recorder = Recorder(fields=("outputs",))
+    inputs = LINE.validation.tensors[0].numpy()
+    predicted = model.predict(inputs, batch_size=4, callbacks=[hosted(tmp_path / "2", recorder)], verbose=0)
+    check_events(recorder.events)
+    assert recorder.events.count("on_predict_forward_end") == 3
+    assert dict(recorder.values["outputs"])["on_predict_step_end"].tolist() == predicted[-4:].tolist()
+
+
+def test_what_cannot_be_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hears(Callback):
+        def on_test_end(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_test_end, and Keras never tells it"):
+        trained([hosted(tmp_path, Hears())])
+    trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
+    assert "Hears hears on_test_end" in caplog.text
+    bridge = hosted(tmp_path)
+    bridge.set_params({})
+    bridge.set_model(home.compiled(LINE, jit_compile=True))
+    with pytest.raises(NotCarried, match="jit_compile"):
+        bridge.on_train_begin()  # not by `fit`, which imports all of torch's compiler first
+    model = home.Model(LINE)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    with pytest.raises(NotCarried, match="gradient_accumulation_steps"):
+        trained([hosted(tmp_path)], model=model)
+
+
+def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -> None:
+    class Hears(Callback):
+        def on_backward_end(self, ctx: Context) -> None: ...
+
+    class Unheard(home.Model):
+        def train_step(self, data: Any) -> Any:
+            self.zero_grad()
+            torch.autograd.backward([self.compute_loss(y=data[1], y_pred=self(data[0], training=True))])
+            weights = self.trainable_weights
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+            return {}
+
+    model = Unheard(LINE)
+    model.compile(optimizer=keras.optimizers.SGD(0.1))
+    with pytest.raises(NotCarried, match="Hears hears on_backward_end, and Keras has not told it"):
+        trained([hosted(tmp_path, Hears())], model=model)
+
+
+def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
+    class Halves(Callback):
+        def on_epoch_end(self, ctx: Context) -> None:
+            ctx.optimizer.param_groups[0]["lr"] *= 0.5
+
+    model = trained([hosted(tmp_path, Halves())])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.005)
+
+
+# --- guests ---
+
+
+@dataclass
+class Row:
+    """A callback of Keras's, and what to compare of it after a run at home and one as a guest."""
+
+    tier: str
+    make: Callable[[Path], Any]
+    of: Callable[[Any], Any]
+    rate: float = 0.05
+    steps: int = 24
+
+
+def _every_hook(folder: Path) -> Any:
+    told: list[Any] = []
+
+    class Notes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+        pass
+
+    def noting(name: str) -> Callable[..., None]:
+        def noted(self: Any, *given: Any, **named: Any) -> None:
+            logs = (named or {"logs": given[-1] if given and isinstance(given[-1], dict) else {}})["logs"] or {}
+            numbers = [value for value in given if isinstance(value, int)]
+            told.append((name, numbers, {} if "test" in name else dict(logs)))
+
+        return noted
+
+    for name in vars(keras.callbacks.Callback):
+        if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):
+            setattr(Notes, name, noting(name))
+    notes = Notes()
+    notes.told = told
+    return notes
+
+
+def _rows_of(callback: Any) -> list[dict[str, float]]:
+    with open(callback.filename) as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _lambda(folder: Path) -> Any:
+    told: list[Any] = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: told.append("begin"),
+        on_epoch_end=lambda epoch, logs: told.append((epoch, sorted(logs))),
+        on_train_batch_end=lambda batch, logs: told.append(batch),
+    )
+    callback.told = told
+    return callback
+
+
+ROWS = {
+    "EarlyStopping": Row(
+        "drives",
+        lambda folder: keras.callbacks.EarlyStopping(min_delta=100, patience=2, restore_best_weights=True),
+        lambda callback: [callback.stopped_epoch, callback.best_epoch, callback.wait, callback.best],
+        steps=18,
+    ),
+    "TerminateOnNaN": Row("drives", lambda folder: keras.callbacks.TerminateOnNaN(), lambda callback: [], rate=1e30, steps=2),
+    "ReduceLROnPlateau": Row(
+        "drives",
+        lambda folder: keras.callbacks.ReduceLROnPlateau(min_delta=100, patience=1, factor=0.3),
+        lambda callback: [callback.best, callback.wait],  # the rate shows in the weights,
+    ),
+    "LearningRateScheduler": Row(
+        "drives",
+        lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate),
+        lambda callback: [],  # the rate shows in the weights
+    ),
+    "CSVLogger": Row("reads", lambda folder: keras.callbacks.CSVLogger(str(folder / "log.csv")), _rows_of),
+    "History": Row(
+        "reads", lambda folder: keras.callbacks.History(), lambda callback: [callback.history, {"epoch": callback.epoch}]
+    ),
+    "ProgbarLogger": Row(
+        "hears", lambda folder: keras.callbacks.ProgbarLogger(), lambda callback: [callback.seen, callback.target]
+    ),
+    "LambdaCallback": Row("hears", _lambda, lambda callback: callback.told),
+    "every hook": Row("hears", _every_hook, lambda callback: callback.told),
+}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Equal but for rounding: Keras's optimizer has its learning rate in single precision."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-4)))
+
+
+def _here(folder: Path, callback: Callback, rate: float) -> tuple[Any, int]:
+    recorder = Recorder()
+    with Trainer(
+        LINE.made_model(), LINE.loss, LINE.batches(), LINE.validation_batches(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        max_duration="4ep", eval_interval="1ep", log_interval="2ba", device="cpu", run_name="here", runs_folder=folder,
+        callbacks=[callback, recorder],
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    return trainer.model, recorder.events.count("on_train_step_end")
+
+
+def _at_home(callback: Any, rate: float) -> tuple[Any, int]:
+    model = home.Model(LINE)
+    model.compile(optimizer=keras.optimizers.SGD(rate))
+    trained([callback], model=model, epochs=4, verbose=2)
+    return model.inner.module, int(model.optimizer.iterations)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = ROWS[name]
+    folders = [tmp_path / "home", tmp_path / "here"]
+    for folder in folders:
+        folder.mkdir()
+    theirs, ours = (row.make(folder) for folder in folders)
+    at_home, steps = _at_home(theirs, row.rate)
+    printed = capsys.readouterr().out
+    here, steps_here = _here(tmp_path, guest(ours, verbose=2), row.rate)
+    printed_here = capsys.readouterr().out
+    assert steps_here == steps == row.steps
+    found = row.of(theirs)
+    assert _alike(row.of(ours), found), (row.of(ours), found)
+    if name == "ProgbarLogger":
+        assert re.findall(r"Epoch \d/\d|\d/\d -|loss: \d+\.\d", printed_here) == re.findall(
+            r"Epoch \d/\d|\d/\d -|loss: \d+\.\d", printed
+        )
+        assert "val_loss" in printed_here
+    if row.rate < 1:
+        assert torch.allclose(here.weight, at_home.weight, rtol=1e-4)
+    if name != "every hook":
+        hold("keras", "guests", name, Cell("works", tier=row.tier))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: keras.callbacks.ModelCheckpoint(str(folder / "model.keras")),
+        lambda folder: keras.callbacks.BackupAndRestore(str(folder)),
+        lambda folder: keras.callbacks.TensorBoard(str(folder)),
+        lambda folder: keras.callbacks.SwapEMAWeights(),
+    ],
+)
+def test_a_guest_that_cannot_be_carried_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    callback = make(tmp_path)
+    name = type(callback).__name__
+    with pytest.raises(NotCarried, match=f"{name} cannot be a guest: .*; use callsheet") as refused:
+        guest(callback)
+    hold("keras", "guests", name, Cell("refused", str(refused.value)))
+
+
+def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
+    for what, message in (
+        (lambda model: model.layers, "Keras's model has here no 'layers'"),
+        (lambda model: setattr(model, "trainable", False), "may not write 'trainable'"),
+        (lambda model: model.optimizer.momentum, "Keras's optimizer has here no 'momentum'"),
+    ):
+        callback: Any = keras.callbacks.Callback()
+        callback.on_train_begin = lambda logs, asks=what, callback=callback: asks(callback.model)
+        with pytest.raises(NotCarried, match=message):
+            _here(tmp_path, guest(callback), 0.05)
+
+
+def test_a_guest_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    def run(folder: Path, callbacks: list[Callback], resume: str | None = None) -> None:
+        with Trainer(
+            LINE.made_model(), LINE.loss, LINE.batches(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+            max_duration="1ep", log_interval="2ba", device="cpu", run_name="here", runs_folder=folder, callbacks=callbacks, resume=resume,
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+
+    whole, again = keras.callbacks.History(), keras.callbacks.History()
+    run(tmp_path / "whole", [guest(whole)])
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, [guest(keras.callbacks.History()), CheckpointSaver(save_interval="4ba"), Fails(5)])
+    run(tmp_path, [guest(again), CheckpointSaver(save_interval="50ba")], resume="auto")
+    assert again.history["loss"] == pytest.approx(whole.history["loss"])

@@ -1,0 +1,527 @@
+"""callsheet's callbacks in a real Lightning Trainer."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import Callback as LightningCallback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callsheet import Callback, Context, NotCarried
+from callsheet.bridges.lightning import TOLD_FROM, host
+from callsheet.callbacks import (
+    EMA,
+    CheckpointSaver,
+    EarlyStopper,
+    GradientAccumulationScheduler,
+    History,
+    LRMonitor,
+    NaNMonitor,
+    OptimizerMonitor,
+    SpeedMonitor,
+)
+from callsheet.lifecycle import EVENTS
+from callsheet.loggers import JSONLLogger, read_metrics
+from callsheet.testing import Recorder, check_events, run_ranks
+
+from .homes.job import POINTS
+from .homes.lightning import Module, quiet_trainer
+from .test_lightning_fabric import trained as trained_with_fabric
+
+torch.set_num_threads(1)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
+        yield
+
+
+class Told(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+    """What Lightning itself says of the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.evaluated.append(float(trainer.callback_metrics["val_loss"]))
+
+
+class Plain(Module):
+    """Without dropout: Lightning's checkpoints hold no random states."""
+
+    def __init__(self) -> None:
+        super().__init__(POINTS)
+        self.dropout.p = 0.0
+
+
+def fitted(
+    folder: Path, callbacks: list[Any], *, module: Any = None, validation: Any = None, ckpt_path: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    module = Module(POINTS) if module is None else module
+    trainer = quiet_trainer(folder, callbacks, **options)
+    trainer.fit(module, POINTS.batches(), POINTS.validation_batches() if validation is None else validation, ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+    recorder, history, told = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Told()
+    observers = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1}
+    trainer, module = fitted(tmp_path, [host(observers), told], **options)
+    _, alone = fitted(tmp_path, [], **options)
+    assert same(module, alone)
+    check_events(recorder.events)
+    steps = trainer.global_step
+    assert steps == {1: 12, 4: 4}[accumulate]
+    assert recorder.events.count("on_train_step_end") == recorder.events.count("on_optimizer_step_end") == steps
+    assert recorder.events.count("on_forward_end") == recorder.events.count("on_backward_end") == 12
+    assert recorder.events.count("on_eval_all_end") == recorder.events.count("on_epoch_end") == 2
+    assert recorder.events.count("on_eval_forward_end") == 6
+    assert recorder.events[-1] == "on_run_end"
+    groups = [told.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups += [told.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
+    assert history["train/loss"] == pytest.approx([sum(group) for group in groups])
+    assert history["validation/loss"] == pytest.approx(told.evaluated)
+    assert history["lightning/train_loss"][: steps - 1] == pytest.approx([group[-1] * accumulate for group in groups[:-1]])
+    assert {skipped for _, skipped in recorder.values["step_skipped"]} == {False}
+    assert not module._forward_hooks
+    assert {"training_step", "configure_gradient_clipping"}.isdisjoint(vars(module))
+    assert "save_checkpoint" not in vars(trainer)
+
+
+class Looks(Callback):
+    """The largest gradient at two events."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, list[float]] = {"on_clip_gradients_start": [], "on_clip_gradients_end": []}
+
+    def _look(self, ctx: Context) -> None:
+        squares = [float(parameter.grad.square().sum()) for parameter in ctx.model.parameters()]
+        self.norms[str(ctx.event)].append(sum(squares) ** 0.5)
+
+    on_clip_gradients_start = on_clip_gradients_end = _look
+
+
+def test_clipping_is_told_around_lightning_s_own(tmp_path: Path) -> None:
+    looks = Looks()
+    fitted(tmp_path, [host([looks])], gradient_clip_val=0.1)
+    before, after = looks.norms.values()
+    assert len(before) == 12
+    assert max(before) > 0.2
+    assert max(after) < 0.101
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+class Fails(Callback):
+    """Fails at a step."""
+
+    def __init__(self, step: int, error: type[BaseException] = ZeroDivisionError) -> None:
+        self.step, self.error = step, error
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise self.error
+
+
+class Ends(Callback):
+    """How the run ended."""
+
+    phase = "report"
+    outcome = ""
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.outcome = str(ctx.run.outcome)
+
+
+def test_requests_are_lightning_s_to_carry_out(tmp_path: Path) -> None:
+    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    hosted = host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
+    trainer, _ = fitted(tmp_path, [hosted], val_check_interval=1.0)
+    assert trainer.global_step == 8
+    assert ends.outcome == "stopped"
+    assert (tmp_path / "small" / "checkpoints" / "step=2.ckpt").is_file()
+    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in told
+    evaluated = [told.batch for event, told in zip(recorder.events, recorder.told, strict=True) if event == "on_eval_all_end"]
+    assert evaluated == [3, 6, 8]  # asked for, at the epoch's end, and since Lightning evaluates before it stops
+    assert trainer.check_val_every_n_epoch == 1
+    check_events(recorder.events)
+
+
+def test_who_has_no_evaluation_is_not_asked_for_one(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="this loop cannot evaluate on request"):
+        fitted(tmp_path, [host([Asks("evaluate", 1)])], limit_val_batches=0)
+
+
+def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
+    class Replaces(Callback):
+        phase = "change"
+
+        def on_fetch_end(self, ctx: Context) -> None:
+            inputs, targets = ctx.batch
+            ctx.batch = [inputs * 2, targets]
+
+        def on_forward_end(self, ctx: Context) -> None:
+            ctx.outputs = ctx.outputs * 3
+
+        def on_loss_end(self, ctx: Context) -> None:
+            ctx.loss = ctx.loss * 0.5
+
+    class Other(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            inputs, targets = batch
+            return POINTS.loss(self(inputs * 2) * 3, targets) * 0.5
+
+    _, module = fitted(tmp_path, [host([Replaces()])])
+    _, other = fitted(tmp_path, [], module=Other(POINTS))
+    assert same(module, other)
+
+
+def test_the_accumulation_changes_between_epochs(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer, _ = fitted(tmp_path, [host([GradientAccumulationScheduler(schedule={1: 1, 2: 3}), recorder])])
+    assert trainer.global_step == 6 + 2
+    assert recorder.events.count("on_train_step_end") == 8
+    check_events(recorder.events)
+
+
+@pytest.mark.parametrize("saver", ["theirs", "ours"])
+def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path) -> None:
+    whole = History()
+    _, unbroken = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
+    theirs = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "theirs" else []
+    ours: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "ours" else []
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        fitted(
+            tmp_path,
+            [host([History(), *ours, Fails(8), recorder]), *theirs],
+            module=Plain(),
+            max_epochs=3,
+            enable_checkpointing=bool(theirs),
+        )
+    check_events(recorder.events)
+    assert recorder.events.count("on_checkpoint_published") == 1
+    path = tmp_path / "theirs" / "last.ckpt" if theirs else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
+    state = torch.load(path, weights_only=True)["callbacks"]["LightningHost"]
+    assert state["state"]["timestamp"]["batch"] == 6
+    history, recorder = History(), Recorder()
+    again, module = fitted(
+        tmp_path, [host([history, *ours, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
+    )
+    assert recorder.told[-1].batch == again.global_step == 18
+    assert history["train/loss"] == pytest.approx(whole["train/loss"])
+    assert history["validation/loss"] == pytest.approx(whole["validation/loss"])
+    assert same(module, unbroken)
+    check_events(recorder.events)
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_resumed_within_an_epoch_it_counts_on(step: int, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fitted(tmp_path, [host([Asks("save", step), Fails(step + 1)])])
+    recorder = Recorder()
+    again, _ = fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "small" / "checkpoints" / f"step={step}.ckpt")
+    assert recorder.told[-1].batch == again.global_step
+    assert recorder.told[-1].epoch == 2
+    assert again.current_epoch == 2
+    check_events(recorder.events)
+
+
+def test_a_checkpoint_without_our_states_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, _ = fitted(tmp_path, [], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "bare.ckpt")
+    recorder = Recorder()
+    fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "bare.ckpt")
+    assert "no state of callbacks was found" in caplog.text
+    assert recorder.told[-1].batch == 12
+
+
+def test_saved_after_training_it_still_has_the_states(tmp_path: Path) -> None:
+    trainer, _ = fitted(tmp_path, [host([History()])])
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["LightningHost"]
+    assert state["state"]["timestamp"]["batch"] == 12
+
+
+def test_an_early_stop_stops_it_and_theirs_is_told_as_one(tmp_path: Path) -> None:
+    ours = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep")
+    trainer, _ = fitted(tmp_path, [host([ours])], max_epochs=9)
+    assert trainer.current_epoch < 5
+    ends = Ends()
+    trainer, _ = fitted(tmp_path, [host([ends]), EarlyStopping("val_loss", min_delta=1e9, patience=1)], max_epochs=9)
+    assert trainer.current_epoch < 5
+    assert ends.outcome == "stopped"
+
+
+def test_several_datasets_are_told_by_name(tmp_path: Path) -> None:
+    class Several(Module):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            inputs, targets = batch
+            self.log("val_loss", POINTS.loss(self(inputs), targets) + dataloader_idx)
+
+    recorder, history = Recorder(fields=("eval_name", "eval_results")), History()
+    loaders = {"near": POINTS.validation_batches(), "far": POINTS.validation_batches()}
+    trainer, _ = fitted(tmp_path, [host([recorder, history])], module=Several(POINTS), validation=loaders)
+    check_events(recorder.events)
+    assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_start"] == ["near", "far"] * 2
+    assert history["near/loss"][-1] == pytest.approx(float(trainer.callback_metrics["val_loss/dataloader_idx_0"]))
+    assert history["far/loss"] == pytest.approx([value + 1 for value in history["near/loss"]])
+    assert set(recorder.values["eval_results"][-1][1]) == {"near", "far"}
+
+
+def test_validate_test_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("standalone",)), History()
+    trainer, module = fitted(tmp_path, [host([recorder, history])], max_epochs=1)
+    batches = POINTS.validation_batches()
+    told = len(recorder.events)
+    (validated,) = trainer.validate(module, batches, verbose=False)
+    check_events(recorder.events[told:])
+    assert recorder.values["standalone"][-1][1] is True
+    assert history["validation/loss"] == pytest.approx([validated["val_loss"]])
+    told = len(recorder.events)
+    (tested,) = trainer.test(module, batches, verbose=False)
+    check_events(recorder.events[told:])
+    assert recorder.events[told:].count("on_test_forward_end") == recorder.events[told:].count("on_test_step_end") == 3
+    assert history["test/val_loss"] == pytest.approx([tested["val_loss"]])
+    told = len(recorder.events)
+    inputs: Any = POINTS.validation.tensors[0]
+    trainer.predict(module, DataLoader(inputs, batch_size=4))
+    check_events(recorder.events[told:])
+    assert recorder.events[told:].count("on_predict_forward_end") == 3
+
+
+def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+    plain, averaged = History(), History()
+    fitted(tmp_path, [host([plain])])
+    fitted(tmp_path, [host([EMA(half_life=3), averaged])])
+    assert plain["validation/loss"] != averaged["validation/loss"]
+    assert plain["train/loss"] == averaged["train/loss"]
+
+
+def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
+    fitted(tmp_path, [host([JSONLLogger()])])
+    assert [record.step for record in read_metrics(tmp_path / "small")][:3] == [2, 4, 6]
+
+
+class ByHand(Module):
+    """Two optimizers in a step, stepped by the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__(POINTS)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        for optimizer in self.optimizers():
+            loss = POINTS.loss(self(inputs), targets)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.02), torch.optim.SGD(self.parameters(), lr=0.01)]
+
+
+def test_of_a_step_optimized_by_hand_the_first_optimizer_is_told(tmp_path: Path) -> None:
+    recorder, rates = Recorder(fields=("learning_rate",)), LRMonitor()
+    _, module = fitted(tmp_path, [host([recorder, rates])], module=ByHand())
+    _, alone = fitted(tmp_path, [], module=ByHand())
+    assert same(module, alone)
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == recorder.events.count("on_backward_end") == 12
+    assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
+
+
+def test_a_forward_that_cannot_be_heard_is_refused(tmp_path: Path) -> None:
+    class ByParts(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            inputs, targets = batch
+            return POINTS.loss(self.head(torch.relu(self.body(inputs))), targets)
+
+    class Hears(Callback):
+        def on_forward_end(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_forward_end, and Lightning's Trainer has not told it in its first step"):
+        fitted(tmp_path, [host([Hears()])], module=ByParts(POINTS))
+    trainer, _ = fitted(tmp_path, [host([Hears()], strict=False)], module=ByParts(POINTS))
+    assert trainer.global_step == 12
+
+
+def test_the_only_child_of_a_module_is_heard_as_the_model(tmp_path: Path) -> None:
+    class Around(Module):
+        def __init__(self) -> None:
+            super().__init__(POINTS)
+            self.net = nn.Sequential(self.body, nn.ReLU(), self.head)
+            del self.body, self.head, self.norm, self.dropout
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            inputs, targets = batch
+            return POINTS.loss(self.net(inputs), targets)
+
+        def forward(self, inputs: Any) -> Any:
+            return self.net(inputs) * 2
+
+    recorder = Recorder(fields=("outputs",))
+    fitted(tmp_path, [host([recorder])], module=Around())
+    check_events(recorder.events)
+    assert recorder.events.count("on_forward_end") == 12
+    assert recorder.events.count("on_eval_forward_end") == 6
+
+
+@pytest.mark.parametrize("who", ["a callback", "the model"])
+def test_a_run_that_an_exception_left_has_failed(who: str, tmp_path: Path) -> None:
+    class Breaks(Module):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    ends, recorder = Ends(), Recorder()
+    callbacks: list[Callback] = [Fails(2)] if who == "a callback" else []
+    with pytest.raises(ZeroDivisionError):
+        fitted(tmp_path, [host([*callbacks, ends, recorder])], module=Breaks(POINTS))
+    assert ends.outcome == "failed"
+    check_events(recorder.events)
+
+
+def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    ends = Ends()
+    with pytest.raises(SystemExit):
+        fitted(tmp_path, [host([Fails(3, KeyboardInterrupt), ends])])
+    signal.signal(signal.SIGINT, before)  # Lightning shuts its ears
+    assert ends.outcome == "interrupted"
+
+
+@pytest.mark.parametrize("at", ["on_train_step_end", "on_eval_step_end"])
+def test_sigterm_preempts_it(at: str, tmp_path: Path) -> None:
+    class Kills(Callback):
+        def on_event(self, ctx: Context) -> None:
+            if ctx.event == at and ctx.step in (3, 6):
+                signal.raise_signal(signal.SIGTERM)
+
+    ends, recorder = Ends(), Recorder()
+    with pytest.raises(SystemExit):
+        fitted(tmp_path, [host([Kills(), ends, recorder])])
+    assert ends.outcome == "preempted"
+    assert recorder.events.count("on_preempt") == 1
+    check_events(recorder.events)
+    assert (tmp_path / "small" / "checkpoints" / f"step={3 if at == 'on_train_step_end' else 6}.ckpt").is_file()
+
+
+def test_fit_may_be_called_again(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer, module = fitted(tmp_path, [host([recorder])])
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, POINTS.batches(), POINTS.validation_batches())
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+    assert recorder.told[-1].batch == 18
+
+
+def test_a_step_that_loss_scaling_leaves_out_is_told_as_skipped(tmp_path: Path) -> None:
+    def scaling() -> Any:
+        return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18))
+
+    recorder, history, told = Recorder(fields=("step_skipped",)), History(), Told()
+    hosted = host([recorder, history])
+    _, module = fitted(tmp_path, [hosted, told], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
+    _, alone = fitted(tmp_path, [], plugins=[scaling()], max_epochs=1)
+    assert same(module, alone)
+    check_events(recorder.events)
+    skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert history["train/loss"] == pytest.approx(told.losses, rel=1e-3)
+
+
+def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
+    class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = POINTS.made_model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return POINTS.loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+    recorder = Recorder()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pytorch_lightning.Trainer(
+        default_root_dir=tmp_path / "small", callbacks=[host([recorder])], accelerator="cpu", max_epochs=2, **options
+    )
+    trainer.fit(Other(), POINTS.batches())
+    check_events(recorder.events)
+    assert recorder.events.count("on_forward_end") == 12
+
+
+def test_what_it_is_told_from_are_hooks_of_lightning() -> None:
+    assert TOLD_FROM.keys() <= set(EVENTS)
+    assert all(callable(getattr(LightningCallback, hook)) for hook in TOLD_FROM.values())
+
+
+class OneAsks(Callback):
+    """One rank asks for a stop."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 1 and ctx.run.rank == 1:
+            ctx.control.stop("one of two")
+
+
+def on_two_ranks(folder: str) -> list[Any]:
+    """What one of two ranks hears under DDP, in Lightning's Trainer and in a loop of Fabric's, with a stop that the other asks for."""
+    torch.set_num_threads(1)
+    heard: list[Any] = []
+    recorder, history = Recorder(), History()
+    hosted = host([recorder, history, OneAsks(), CheckpointSaver(save_interval="1ep")])
+    trainer, _ = fitted(Path(folder), [hosted], devices=2, strategy="ddp", log_every_n_steps=1, max_epochs=4)
+    heard += [recorder.events, history["train/loss"], trainer.world_size, len(hosted.state_dict()["ranks"])]
+    recorder, history = Recorder(), History()
+    trained_with_fabric([recorder, history, OneAsks()], Path(folder), epochs=4, devices=2, log_interval=1)
+    return [*heard, recorder.events, history["train/loss"]]
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    one, other = run_ranks(on_two_ranks, 2, str(tmp_path))
+    assert one == other
+    events, losses, size, states, fabric_events, fabric_losses = one
+    assert size == states == 2
+    for told, numbers in ((events, losses), (fabric_events, fabric_losses)):
+        check_events(told)
+        assert told.count("on_forward_end") == told.count("on_train_step_end") == len(numbers)
+        assert len(numbers) < 12  # of 4 epochs of 3 steps: it was stopped

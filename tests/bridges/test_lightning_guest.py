@@ -1,0 +1,456 @@
+"""Lightning's own callbacks in callsheet's Trainer, beside the same ones at home, on the same losses."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable as Function
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks.timer as timer_module
+import pytest
+import pytorch_lightning
+import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch import callbacks as theirs
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+
+from callsheet import Callback, NotCarried, RegistrationError
+from callsheet.bridges.lightning import guest
+from callsheet.bridges.matrix import Cell
+from callsheet.callbacks import CheckpointSaver, History
+from callsheet.trainer import Trainer
+
+from .homes.job import POINTS
+from .homes.lightning import Module, quiet_trainer
+from .rows import hold
+
+torch.set_num_threads(1)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+EPOCHS = 3
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
+        yield
+
+
+class Collects(Logger):  # type: ignore[misc]  # Lightning's types are not read
+    """A logger at home."""
+
+    name, version = "lightning", ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 5))
+
+
+class AtHome(Module):
+    """With a schedule, and without dropout: a framework draws random numbers of its own between two batches."""
+
+    def __init__(self) -> None:
+        super().__init__(POINTS)
+        self.dropout.p = 0.0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduled(optimizer), "interval": "step"}}
+
+
+@dataclass
+class Ended:
+    """What a training came to, at home or in ours."""
+
+    foreign: Any
+    steps: int
+    model: nn.Module
+    logged: dict[str, list[float]]
+    error: str = ""
+
+
+def made_model() -> Any:
+    model: Any = POINTS.made_model()
+    model.dropout.p = 0.0
+    return model
+
+
+def at_home(foreign: Any, folder: Path) -> Ended:
+    torch.manual_seed(3)
+    collects = Collects()
+    trainer = quiet_trainer(
+        folder,
+        [foreign],
+        max_epochs=EPOCHS,
+        logger=collects,
+        num_sanity_val_steps=0,
+        enable_progress_bar=isinstance(foreign, theirs.ProgressBar),
+        enable_model_summary=isinstance(foreign, theirs.ModelSummary),
+        enable_checkpointing=isinstance(foreign, theirs.Checkpoint),
+    )
+    torch.manual_seed(3)
+    module, error = AtHome(), ""
+    try:
+        trainer.fit(module, POINTS.batches(), POINTS.validation_batches())
+    except TrainingSpikeException as spike:
+        error = str(spike)
+    logged: dict[str, list[float]] = {}
+    for metrics in collects.logged:
+        for name, value in metrics.items():
+            logged.setdefault(f"lightning/{name}", []).append(float(value))
+    return Ended(foreign, trainer.global_step, module, logged, error)
+
+
+def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: str = "measure") -> Ended:
+    history, model, error = History(), made_model(), ""
+    torch.manual_seed(3)
+    trainer = Trainer(
+        model,
+        POINTS.loss,
+        POINTS.batches(),
+        POINTS.validation_batches(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        scheduler=scheduled,
+        max_duration=f"{EPOCHS}ep",
+        log_interval="2ba",
+        device="cpu",
+        run_name="small",
+        runs_folder=folder,
+        resume=resume,
+        callbacks=[guest(foreign, log_every_n_steps=2, phase=phase), history, *others],
+    )
+    try:
+        with trainer:
+            trainer.fit()
+    except TrainingSpikeException as spike:
+        error = str(spike)
+    names = {name for _, values in history.records for name in values if name.startswith("lightning/")}
+    return Ended(foreign, trainer.state.timestamp.batch, model, {name: history[name] for name in sorted(names)}, error)
+
+
+def written(ended: Ended) -> str:
+    stream: io.StringIO = ended.foreign.stream
+    return stream.getvalue()
+
+
+class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
+    """Keeps what it would print."""
+
+    stream: io.StringIO
+
+    def summarize(self, summary_data: Any, total_parameters: int, *rest: Any, **_: Any) -> None:
+        self.stream = io.StringIO()
+        self.stream.write(f"{summary_data} {total_parameters}")
+
+
+class Bar(theirs.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
+    """Keeps what its bars come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = io.StringIO()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        bar = self.train_progress_bar
+        self.stream.write(f"{bar.desc}{bar.n}/{bar.total} ")
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+class Hooks:
+    """A LambdaCallback that writes down what it hears, with the batch's number and the Trainer's counts."""
+
+    names = (
+        *("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward"),
+        *(
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_train_batch_end",
+            "on_validation_start",
+            "on_validation_epoch_start",
+        ),
+        *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+        *("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"),
+    )
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def make(self) -> Any:
+        foreign = theirs.LambdaCallback(**{name: self._hears(name) for name in self.names})
+        foreign.heard = self.heard
+        return foreign
+
+    def _hears(self, name: str) -> Function[..., None]:
+        def heard(trainer: Any, module: Any, *args: Any, **_: Any) -> None:
+            number = [arg for arg in args if isinstance(arg, int)]
+            stage = str(getattr(trainer.state.stage, "value", ""))
+            self.heard.append((name, trainer.current_epoch, trainer.global_step, stage, *number))
+
+        return heard
+
+
+class Clock:
+    """A second a step, for the Timer: it goes on with each look of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def scores(ended: Ended) -> Any:
+    state = ended.foreign.state_dict()
+    return [state["wait_count"], state["stopped_epoch"], float(state["best_score"]), state["stopping_reason"]]
+
+
+def files(ended: Ended) -> Any:
+    foreign = ended.foreign
+    best = [(Path(path).name, float(score)) for path, score in foreign.best_k_models.items()]
+    saved = sorted(path.name for path in Path(foreign.dirpath).iterdir())
+    weights = torch.load(foreign.best_model_path, weights_only=True)["state_dict"]
+    numbers = [float(value.double().sum()) for name, value in sorted(weights.items())]
+    return saved, [name for name, _ in best], [score for _, score in best] + numbers
+
+
+def keys(*suffixes: str) -> Function[[Ended], Any]:
+    """How often it has logged what; the numbers themselves are the machine's."""
+
+    def found(ended: Ended) -> Any:
+        return sorted({name for name in ended.logged if name.endswith(suffixes)})
+
+    return found
+
+
+ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
+    "EarlyStopping": ("drives", lambda: theirs.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
+    "EarlyStopping in the midst": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
+    "ModelCheckpoint": (
+        "drives",
+        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+        files,
+    ),
+    "ModelCheckpoint by steps": (
+        "drives",
+        lambda: theirs.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}"),
+        lambda ended: sorted(path.name for path in Path(ended.foreign.dirpath).iterdir()),
+    ),
+    "Timer": ("drives", lambda: theirs.Timer(duration=timedelta(seconds=10)), lambda ended: ended.foreign.time_elapsed()),
+    "GradientAccumulationScheduler": (
+        "drives",
+        lambda: theirs.GradientAccumulationScheduler({1: 2, 2: 3}),
+        lambda ended: ended.steps,
+    ),
+    "EMAWeightAveraging": ("drives", lambda: theirs.EMAWeightAveraging(decay=0.5), lambda ended: ended.foreign.state_dict()),
+    "SpikeDetection": (
+        "drives",
+        lambda: SpikeDetection(warmup=2, rtol=0.5, exclude_batches_path="spikes/skip.json"),
+        lambda ended: (ended.error, ended.foreign.bad_batches),
+    ),
+    "LearningRateMonitor": ("reads", lambda: theirs.LearningRateMonitor(), lambda ended: ended.foreign.lrs),
+    "TQDMProgressBar": ("reads", Bar, written),
+    "ModelSummary": ("reads", Summary, written),
+    "DeviceStatsMonitor": ("reads", lambda: theirs.DeviceStatsMonitor(), keys("cpu_percent", "cpu_vm_percent")),
+    "ThroughputMonitor": (
+        "reads",
+        lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
+        keys("samples", "batches_per_sec"),
+    ),
+    "LambdaCallback": ("hears", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
+}
+"""By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_it_does_as_a_guest_what_it_does_at_home(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, make, compared = ALIKE[name]
+    monkeypatch.chdir(tmp_path)
+    ends: list[Ended] = []
+    with redirect_stdout(io.StringIO()):
+        for train, folder in ((at_home, tmp_path / "home"), (in_ours, tmp_path / "ours")):
+            monkeypatch.setattr(timer_module, "time", Clock())
+            ends.append(train(make(), folder))
+    home, ours = ends
+    assert ours.steps == home.steps
+    assert (ours.steps < EPOCHS * 6) == (
+        name in ("EarlyStopping", "Timer", "SpikeDetection") or "midst" in name or "Grad" in name
+    )
+    assert _rounded(compared(ours)) == _rounded(compared(home))
+    for mine, other in zip(ours.model.state_dict().values(), home.model.state_dict().values(), strict=True):
+        assert torch.allclose(mine.double(), other.double(), atol=1e-5)
+    if tier == "reads" and name == "LearningRateMonitor":
+        assert ours.logged["lightning/lr-AdamW"] == pytest.approx(home.logged["lightning/lr-AdamW"])
+    hold("lightning", "guests", name, Cell("works", tier=tier))
+
+
+def _rounded(value: Any) -> Any:
+    """To be compared: numbers of two trainings in other orders of summing differ in their last digits."""
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else value
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class Breaks(Callback):
+    """Fails in the fifteenth step."""
+
+    def on_train_step_start(self, ctx: Any) -> None:
+        if ctx.step == 15:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: theirs.EarlyStopping("val_loss", min_delta=0.1, patience=2),
+        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}"),
+        lambda: theirs.EMAWeightAveraging(decay=0.5),
+    ],
+    ids=["EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"],
+)
+def test_its_state_goes_on_with_a_resumed_run(make: Function[[], Any], tmp_path: Path) -> None:
+    whole = in_ours(make(), tmp_path / "whole", phase="change")
+    saver = CheckpointSaver(save_interval="1ep")
+    with pytest.raises(ZeroDivisionError):
+        in_ours(make(), tmp_path, saver, Breaks(), phase="change")
+    again = in_ours(make(), tmp_path, CheckpointSaver(save_interval="1ep"), resume="auto", phase="change")
+    assert again.steps == whole.steps
+    for mine, other in zip(again.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    one, other = (json.dumps(_plain(each.foreign.state_dict())) for each in (again, whole))
+    assert one.replace(str(tmp_path), "") == other.replace(str(tmp_path / "whole"), "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path: Path) -> None:
+    ended = in_ours(theirs.ModelCheckpoint(filename="{epoch}"), tmp_path)
+    torch.manual_seed(0)
+    module = AtHome()
+    quiet_trainer(tmp_path, []).validate(
+        module, POINTS.validation_batches(), ckpt_path=ended.foreign.best_model_path, weights_only=True, verbose=False
+    )
+    for mine, other in zip(ended.model.state_dict().values(), module.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_what_it_logs_is_in_the_records_and_among_the_metrics(tmp_path: Path) -> None:
+    class Logs(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+        seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            pl_module.log("twice", outputs["loss"] * 2, prog_bar=True)
+            self.seen.append(float(trainer.callback_metrics["train_loss"]) * 2)
+            assert trainer.callback_metrics["twice"] == outputs["loss"] * 2
+            assert trainer.progress_bar_metrics["twice"] == pytest.approx(self.seen[-1])
+
+    ended = in_ours(Logs(), tmp_path)
+    assert ended.logged["lightning/twice"] == pytest.approx(Logs.seen[1::2])
+
+
+def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does(tmp_path: Path) -> None:
+    hooks = Hooks()
+    with Trainer(
+        POINTS.made_model(),
+        POINTS.loss,
+        POINTS.batches(),
+        {"near": POINTS.validation_batches(), "far": POINTS.validation_batches()},
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        max_duration="1ep",
+        accumulate=4,
+        microbatch_size=2,
+        device="cpu",
+        runs_folder=tmp_path,
+        callbacks=[guest(hooks.make())],
+    ) as trainer:
+        trainer.fit()
+        told = len(hooks.heard)
+        trainer.evaluate()
+    batches = [(name, steps, number) for name, _, steps, _, *number in hooks.heard if name.startswith("on_train_batch")]
+    starts, ends = batches[::2], batches[1::2]
+    assert starts == [("on_train_batch_start", int(number > 3), [number]) for number in range(6)]
+    assert ends == [("on_train_batch_end", [0, 0, 0, 1, 1, 2][number], [number]) for number in range(6)]
+    judged = [number for name, _, _, _, *number in hooks.heard[:told] if name == "on_validation_batch_end"]
+    assert judged == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+    apart = [name for name, *_ in hooks.heard[told:] if "batch" not in name]
+    assert apart == [
+        *("setup", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "teardown")
+    ]
+
+
+def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
+    class Reaches(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert not hasattr(pl_module, "flops_per_batch")
+            trainer.fit(None)
+
+    with pytest.raises(NotCarried, match="Lightning's Trainer has here no 'fit'"):
+        in_ours(Reaches(), tmp_path)
+
+    class Writes(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.limit_val_batches = 3
+
+    with pytest.raises(NotCarried, match="may not write 'limit_val_batches'"):
+        in_ours(Writes(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: theirs.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging lengthens training"),
+        (lambda: theirs.BatchSizeFinder(), "BatchSizeFinder runs trial trainings"),
+        (lambda: theirs.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
+        (lambda: theirs.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
+        (lambda: theirs.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
+        (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback hears on_before_zero_grad of Lightning"),
+    ],
+)
+def test_what_cannot_be_a_guest_is_refused_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NotCarried, match=why):
+        guest(make())
+    guest(make(), strict=False)
+    assert why in caplog.text
+
+
+def test_it_has_to_be_lightning_s_under_either_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationError, match=r"no instance of Callback of lightning\.pytorch or pytorch_lightning"):
+        guest(object())
+    foreign = pytorch_lightning.callbacks.EMAWeightAveraging(decay=0.5)
+    with redirect_stdout(io.StringIO()):
+        ended = in_ours(foreign, tmp_path)
+        other = in_ours(theirs.EMAWeightAveraging(decay=0.5), tmp_path / "other")
+    for mine, others in zip(ended.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, others)
+
+
+def test_who_hears_no_batch_costs_no_step() -> None:
+    stops = guest(theirs.EarlyStopping("val_loss"))
+    assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()

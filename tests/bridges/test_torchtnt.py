@@ -1,0 +1,580 @@
+"""callsheet's callbacks in torchtnt's loops, and torchtnt's callbacks in ours."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchtnt.framework.callback import Callback as TorchTNTCallback
+from torchtnt.framework.callbacks import (
+    EarlyStopping,
+    GarbageCollector,
+    IterationTimeLogger,
+    Lambda,
+    LearningRateMonitor,
+    ModuleSummary,
+    PyTorchProfiler,
+    SystemResourcesMonitor,
+    ThroughputLogger,
+    TimeLimitInterrupter,
+    TQDMProgressBar,
+    TrainProgressMonitor,
+)
+from torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver
+from torchtnt.framework.callbacks.progress_reporter import ProgressReporter
+from torchtnt.framework.callbacks.time_wait_for_batch_logger import TimeWaitForBatchLogger
+from torchtnt.framework.evaluate import evaluate
+from torchtnt.framework.fit import fit
+from torchtnt.framework.predict import predict
+from torchtnt.framework.train import train
+from torchtnt.framework.unit import TrainUnit
+from torchtnt.utils.early_stop_checker import EarlyStopChecker
+from torchtnt.utils.loggers.in_memory import InMemoryLogger
+
+from callsheet import Callback, CheckpointError, Context, NotCarried
+from callsheet.bridges.matrix import Cell
+from callsheet.bridges.torchtnt import guest, host
+from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events, run_ranks
+
+from .homes import torchtnt as home
+from .homes import trainer as our_home
+from .homes.job import POINTS, Job
+from .rows import hold
+
+LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
+"""Nothing in it is drawn: its losses are the same in every home."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_imported_is_not_collected() -> Iterator[None]:
+    """Each test ends with a collection, which is slow in a process with so many objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def hosted(folder: Path, *callbacks: Callback, **options: Any) -> Any:
+    return host(list(callbacks), run_name="small", runs_folder=folder, **{"log_interval": "2ba", **options})
+
+
+def trained(
+    callbacks: list[Any], *, job: Job = POINTS, unit: Any = None, epochs: int = 2, unit_options: Any = None, **options: Any
+) -> Any:
+    torch.manual_seed(3)
+    unit = unit if unit is not None else home.Unit(job, **(unit_options or {}))
+    fit(unit, job.batches(), job.validation_batches(), max_epochs=epochs, callbacks=callbacks, **options)
+    return unit
+
+
+def same(one: Any, other: Any) -> bool:
+    values = [each.module.state_dict().values() for each in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"unit_options": {"gradient_accumulation_steps": accumulate}}
+    recorder, history = Recorder(fields=("loss", "batch", "eval_losses", "learning_rate")), History()
+    given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
+    with_them = trained([hosted(tmp_path, *given, log_interval="1ba")], **options)
+    without = trained([], **options)
+    assert same(with_them, without)
+    check_events(recorder.events)
+    events = recorder.events
+    assert events.count("on_train_step_end") == 12 // accumulate
+    assert events.count("on_backward_end") == events.count("on_forward_end") == 12
+    assert events.count("on_eval_all_end") == 2
+    assert events.count("on_eval_forward_end") == 6
+    assert events.count("on_optimizer_step_end") == 12 // accumulate
+    assert (events[0], events[-1]) == ("on_run_start", "on_run_end")
+    sums = [sum(without.losses[i : i + accumulate]) for i in range(0, 12, accumulate)]
+    assert history["train/loss"] == pytest.approx(sums, rel=1e-6)
+    means = [sum(without.eval_losses[i : i + 3]) / 3 for i in (0, 3)]
+    assert history["validation/loss"] == pytest.approx(means, rel=1e-6)
+    assert [tuple(part.shape) for part in recorder.values["batch"][0][1]] == [(4, 4), (4, 1)]
+    assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
+
+
+def test_nothing_is_left_in_the_unit(tmp_path: Path) -> None:
+    unit = trained([hosted(tmp_path, Recorder())])
+    assert not unit.module._forward_hooks
+    assert not unit.module._forward_pre_hooks
+    assert not unit.optimizer._optimizer_step_pre_hooks
+    assert "get_next_train_batch" not in vars(unit)
+
+
+class Asks(Callback):
+    """Asks for something at a step."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            getattr(ctx.control, self.what)("asked")
+
+
+def test_requests_are_carried_out(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("checkpoint",))
+    unit = trained(
+        [hosted(tmp_path, Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder)], evaluate_every_n_epochs=None
+    )
+    assert unit.train_progress.num_steps_completed == 7
+    assert recorder.events.count("on_eval_all_end") == 1
+    assert recorder.events.count("on_eval_step_end") == 3
+    assert [told.step for told in recorder.told if told.event == "on_eval_all_end"] == [3]
+    assert ("on_checkpoint_published", 2, "requested") in [
+        (event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None
+    ]
+    check_events(recorder.events)
+
+
+def test_an_evaluation_within_an_epoch_stands_at_its_step(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trained([hosted(tmp_path, recorder)], evaluate_every_n_steps=4, evaluate_every_n_epochs=None)
+    assert [told.step for told in recorder.told if told.event == "on_eval_all_start"] == [4, 8, 12]
+    check_events(recorder.events)
+    recorder = Recorder()  # and one within a step of two batches when that is over
+    trained(
+        [hosted(tmp_path / "2", recorder)],
+        evaluate_every_n_steps=3, evaluate_every_n_epochs=None, unit_options={"gradient_accumulation_steps": 2},
+    )  # fmt: skip
+    assert [told.step for told in recorder.told if told.event == "on_eval_all_start"] == [2, 3, 5, 6]
+    check_events(recorder.events)
+
+
+@pytest.mark.parametrize("step", [4, 6, 9])
+def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+    whole, history = History(), History()
+    unbroken = trained([hosted(tmp_path / "whole", whole)])
+    with pytest.raises(ZeroDivisionError):
+        trained([hosted(tmp_path, History(), CheckpointSaver(save_interval=f"{step}ba"), Fails(step + 1))])
+    recorder = Recorder()
+    again = trained([hosted(tmp_path, history, recorder, CheckpointSaver(save_interval="50ba"), resume="auto")])
+    assert same(again, unbroken)
+    assert again.train_progress.num_steps_completed == recorder.told[-1].batch == 12
+    assert history["train/loss"] == whole["train/loss"]
+    check_events(recorder.events)
+
+
+def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> None:
+    whole, average = History(), EMA(half_life=3)
+    unbroken = trained([hosted(tmp_path / "whole", whole, average)], job=LINE)
+    unit = home.Unit(LINE)
+    unit.callsheet = hosted(tmp_path, History(), EMA(half_life=3), Fails(8))
+    saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        trained([unit.callsheet, saver], unit=unit, job=LINE)
+    history, recorder, again = History(), Recorder(), home.Unit(LINE)
+    again.callsheet = hosted(tmp_path / "again", history, EMA(half_life=3), recorder)
+    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
+    trained([again.callsheet], unit=again, job=LINE)
+    assert same(again, unbroken)
+    assert history["train/loss"] == whole["train/loss"]
+    assert history["validation/loss"][-1] == whole["validation/loss"][-1]
+    assert recorder.told[-1].batch == 12
+    check_events(recorder.events)
+
+
+def test_states_of_another_step_are_refused(tmp_path: Path) -> None:
+    unit = home.Unit(LINE)
+    unit.callsheet = hosted(tmp_path, Fails(5))
+    saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_train_steps=3)
+    with pytest.raises(ZeroDivisionError):
+        trained([saver, unit.callsheet], unit=unit, job=LINE)  # it saves before the host has heard of the step
+    again = home.Unit(LINE)
+    again.callsheet = hosted(tmp_path / "again", History())
+    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
+    with pytest.raises(CheckpointError, match="are of step 2, and torchtnt goes on from 3; let the host stand before"):
+        trained([again.callsheet], unit=again, job=LINE)
+
+
+class Fails(Callback):
+    """Fails at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            raise ZeroDivisionError
+
+
+class Ends(Callback):
+    """Notes how the run ended, and with what."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def on_exception(self, ctx: Context) -> None:
+        self.noted.append(type(ctx.exception).__name__)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.noted.append(str(ctx.run.outcome))
+
+
+def test_how_a_run_ends_is_told(tmp_path: Path) -> None:
+    ends = Ends()
+    trained([hosted(tmp_path, ends)], epochs=1)
+    trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
+    assert ends.noted == ["finished", "stopped"]
+    ends = Ends()
+    with pytest.raises(ZeroDivisionError):
+        trained([hosted(tmp_path / "3", ends, Fails(2))])
+    assert ends.noted == ["ZeroDivisionError", "failed"]
+
+    class Interrupts(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+        def on_train_step_end(self, state: Any, unit: Any) -> None:
+            raise KeyboardInterrupt
+
+    ends, given = Ends(), None
+    given = [hosted(tmp_path / "4", ends), Interrupts()]
+    with pytest.raises(KeyboardInterrupt):
+        trained(given)
+    assert ends.noted == []  # torchtnt tells nobody
+    del given
+    gc.collect()
+    assert ends.noted == ["failed"]
+
+
+class Killed(Callback):
+    """Its process is asked to make way at a step."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
+    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    unit = trained([hosted(tmp_path, ends, recorder, Killed(), preempt_signals=("SIGTERM",))])
+    assert unit.train_progress.num_steps_completed == 3
+    assert ends.noted == ["preempted"]
+    assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
+    check_events(recorder.events)
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    """On each of two ranks, which train on halves of the data; one asks for a stop."""
+
+    class StopsOnOne(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 4 and ctx.run.rank == 1:
+                ctx.control.stop("asked")
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+
+    def run(callbacks: list[Any], epochs: int) -> Any:
+        torch.manual_seed(3)
+        unit = home.Unit(LINE, strategy="ddp")
+        train(unit, list(LINE.batches())[rank::2], max_epochs=epochs, callbacks=callbacks)
+        return unit
+
+    recorder, history = Recorder(), History()
+    ours, plain = run([hosted(Path(folder), recorder, history)], 2), run([], 2)
+    stopped = run([hosted(Path(folder) / "2", StopsOnOne())], 20)
+    limit = TimeLimitInterrupter(timedelta(microseconds=1), interval="step", interval_freq=2)
+    limited = run([hosted(Path(folder) / "3", guest(limit))], 20)
+    torch.distributed.destroy_process_group()
+    return {
+        "kind": type(ours.module).__name__,
+        "neutral": torch.equal(ours.module.module.weight, plain.module.module.weight),
+        "events": recorder.events,
+        "losses": history["train/loss"],
+        "own": ours.losses,
+        "stopped": stopped.train_progress.num_steps_completed,
+        "limited": limited.train_progress.num_steps_completed,
+    }
+
+
+def test_two_ranks_tell_the_same_and_stop_together(tmp_path: Path) -> None:
+    one, other = run_ranks(on_ranks, 2, str(tmp_path))
+    assert one["kind"] == "DistributedDataParallel"
+    assert one["neutral"]
+    assert other["neutral"]
+    assert one["events"] == other["events"]
+    assert one["events"].count("on_backward_end") == 6
+    means = [sum((*one["own"][i : i + 2], *other["own"][i : i + 2])) / 4 for i in (0, 2, 4)]
+    assert one["losses"] == other["losses"] == pytest.approx(means, rel=1e-6)
+    assert 4 <= one["stopped"] == other["stopped"] < 60
+    assert one["limited"] == other["limited"] == 2  # at once: both ranks ask
+    check_events(one["events"])
+
+
+def test_a_run_twice_with_one_host(tmp_path: Path) -> None:
+    recorder = Recorder()
+    bridge = hosted(tmp_path, recorder)
+    trained([bridge])
+    trained([bridge])
+    assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
+    assert recorder.events.count("on_train_step_end") == 24
+
+
+def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+    recorder = Recorder(fields=("standalone", "outputs", "eval_results"))
+    unit = home.Unit(LINE)
+    evaluate(unit, LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)])
+    check_events(recorder.events)
+    assert recorder.events.count("on_eval_forward_end") == 3
+    assert all(value for _, value in recorder.values["standalone"])
+    found = dict(recorder.values["eval_results"])["on_eval_all_end"]
+    assert found["validation"]["loss"] == pytest.approx(sum(unit.eval_losses) / 3)
+    recorder = Recorder(fields=("outputs", "batch"))
+    inputs = [batch[0] for batch in LINE.validation_batches()]
+    predict(unit, inputs, callbacks=[hosted(tmp_path / "2", recorder)])
+    check_events(recorder.events)
+    assert recorder.events.count("on_predict_forward_end") == recorder.events.count("on_predict_step_end") == 3
+    assert torch.equal(dict(recorder.values["outputs"])["on_predict_step_end"], unit.module(inputs[-1]))
+
+
+def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
+    class ByHand(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
+        """Steps its optimizer every third batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = LINE.made_model()
+            self.sgd = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def train_step(self, state: Any, data: Any) -> None:
+            (LINE.loss(self.net(data[0]), data[1]) / 3).backward()
+            if (self.train_progress.num_steps_completed + 1) % 3 == 0:
+                self.sgd.step()
+                self.sgd.zero_grad()
+
+    recorder = Recorder()
+    train(ByHand(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path, recorder)])
+    assert recorder.events.count("on_train_step_end") == 2
+    assert recorder.events.count("on_microbatch_end") == 6
+    check_events(recorder.events)
+
+
+def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hears(Callback):
+        def on_test_end(self, ctx: Context) -> None: ...
+
+    with pytest.raises(NotCarried, match="Hears hears on_test_end, and torchtnt never tells it"):
+        trained([hosted(tmp_path, Hears())])
+    trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
+    assert "Hears hears on_test_end" in caplog.text
+
+    class Several(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def train_step(self, state: Any, data: Any) -> None: ...
+
+    with pytest.raises(NotCarried, match="tracks generator, judge"):
+        train(Several(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
+
+    class Iterates(home.Unit):
+        def train_step(self, state: Any, data: Iterator[Any]) -> Any:
+            return super().train_step(state, next(data))
+
+        train_step.__annotations__["data"] = Iterator[Any]  # torchtnt reads it, and no string
+
+    with pytest.raises(NotCarried, match="takes an iterator"):
+        trained([hosted(tmp_path)], unit=Iterates(LINE))
+
+
+def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -> None:
+    class Hears(Callback):
+        def on_backward_end(self, ctx: Context) -> None: ...
+
+    class Unheard(home.Unit):
+        def train_step(self, state: Any, data: Any) -> Any:
+            loss, _ = self.compute_loss(state, data)
+            torch.autograd.backward([loss])
+            self.optimizer.step()
+
+    with pytest.raises(NotCarried, match=r"Hears hears on_backward_end, and torchtnt has not told it"):
+        trained([hosted(tmp_path, Hears())], unit=Unheard(LINE))
+
+
+# --- guests ---
+
+
+@dataclass
+class Row:
+    """A callback of torchtnt's, and what to compare of it after a run at home and one as a guest."""
+
+    tier: str
+    make: Callable[[Path], Any]
+    of: Callable[[Any], Any]
+    attributes: dict[str, str] | None = None
+
+
+def _logged(callback: Any) -> Any:
+    """What has been logged under which names, with the numbers."""
+    (logger,) = callback._loggers if hasattr(callback, "_loggers") else [callback._logger]
+    return {step: {name: value for name, value in values.items() if name != "time"} for step, values in logger.log_buffer.items()}
+
+
+def _names_logged(callback: Any) -> Any:
+    """The same without the numbers, where these are times."""
+    return {step: sorted(values) for step, values in _logged(callback).items()}
+
+
+def _bars(callback: Any) -> Any:
+    return re.findall(r"Train Epoch \d+: +\d+%|\d+/6 ", callback._file.getvalue())  # how long an evaluation is, is not known here
+
+
+class _Reports(logging.Handler):
+    """Gathers what `ProgressReporter` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _reporter(folder: Path) -> Any:
+    callback, handler = ProgressReporter(), _Reports()
+    logger = logging.getLogger("torchtnt.framework.callbacks.progress_reporter")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    callback.handler = handler
+    return callback
+
+
+def _every_hook(folder: Path) -> Any:
+    told: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def noted(state: Any, unit: Any, *_: Any) -> None:
+            progress = f"{unit.train_progress.get_progress_string()} {unit.eval_progress.get_progress_string()}"
+            told.append(f"{name} {state.entry_point} {state.active_phase} {progress}")
+
+        return noted
+
+    hooks = [name for name in vars(TorchTNTCallback) if name.startswith("on_")]
+    callback = Lambda(**{name: note(name) for name in hooks})
+    callback.told = told
+    return callback
+
+
+def _summaries(folder: Path) -> Any:
+    found: list[Any] = []
+    callback = ModuleSummary(process_fn=lambda given: found.extend((each.module_name, each.num_parameters) for each in given))
+    callback.found = found
+    return callback
+
+
+def _collector(folder: Path) -> Any:
+    callback = GarbageCollector(4)
+    callback.full = full = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2 and not gc.isenabled():
+            full.append(1)
+
+    callback.note = note
+    gc.callbacks.append(note)
+    return callback
+
+
+def _collected(callback: Any) -> Any:
+    gc.callbacks.remove(callback.note)
+    return len(callback.full), gc.isenabled()
+
+
+def _saved(callback: Any) -> Any:
+    found = {}
+    for path in sorted(Path(callback.dirpath).iterdir()):
+        unit = home.Unit(LINE)
+        DistributedCheckpointSaver.restore(str(path), unit)
+        found[path.name] = [unit.module.weight.tolist(), unit.optimizer.state_dict()["state"][0]["exp_avg"].tolist()]
+    return found
+
+
+ROWS = {
+    "EarlyStopping": Row(
+        "drives",
+        lambda folder: EarlyStopping("loss", EarlyStopChecker("min", 2, min_delta=0.0, threshold_mode="abs"), interval="step"),
+        lambda callback: (callback._esc._best_value.item(), callback._esc._patience_count),
+        {"loss": "loss"},
+    ),
+    "TimeLimitInterrupter": Row("drives", lambda folder: TimeLimitInterrupter(timedelta(microseconds=1)), lambda callback: None),
+    "LearningRateMonitor": Row("reads", lambda folder: LearningRateMonitor(InMemoryLogger(), logging_interval="step"), _logged),
+    "TrainProgressMonitor": Row("reads", lambda folder: TrainProgressMonitor(InMemoryLogger()), _logged),
+    "TQDMProgressBar": Row("reads", lambda folder: TQDMProgressBar(refresh_rate=2, file=io.StringIO()), _bars),
+    "ThroughputLogger": Row("reads", lambda folder: ThroughputLogger(InMemoryLogger(), {"rows": 4}), _names_logged),
+    "IterationTimeLogger": Row("reads", lambda folder: IterationTimeLogger(InMemoryLogger()), _names_logged),
+    "TimeWaitForBatchLogger": Row("reads", lambda folder: TimeWaitForBatchLogger(InMemoryLogger()), _names_logged),
+    "SystemResourcesMonitor": Row("reads", lambda folder: SystemResourcesMonitor(InMemoryLogger()), _names_logged),
+    "ProgressReporter": Row("reads", _reporter, lambda callback: callback.handler.lines),
+    "ModuleSummary": Row("reads", _summaries, lambda callback: callback.found),
+    "DistributedCheckpointSaver": Row(
+        "reads", lambda folder: DistributedCheckpointSaver(str(folder / "dcp"), save_every_n_train_steps=4), _saved
+    ),
+    "GarbageCollector": Row("reads", _collector, _collected),
+    "PyTorchProfiler": Row(
+        "hears",
+        lambda folder: PyTorchProfiler(torch.profiler.profile(schedule=lambda step: torch.profiler.ProfilerAction.NONE)),
+        lambda callback: callback.profiler.step_num,
+    ),
+    "Lambda": Row("hears", _every_hook, lambda callback: callback.told),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    at_home, here = row.make(tmp_path / "home"), None
+    unit = trained([at_home], job=LINE, epochs=2)
+    found = row.of(at_home)
+    here, recorder = row.make(tmp_path / "here"), Recorder()
+    our_home.train(LINE, tmp_path, [guest(here, attributes=row.attributes), recorder], epochs=2)
+    assert row.of(here) == found
+    steps = recorder.events.count("on_train_step_end")
+    assert steps == unit.train_progress.num_steps_completed
+    assert (steps < 12) == (row.tier == "drives")
+    hold("torchtnt", "guests", name, Cell("works", tier=row.tier))
+
+
+def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
+    def asks(what: Callable[[Any, Any], Any]) -> Any:
+        return guest(Lambda(on_train_step_end=lambda state, unit: what(state, unit)))
+
+    for what, message in (
+        (lambda state, unit: unit.train_loader, "torchtnt's unit has here no 'train_loader'"),
+        (lambda state, unit: state.train_state.step_output, "no 'step_output'"),
+        (lambda state, unit: next(iter(state.train_state.dataloader)), "no batches to iterate over"),
+    ):
+        with pytest.raises(NotCarried, match=message):
+            our_home.train(LINE, tmp_path, [asks(what)], epochs=1)
+
+
+def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:
+    """There and back: torchtnt's callback as a guest, hosted by torchtnt."""
+    at_home, here = _every_hook(tmp_path), _every_hook(tmp_path)
+    trained([at_home], job=LINE)
+    trained([hosted(tmp_path, guest(here))], job=LINE)
+    assert [line.split()[0] for line in here.told] == [line.split()[0] for line in at_home.told]

@@ -1,0 +1,521 @@
+"""Scripts in the manner of NeMo AutoModel's page on callbacks, with only their import lines changed, on its four recipes in small."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from callsheet import Callback as OurCallback
+from callsheet import ConfigError, Context
+from callsheet.bridges.automodel import guest
+from callsheet.bridges.foreign import NotOnTheList
+from callsheet.callbacks import History
+from callsheet.compat import automodel
+from callsheet.compat.automodel import (
+    Callback,
+    CallbackRunner,
+    FinetuneRecipeForVLM,
+    KnowledgeDistillationRecipeForNextTokenPrediction,
+    MetricsSample,
+    TrainFinetuneRecipeForNextTokenPrediction,
+    TrainFinetuneRecipeForSequenceClassification,
+    rank_zero_only,
+)
+from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.finetune import FinetuneConfig
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.rows import Rows
+
+torch.set_num_threads(1)
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def configuration(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
+    """Four steps of an epoch of six; validation after two of them, and where a checkpoint is saved: after the third and at the end."""
+    rows = folder / "rows"
+    return {
+        "step_scheduler": {"global_batch_size": 4, "local_batch_size": 4, "ckpt_every_steps": 3, "val_every_steps": 2, "max_steps": 4},
+        "dist_env": {"backend": "nccl", "timeout_minutes": 1},
+        "rng": {"_target_": "nemo_automodel.components.training.rng.StatefulRNG", "seed": 1111, "ranked": True},
+        "model": {"_target_": f"nemo_automodel.{model}.from_config", "config": LLAMA},
+        "checkpoint": {"enabled": True, "checkpoint_dir": str(folder / "checkpoints"), "model_save_format": "safetensors"},
+        "distributed": {"strategy": "fsdp2", "tp_size": 1, "cp_size": 1},
+        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+        "dataset": {"path_or_dataset_id": str(rows / "train.jsonl"), "seq_length": 32},
+        "validation_dataset": {"path_or_dataset_id": str(rows / "validation.jsonl")},
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 1.0e-2, "betas": [0.9, 0.999], "eps": 1e-8},
+        "callsheet": {"device": "cpu", "threads": 1},
+    } | changes  # fmt: skip
+
+
+def rows(folder: Path, row: Callable[[int], dict[str, Any]]) -> None:
+    """24 rows to train on, 6 for validation, 6 more."""
+    (folder / "rows").mkdir(parents=True, exist_ok=True)
+    for name, of in (("train", range(24)), ("validation", range(24, 30)), ("test", range(30, 36))):
+        (folder / "rows" / f"{name}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in of))
+
+
+def sums(folder: Path) -> None:
+    rows(folder, lambda i: {"prompt": f"{i} + {i} =", "completion": str(2 * i)})
+
+
+def llm(folder: Path) -> dict[str, Any]:
+    sums(folder)
+    return configuration(folder, "NeMoAutoModelForCausalLM")
+
+
+def classification(folder: Path) -> dict[str, Any]:
+    rows(folder, lambda i: {"text": "apple", "label": "fruit"} if i % 2 else {"text": "zinc", "label": "metal"})
+    return configuration(folder, "NeMoAutoModelForSequenceClassification")
+
+
+def distillation(folder: Path) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    sums(folder)
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(1)
+    teacher: Any = LanguageModel(config=LLAMA).build(AutoModelForCausalLM, vocabulary=len(tokenizer), longest=64)
+    teacher.save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+    taught = {
+        "teacher_model": {
+            "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+            "pretrained_model_name_or_path": str(folder / "teacher"),
+        },
+        "kd_ratio": 0.25,
+        "kd_loss_fn": {"_target_": "nemo_automodel.components.loss.kd_loss.KDLoss", "temperature": 3.0, "ignore_index": -100},
+    }
+    return configuration(folder, "NeMoAutoModelForCausalLM", **taught)
+
+
+def vision(folder: Path) -> dict[str, Any]:
+    rows(
+        folder,
+        lambda i: {"image": "red.png" if i % 2 else "blue.png", "prompt": "Which?", "completion": "red" if i % 2 else "blue"},
+    )
+    for colour in ("red", "blue"):
+        Image.new("RGB", (12, 9), colour).save(folder / "rows" / f"{colour}.png")
+    cfg = configuration(folder, "NeMoAutoModelForImageTextToText", freeze_config={"freeze_vision_tower": True})
+    cfg["model"] = {"_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_config"}
+    cfg["dataset"]["seq_length"] = 128
+    return cfg
+
+
+SCRIPT = """
+import logging
+
+from nemo_automodel.components.callbacks import Callback, rank_zero_only
+from nemo_automodel.recipes.{module} import {recipe}
+
+
+class Reporter(Callback):
+    def on_train_start(self, recipe, **kwargs):
+        told.append(f"start: {{recipe.dist_env.world_size}} ranks, {{recipe.step_scheduler.max_steps}} steps")
+
+    def on_train_batch_end(self, recipe, **kwargs):
+        train_log_data = kwargs["train_log_data"]
+        assert recipe.step_scheduler.step == train_log_data.step
+        samples.append(train_log_data)
+        told.append(f"step {{train_log_data.step}}: {{train_log_data.metrics['loss'] > 0}}")
+
+    def on_validation_end(self, recipe, **kwargs):
+        for name, log_data in kwargs["val_results"].items():
+            validated.append(log_data)
+            modes.append(recipe.model_parts[0].training)
+            told.append(f"validation {{name!r}}: {{log_data.metrics['val_loss'] > 0}}")
+
+    def on_save_checkpoint(self, recipe, **kwargs):
+        checkpoints.append(kwargs["checkpoint_info"])
+        told.append("saved")
+
+    def on_train_end(self, recipe, **kwargs):
+        told.append(f"end: {{recipe.step_scheduler.step}}")
+
+
+class OnFirstRank(Callback):
+    @rank_zero_only
+    def on_validation_end(self, recipe, **kwargs):
+        told.append("first rank")
+
+
+recipe = {recipe}(
+    cfg,
+    callbacks=[Reporter(), OnFirstRank()]
+)
+
+recipe.setup()
+recipe.run_train_validation_loop()
+"""
+
+COMMON = {"loss", "grad_norm", "lr", "mem", "tps", "tps_per_gpu"}
+TOKENS = {"num_tokens_per_step", "num_label_tokens"}
+DISTILLED = {"ce_loss", "kd_loss"}
+RECIPES: list[tuple[str, str, Callable[[Path], dict[str, Any]], set[str], set[str]]] = [
+    ("llm.train_ft", "TrainFinetuneRecipeForNextTokenPrediction", llm, COMMON | TOKENS, {"num_label_tokens"}),
+    (
+        "llm.train_seq_cls",
+        "TrainFinetuneRecipeForSequenceClassification",
+        classification,
+        COMMON | {"accuracy"},
+        {"val_accuracy"},
+    ),
+    (
+        "llm.kd",
+        "KnowledgeDistillationRecipeForNextTokenPrediction",
+        distillation,
+        COMMON | TOKENS | DISTILLED | {"kd_ratio", "temperature"},
+        {"num_label_tokens"} | DISTILLED,
+    ),
+    ("vlm.finetune", "FinetuneRecipeForVLM", vision, COMMON | TOKENS, {"num_label_tokens"}),
+]
+
+
+@pytest.mark.parametrize(("module", "recipe", "makes", "trained", "validated"), RECIPES, ids=[row[0] for row in RECIPES])
+def test_a_script_runs_when_its_imports_are_changed(
+    module: str, recipe: str, makes: Callable[[Path], dict[str, Any]], trained: set[str], validated: set[str], tmp_path: Path
+) -> None:
+    script = SCRIPT.format(module=module, recipe=recipe)
+    script = re.sub(r"^from nemo_automodel[\w.]* import", "from callsheet.compat.automodel import", script, flags=re.MULTILINE)
+    names: dict[str, Any] = {"cfg": makes(tmp_path), "told": [], "samples": [], "validated": [], "checkpoints": [], "modes": []}
+    exec(compile(script, "script.py", "exec"), names)
+    validation = ["validation 'validation': True", "first rank"]
+    assert names["told"] == [
+        "start: 1 ranks, 4 steps",
+        *("step 0: True", "step 1: True", *validation),
+        *("step 2: True", *validation, "saved"),
+        *("step 3: True", *validation, "saved"),
+        "end: 4",
+    ]
+    assert names["modes"] == [False, False, False]  # it is told while the model is not in training
+    for sample in names["samples"]:
+        assert set(sample.metrics) == trained
+        assert all(isinstance(value, (int, float)) for value in sample.metrics.values())
+        assert json.loads(json.dumps(sample.to_dict()))["step"] == sample.step
+    for sample in names["validated"]:
+        assert set(sample.metrics) >= validated | {"val_loss", "lr", "mem"}
+    for info, step in zip(names["checkpoints"], (2, 3), strict=True):
+        assert (info["epoch"], info["step"], info["best_metric_key"]) == (0, step, "validation")
+        assert Path(info["checkpoint_path"], "manifest.json").exists()  # it is there when it is told
+        of_step = [sample.metrics["val_loss"] for sample in names["validated"] if sample.step == step]
+        assert list(info["val_losses"].values()) == of_step
+        assert info["train_loss"] == pytest.approx(names["samples"][step].metrics["loss"])
+    if module == "llm.kd":
+        metrics = names["samples"][0].metrics
+        assert (metrics["kd_ratio"], metrics["temperature"]) == (0.25, 3.0)
+        assert metrics["loss"] == pytest.approx(0.75 * metrics["ce_loss"] + 0.25 * metrics["kd_loss"], rel=1e-5)
+
+
+class Told(Callback):
+    """Notes what it is told, and may fail."""
+
+    def __init__(self, fails_at: int | None = None, error: BaseException | None = None) -> None:
+        self.told: list[str] = []
+        self.losses: list[float] = []
+        self.exceptions: list[BaseException] = []
+        self.fails_at, self.error = fails_at, error
+
+    def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+        self.told.append("step")
+        self.losses.append(kwargs["train_log_data"].metrics["loss"])
+        if self.error is not None and kwargs["train_log_data"].step == self.fails_at:
+            raise self.error
+
+    def on_exception(self, recipe: Any, **kwargs: Any) -> None:
+        self.told.append("exception")
+        self.exceptions.append(kwargs["exception"])
+
+    def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
+        self.told.append("end")
+
+
+def run(cfg: Any, *callbacks: Any) -> TrainFinetuneRecipeForNextTokenPrediction:
+    recipe = TrainFinetuneRecipeForNextTokenPrediction(cfg, callbacks=list(callbacks))
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    return recipe
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_an_exception_is_told_though_no_script_calls_a_runner(error: BaseException, tmp_path: Path) -> None:
+    failing, other = Told(1, error), Told()
+    with pytest.raises(type(error)) as caught:
+        run(llm(tmp_path), other, failing)
+    assert caught.value is error
+    assert failing.told == other.told == ["step", "step", "exception"]
+    assert other.exceptions == [error]
+
+
+def test_an_exception_in_setup_is_told_once(tmp_path: Path) -> None:
+    cfg = llm(tmp_path)
+    cfg["dataset"]["path_or_dataset_id"] = str(tmp_path / "nowhere.jsonl")
+    told = Told()
+    recipe = TrainFinetuneRecipeForNextTokenPrediction(cfg, callbacks=[told])
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl") as caught:
+        recipe.setup()
+    assert told.exceptions == [caught.value]
+    with pytest.raises(AttributeError, match="setup"):
+        _ = recipe.dist_env
+
+
+def test_our_own_configuration_and_callbacks_do_as_well(tmp_path: Path) -> None:
+    class Ours(OurCallback):
+        steps = 0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.steps += 1
+
+    sums(tmp_path)
+    config = FinetuneConfig(
+        run_name="own", runs_folder=str(tmp_path), max_duration="4ba", log_interval=1, batch_size=4, threads=1, device="cpu",
+        model=LanguageModel(config=LLAMA), train=Rows(str(tmp_path / "rows" / "train.jsonl")), sequence_length=32,
+    )  # fmt: skip
+    told, ours, history = Told(), Ours(), History()
+    recipe = run(config, told, ours, history)
+    assert recipe.cfg is config
+    assert told.told == ["step"] * 4 + ["end"]
+    assert ours.steps == 4
+    assert told.losses == pytest.approx(history["train/loss"])
+    assert recipe.step_scheduler.max_steps == 4
+
+
+def test_several_sets_have_their_names(tmp_path: Path) -> None:
+    cfg = llm(tmp_path)
+    cfg["validation_dataset_squad"] = cfg.pop("validation_dataset")
+    cfg["validation_dataset_hellaswag"] = {"path_or_dataset_id": str(tmp_path / "rows" / "test.jsonl")}
+    cfg["checkpoint"]["best_metric_key"] = "hellaswag"
+    found: list[dict[str, MetricsSample]] = []
+    infos: list[dict[str, Any]] = []
+
+    class Sets(Callback):
+        def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+            found.append(kwargs["val_results"])
+
+        def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
+            infos.append(kwargs["checkpoint_info"])
+
+    run(cfg, Sets())
+    assert [list(each) for each in found] == [["squad", "hellaswag"]] * 3
+    assert infos[-1]["val_losses"] == {name: sample.metrics["val_loss"] for name, sample in found[-1].items()}
+    assert infos[-1]["best_metric_key"] == "hellaswag"
+
+
+def test_a_callback_stops_training_and_a_run_that_is_there_goes_on(tmp_path: Path) -> None:
+    class Stops(Callback):
+        def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+            if recipe.step_scheduler.step == 2:
+                recipe.step_scheduler.max_steps = recipe.step_scheduler.step + 1
+
+    stopped, rest, whole = Told(), Told(), Told()
+    run(llm(tmp_path / "a"), stopped, Stops())
+    assert stopped.told == ["step"] * 3 + ["end"]
+    run(llm(tmp_path / "a"), rest)
+    assert rest.told == ["step", "end"]
+    run(llm(tmp_path / "b"), whole)
+    assert stopped.losses + rest.losses == whole.losses
+
+
+def test_epochs_end_what_steps_would_not(tmp_path: Path) -> None:
+    cfg = llm(tmp_path)
+    cfg["step_scheduler"] |= {"max_steps": 100, "num_epochs": 1, "ckpt_every_steps": None}
+    told = Told()
+    recipe = run(cfg, told)
+    assert told.told == ["step"] * 6 + ["end"]
+    assert recipe.recipe.trainer.eval_results
+
+
+def test_columns_are_renamed_as_automodel_does(tmp_path: Path) -> None:
+    cfg = llm(tmp_path)
+    path = tmp_path / "rows" / "asked.jsonl"
+    path.write_text("".join(json.dumps({"where": "sums", "q": f"{i}+1", "a": str(i + 1)}) + "\n" for i in range(24)))
+    mapping = {"context": "where", "question": "q", "answer": "a"}
+    cfg["dataset"] = {"path_or_dataset_id": str(path), "column_mapping": mapping, "seq_length": 32}
+    recipe = TrainFinetuneRecipeForNextTokenPrediction(cfg)
+    recipe.setup()
+    try:
+        assert recipe.recipe.rows["train"][0] == {"prompt": "sums\n0+1", "completion": "1"}
+    finally:
+        recipe.recipe.trainer.close()
+
+
+REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda cfg: cfg["step_scheduler"].update(max_stepz=3), r"step_scheduler\.max_stepz: there is no such key; did you mean 'max_steps'\?"),
+    (lambda cfg: cfg.update(optimiser={}), r"optimiser: there is no such key; did you mean 'optimizer'\?"),
+    (lambda cfg: cfg["distributed"].update(tp_size=2), r"distributed\.tp_size: 2"),
+    (lambda cfg: cfg["optimizer"].update(_target_="torch.optim.Adamm"), r"optimizer\._target_: there is no 'torch\.optim\.Adamm'"),
+    (lambda cfg: cfg["dataset"].update(_target_="x.make_squad_dataset"), r"dataset\._target_: x\.make_squad_dataset is not carried"),
+    (lambda cfg: cfg["step_scheduler"].update(global_batch_size=6), r"step_scheduler\.global_batch_size: 6 is no multiple"),
+    (lambda cfg: cfg.update(wandb={"project": "p"}), r"wandb: give the recipe a logger of callsheet\.loggers"),
+    (lambda cfg: cfg["callsheet"].update(thread=1), r"callsheet\.thread: there is no such key; did you mean 'threads'\?"),
+    (lambda cfg: cfg["step_scheduler"].update(max_steps="four"), r"step_scheduler\.max_steps: 'four' should be a number"),
+    (lambda cfg: cfg.update(dataloader={"shuffle": False}), r"dataloader\.shuffle: false is not carried"),
+    (lambda cfg: cfg.pop("dataset"), r"dataset: there is nothing to train on"),
+    (lambda cfg: cfg["checkpoint"].update(model_save_format="torch_save"), r"checkpoint\.model_save_format: 'torch_save'"),
+    (lambda cfg: cfg.update(lr_scheduler={"lr_decay_style": "wsd"}), r"lr_scheduler\.lr_decay_style: 'wsd' is not carried"),
+    (lambda cfg: cfg["dataset"].update(path="x"), r"dataset\.path: path_or_dataset_id says the same"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_what_is_not_carried_is_refused_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+    cfg = llm(tmp_path)
+    change(cfg)
+    with pytest.raises(ConfigError, match=message):
+        TrainFinetuneRecipeForNextTokenPrediction(cfg)
+
+
+def test_of_a_configuration_all_that_is_carried_arrives(tmp_path: Path) -> None:
+    cfg = llm(tmp_path) | {
+        "peft": {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "match_all_linear": True, "dim": 4, "alpha": 8},
+        "packed_sequence": {"packed_sequence_size": 64},
+        "lr_scheduler": {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "lr_decay_steps": 4, "min_lr": 1e-3},
+        "validation_dataloader": {"batch_size": 2},
+        "clip_grad_norm": {"max_norm": 0.5},
+    }
+    cfg["step_scheduler"] |= {"global_batch_size": 16}
+    cfg["checkpoint"] |= {"save_consolidated": True, "is_async": True}
+    config = TrainFinetuneRecipeForNextTokenPrediction(cfg)._config
+    assert (config.lora.r, config.lora.alpha, config.lora.targets) == (4, 8.0, "all-linear")
+    assert (config.packing, config.sequence_length, config.eval_batch_size) == (True, 64, 2)
+    assert (config.batch_size, config.accumulate, config.max_duration) == (4, 4, "4ba")
+    assert (config.clip_grad_norm, config.export, config.save_in_background) == (0.5, True, True)
+    assert (config.seed, config.timeout_seconds, config.device) == (1111, 60.0, "cpu")
+    optimizer = config.optimizer([torch.nn.Parameter(torch.ones(1))])
+    assert (type(optimizer).__name__, optimizer.param_groups[0]["lr"]) == ("Adam", 0.01)
+    schedule = config.scheduler(optimizer)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[1] == pytest.approx(0.01)
+    assert rates[-1] == pytest.approx(0.001)
+
+
+def test_a_configuration_is_read_from_a_file_and_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("step_scheduler:\n  max_steps: 3\nmodel:\n  config: {hidden_size: 8}\n")
+    argv = ["--config", str(path), "--step_scheduler.max_steps", "5", "--seed=7"]
+    cfg = automodel.parse_args_and_load_config("elsewhere.yaml", argv)
+    assert cfg.step_scheduler.max_steps == cfg.get("step_scheduler.max_steps") == 5
+    assert (cfg.get("model.config.hidden_size"), cfg.get("a.b", "none"), "model.config" in cfg) == (8, "none", True)
+    assert cfg.to_dict() == {"step_scheduler": {"max_steps": 5}, "model": {"config": {"hidden_size": 8}}, "seed": 7}
+    with pytest.raises(ConfigError, match="--seed"):
+        automodel.parse_args_and_load_config(path, ["--seed"])
+    with pytest.raises(ConfigError, match="no configuration is named"):
+        automodel.parse_args_and_load_config(None, [])
+    assert FinetuneRecipeForVLM.OURS.__name__ == "FinetuneVLM"
+    with pytest.raises(ConfigError, match="teacher_model: a distillation needs a teacher"):
+        KnowledgeDistillationRecipeForNextTokenPrediction(llm(tmp_path))
+    labelled = classification(tmp_path)
+    labelled["dataset"]["column_mapping"] = {"answer": "label"}
+    with pytest.raises(ConfigError, match=r"dataset\.column_mapping: give text_column"):
+        TrainFinetuneRecipeForSequenceClassification(labelled)
+
+
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "automodel_style.py"
+    with caplog.at_level("INFO"):
+        runpy.run_path(str(example))["main"](str(tmp_path))
+    assert capsys.readouterr().out == "2 validations would have been posted\n"
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+),", caplog.text)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert len(re.findall(r"saved .*checkpoints/ep0-ba\d+", caplog.text)) == 2
+
+
+# --- the interface, as AutoModel's own tests know it ---
+
+
+class AnyRecipe:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_a_runner_tells_all_in_their_order_with_what_it_is_given() -> None:
+    told: list[Any] = []
+
+    class First(Callback):
+        def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
+            told.append(("first", recipe, kwargs))
+
+    class Second(Callback):
+        def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
+            told.append(("second", recipe, kwargs))
+            raise ValueError("from the second")
+
+    runner, recipe = CallbackRunner([First(), Second(), First()]), AnyRecipe()
+    with pytest.raises(ValueError, match="from the second"):
+        runner.on_train_start(recipe, extra=1)
+    assert told == [("first", recipe, {"extra": 1}), ("second", recipe, {"extra": 1})]
+    nothing = CallbackRunner(None)
+    assert nothing.callbacks == []
+    for hook in (
+        "on_train_start",
+        "on_train_batch_end",
+        "on_validation_end",
+        "on_save_checkpoint",
+        "on_exception",
+        "on_train_end",
+    ):
+        getattr(nothing, hook)(recipe)
+        assert getattr(Callback(), hook)(recipe) is None
+
+
+@pytest.mark.parametrize(("recipe", "runs"), [
+    (AnyRecipe(dist_env=AnyRecipe(is_main=True)), True),
+    (AnyRecipe(dist_env=AnyRecipe(is_main=False)), False),
+    (AnyRecipe(), True),
+])  # fmt: skip
+def test_rank_zero_only_goes_by_the_recipe(recipe: AnyRecipe, runs: bool) -> None:
+    class Gated(Callback):
+        @rank_zero_only
+        def on_train_start(self, recipe: Any, **kwargs: Any) -> Any:
+            """Kept."""
+            return "ran"
+
+    assert Gated().on_train_start(recipe) == ("ran" if runs else None)
+    assert Gated.on_train_start.__doc__ == "Kept."
+
+
+def test_a_sample_has_the_time_of_its_making() -> None:
+    sample = MetricsSample(step=1, epoch=0, metrics={"loss": 2.0}, timestamp="yesterday")
+    assert sample.timestamp is not None
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", sample.timestamp)
+    assert datetime.fromisoformat(sample.timestamp).tzinfo is not None
+    assert sample.to_dict() == {"step": 1, "epoch": 0, "timestamp": sample.timestamp, "loss": 2.0}
+    assert MetricsSample(0, 0).metrics == {}
+
+
+def test_a_recipe_s_facade_is_a_list(tmp_path: Path) -> None:
+    class Reads(Callback):
+        def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
+            for name in ("dataloader", "checkpointer"):
+                with pytest.raises(NotOnTheList, match=f"AutoModel's recipe has here no '{name}': a guest may use cfg, dist_env"):
+                    getattr(recipe, name)
+            with pytest.raises(NotOnTheList, match="may not write 'cfg'"):
+                recipe.cfg = {}
+            read.append((recipe.dist_env.rank, recipe.dist_env.backend, str(recipe.dist_env.device), recipe.cfg.get("a.b")))
+
+    from callsheet.testing import FakeLoop
+
+    read: list[Any] = []
+    FakeLoop(guest(Reads()), [1.0, 2.0], folder=tmp_path).run()
+    assert read == [(0, "gloo", "cpu", None)]

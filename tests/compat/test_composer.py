@@ -1,0 +1,452 @@
+"""Code in Composer's style, with its import lines changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+from callsheet import Callback as OurCallback
+from callsheet import ConfigError, Context, NotCarried
+from callsheet.bridges.composer.names import COMPOSER_EVENTS
+from callsheet.compat.composer import (
+    Callback,
+    ComposerModel,
+    Evaluator,
+    Event,
+    Logger,
+    LoggerDestination,
+    State,
+    Time,
+    Timestamp,
+    TimeUnit,
+    Trainer,
+)
+from callsheet.compat.composer import callbacks as their_callbacks
+from callsheet.compat.composer.callbacks import (
+    CheckpointSaver,
+    EarlyStopper,
+    ExportForInferenceCallback,
+    ImageVisualizer,
+    LoadCheckpoint,
+    LRMonitor,
+    MemoryMonitor,
+    MemorySnapshot,
+    MLPerfCallback,
+    NaNMonitor,
+    OOMObserver,
+    OptimizerMonitor,
+    RuntimeEstimator,
+    SpeedMonitor,
+    ThresholdStopper,
+)
+from callsheet.compat.composer.loggers import ConsoleLogger, FileLogger, InMemoryLogger, ProgressBarLogger
+
+torch.set_num_threads(1)
+
+
+class Line(ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> Tensor:
+        outputs: Tensor = self.net(batch[0])
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+        return {} if is_train else {"MeanSquaredError": MeanSquaredError()}
+
+    def update_metric(self, batch: Any, outputs: Tensor, metric: Any) -> None:
+        metric.update(outputs, batch[1])
+
+
+def data(rows: int = 8) -> DataLoader[tuple[Tensor, ...]]:
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(**given: Any) -> Trainer:
+    options: dict[str, Any] = {"model": Line(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False}
+    if "optimizers" not in given:
+        model = given.get("model") or options["model"]
+        given["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(**(options | given))
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+class Records(Callback):
+    """Everything that is told, with how far training is."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.at: list[tuple[int, int, int]] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self.told.append(event.value)
+        self.at.append((state.timestamp.epoch.value, state.timestamp.batch.value, state.timestamp.sample.value))
+
+    def close(self, state: State, logger: Logger) -> None:
+        self.told.append("close")
+
+    def post_close(self) -> None:
+        self.told.append("post_close")
+
+
+MICROBATCH = ["before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward"]
+BATCH = [
+    *("before_dataloader", "after_dataloader", "batch_start", "before_train_batch"),
+    *MICROBATCH,
+    *MICROBATCH,
+    *("after_train_batch", "batch_end", "batch_checkpoint"),
+]
+EVALUATED = ["eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"]
+
+
+def test_the_recorded_order() -> None:
+    """One epoch, two batches, two microbatches, evaluated at its end: as it was recorded from Composer."""
+    records = Records()
+    trained(callbacks=[records], eval_dataloader=data(), device_train_microbatch_size=2)
+    assert records.told == [
+        *("init", "before_load", "after_load", "fit_start", "iteration_start", "epoch_start"),
+        *BATCH,
+        *BATCH,
+        *("before_dataloader", "epoch_end", "eval_before_all", "eval_start"),
+        *EVALUATED,
+        *EVALUATED,
+        *("eval_end", "eval_after_all", "epoch_checkpoint", "fit_end", "close", "post_close"),
+    ]
+    by_event = dict(zip(records.told, records.at, strict=False))
+    assert by_event["after_train_batch"] == (0, 1, 4)
+    assert by_event["batch_end"] == (0, 2, 8)
+    assert by_event["epoch_end"] == (1, 2, 8)
+
+
+def test_the_forty_events() -> None:
+    assert len(Event) == 40
+    assert {theirs for several in COMPOSER_EVENTS.values() for theirs in several} == set(Event)
+    assert all(callable(getattr(Callback(), event.value)) for event in Event)
+    assert Event("EPOCH_START") is Event.EPOCH_START
+    assert Event("epoch_start") == "epoch_start"
+
+
+def test_the_seed_page_s_first_example() -> None:
+    model, train_dataloader = Line(), data()
+    trainer = Trainer(
+        model=model,
+        train_dataloader=train_dataloader,
+        eval_dataloader=None,
+        max_duration="1ep",
+        callbacks=[SpeedMonitor(window_size=100), LRMonitor()],
+        loggers=[memory := InMemoryLogger()],
+    )
+    trainer.fit()
+    trainer.close()
+    assert memory.data["lr-SGD/group0"][0][1] == 0.1
+    assert [stamp.batch.value for stamp, _ in memory.data["loss/train/total"]] == [1, 2]
+
+
+def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
+    class EpochMonitor(Callback):
+        def epoch_start(self, state: State, logger: Logger) -> None:
+            print(f"Epoch: {state.timestamp.epoch}")
+
+    trained(callbacks=[EpochMonitor()], max_duration="2ep")
+    assert capsys.readouterr().out.splitlines() == ["Epoch: 0ep", "Epoch: 1ep"]
+
+    class CatchAll(Callback):
+        def run_event(self, event: Event, state: State, logger: Logger) -> None:
+            if event == Event.EPOCH_START:
+                print(f"Epoch: {state.timestamp.epoch}")
+
+        def epoch_end(self, state: State, logger: Logger) -> None:
+            raise AssertionError("run_event hears it instead")
+
+    trained(callbacks=CatchAll(), max_duration="2ep")
+    assert capsys.readouterr().out.splitlines() == ["Epoch: 0ep", "Epoch: 1ep"]
+
+
+def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    class Says(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self, state: State, logger: Logger) -> None:
+            told.append(f"{self.name} closed at {state.timestamp.batch}")
+            if self.name == "b":
+                raise OSError("disk")
+
+        def post_close(self) -> None:
+            told.append(f"{self.name} post-closed")
+
+    class Fails(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trained(callbacks=[Says("a"), Says("b"), Says("c"), Fails()])
+    assert told == ["a closed at 1ba", "b closed at 1ba", "c closed at 1ba", "a post-closed", "c post-closed"]
+    assert "Says-2.close() failed" in caplog.text
+
+
+def test_state_can_be_read_and_training_stopped() -> None:
+    seen: dict[str, Any] = {}
+
+    class Reads(Callback):
+        def after_loss(self, state: State, logger: Logger) -> None:
+            seen["loss"] = state.loss.item()
+            seen["rows"] = state.batch_get_item(0).shape[0]
+            assert state.outputs.shape == (4, 1)
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            logger.log_metrics({"mine/loss": seen["loss"]})
+            seen["elapsed"] = float(state.get_elapsed_duration())
+            if state.timestamp.batch == 3:
+                state.stop_training()
+
+        def fit_end(self, state: State, logger: Logger) -> None:
+            seen["longest"] = str(state.max_duration)
+
+    class Told(LoggerDestination):
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            if "mine/loss" in metrics:
+                seen.setdefault("steps", []).append(step)
+
+    records = Records()
+    trainer = trained(callbacks=[Reads(), records], loggers=Told(), max_duration="4ep")
+    assert trainer.state.timestamp.batch == Time(3, TimeUnit.BATCH)
+    assert (seen["rows"], seen["elapsed"], seen["longest"], seen["steps"]) == (4, 0.25, "3ba", [1, 2, 3])
+    assert records.told.count("epoch_end") == 1  # that of the epoch that was left is not told
+    assert records.told[-3:] == ["fit_end", "close", "post_close"]
+
+
+def test_what_state_does_not_have_is_named() -> None:
+    class Curious(Callback):
+        def fit_start(self, state: Any, logger: Logger) -> None:
+            assert not hasattr(state, "fsdp_config")
+            state.fsdp_config  # noqa: B018
+
+    with pytest.raises(NotCarried, match="Composer's State has here no 'fsdp_config'"):
+        trained(callbacks=[Curious()])
+
+
+class Counts(Callback):
+    """Has a state of its own."""
+
+    def __init__(self, batches: int = 0) -> None:
+        self.batches = batches
+        self.samples = 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.batches += 1
+        self.samples = state.timestamp.sample.value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+def test_states_survive_a_resume(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"save_folder": tmp_path / "saved", "save_interval": "1ep", "run_name": "again", "seed": 1}
+    trained(callbacks=[Counts(), Counts(10)], max_duration="2ep", **given)
+    one, two = Counts(), Counts()
+    trainer = trained(callbacks=[one, two], max_duration="3ep", autoresume=True, **given)
+    assert (one.batches, two.batches, one.samples) == (6, 16, 24)  # in Composer the second would have been both
+    assert trainer.state.timestamp == "6ba"
+
+
+def test_evaluators_by_label_and_by_hand() -> None:
+    evaluators = [Evaluator(label="near", dataloader=data(), eval_interval="1ba"), Evaluator(label="far", dataloader=data())]
+    records = Records()
+    trainer = trained(eval_dataloader=evaluators, callbacks=[records])
+    assert records.told.count("eval_end") == 3
+    metrics = trainer.state.eval_metrics
+    assert metrics["near"]["MeanSquaredError"].compute() == metrics["far"]["MeanSquaredError"].compute()
+    again = Trainer(model=Line(), callbacks=[records := Records()], progress_bar=False)
+    again.eval(data())
+    assert again.state.eval_metrics["eval"]["MeanSquaredError"].compute() > 0
+    assert len(again.predict(data(), subset_num_batches=1)) == 1
+    again.close()
+    assert records.told[3:5] == ["eval_standalone_start", "eval_start"]
+    assert "eval_before_all" not in records.told
+    predicted = ["predict_start", "predict_batch_start", "predict_before_forward", "predict_after_forward", "predict_batch_end"]
+    assert records.told[-8:] == [*predicted, "predict_end", "close", "post_close"]
+
+
+def test_metrics_of_training() -> None:
+    class Measured(Line):
+        def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+            return {"MeanSquaredError": MeanSquaredError()}
+
+    memory = InMemoryLogger()
+    trainer = trained(model=Measured(), loggers=[memory])
+    assert [value for _, value in memory.data["train/MeanSquaredError"]] == pytest.approx(
+        [value for _, value in memory.data["loss/train/total"]]
+    )
+    assert trainer.state.train_metrics["MeanSquaredError"].compute() == pytest.approx(memory.data["loss/train/total"][-1][1])
+
+
+def test_schedulers_step_at_epochs_or_with_the_state() -> None:
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = InMemoryLogger()
+    trained(
+        model=model, optimizers=optimizer, schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), max_duration="2ep",
+        callbacks=[LRMonitor()], loggers=[memory],
+    )  # fmt: skip
+    assert [value for _, value in memory.data["lr-SGD/group0"]] == [0.1, 0.1, 0.05, 0.05]
+    seen: list[float] = []
+
+    def halves(state: State) -> float:
+        seen.append(float(state.timestamp.batch))
+        return 0.5
+
+    trained(schedulers=halves)
+    assert seen
+
+
+def test_two_fits_go_on() -> None:
+    records = Records()
+    trainer = Trainer(model=Line(), train_dataloader=data(), callbacks=[records], progress_bar=False, max_duration="1ep")
+    trainer.fit()
+    trainer.fit(duration="1ep")
+    trainer.close()
+    assert trainer.state.timestamp.epoch == 2
+    assert records.told.count("fit_start") == records.told.count("fit_end") == 2
+
+
+def test_callsheet_s_own_callbacks_stand_beside_theirs() -> None:
+    class Ours(OurCallback):
+        steps = 0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            Ours.steps += 1
+
+    trained(callbacks=[Ours(), Counts()])
+    assert Ours.steps == 2
+
+
+def test_the_built_ins_take_composer_s_arguments(tmp_path: Path) -> None:
+    given = [
+        CheckpointSaver(save_interval="1ep", num_checkpoints_to_keep=2),
+        SpeedMonitor(50, gpu_flops_available=1e12),
+        RuntimeEstimator(1, "hours"),
+        LRMonitor(),
+        OptimizerMonitor(log_optimizer_metrics=True, batch_log_interval=1),
+        MemoryMonitor(),
+        MemorySnapshot(skip_batches=1, interval="3ba"),
+        OOMObserver(max_entries=10),
+        NaNMonitor(),
+        ThresholdStopper("MeanSquaredError", "eval", 1e-9, comp="less"),
+        EarlyStopper("MeanSquaredError", "eval", comp="less", patience=3),
+    ]
+    memory = InMemoryLogger()
+    trained(
+        callbacks=given, loggers=[memory, FileLogger(), ConsoleLogger(stream="stdout"), ProgressBarLogger()],
+        eval_dataloader=data(), max_duration="2ep", save_folder=None,
+    )  # fmt: skip
+    assert "l2_norm/grad/global" in memory.data
+    assert isinstance(ImageVisualizer("1ba", "input", 8, False, 0, 1), OurCallback)
+    assert isinstance(MLPerfCallback(str(tmp_path), 0), OurCallback)
+    assert isinstance(ExportForInferenceCallback("onnx", str(tmp_path / "m.onnx")), OurCallback)
+    assert isinstance(LoadCheckpoint("saved", load_weights_only=True), OurCallback)
+    page = {
+        *("CheckpointSaver", "SpeedMonitor", "RuntimeEstimator", "LRMonitor", "OptimizerMonitor", "MemoryMonitor"),
+        *("MemorySnapshot", "OOMObserver", "NaNMonitor", "ImageVisualizer", "MLPerfCallback", "ThresholdStopper"),
+        *("EarlyStopper", "ExportForInferenceCallback"),
+    }
+    assert page <= set(their_callbacks.__all__)
+
+
+def test_an_early_stop_comes_when_composer_s_would() -> None:
+    trainer = trained(
+        callbacks=[EarlyStopper("MeanSquaredError", "eval", comp="greater", patience=1)],
+        eval_dataloader=data(),
+        max_duration="9ep",
+    )
+    assert trainer.state.timestamp.epoch == 3  # the first was the best, and more than one epoch has gone since
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: trained(algorithms=[object()]), "algorithms=.* is not carried over"),
+        (lambda: trained(save_filename="mine.pt"), "save_filename='mine.pt'"),
+        (lambda: trained(device_train_microbatch_size="auto"), "device_train_microbatch_size='auto'"),
+        (lambda: trained(eval_interval=lambda state, event: True), "eval_interval"),
+        (lambda: trained(precision="amp_fp8"), "amp_fp8"),
+        (lambda: CheckpointSaver(weights_only=True), "CheckpointSaver\\(weights_only=True\\)"),
+        (lambda: ExportForInferenceCallback("torchscript", "x"), "torch_export"),
+        (lambda: Evaluator(label="a", dataloader=data(), metric_names=["x"]), "metric_names"),
+    ],
+)
+def test_what_is_not_carried_is_refused_by_name(make: Any, says: str) -> None:
+    with pytest.raises(NotCarried, match=says):
+        make()
+
+
+def test_what_cannot_work_is_an_error() -> None:
+    with pytest.raises(TypeError, match="no argument 'callback'"):
+        trained(callback=[])
+    with pytest.raises(ConfigError, match="give 'less' or 'greater'"):
+        EarlyStopper("x", "eval", comp=max)
+
+
+def test_times() -> None:
+    assert Time(3, "ba") == Time.from_timestring("3ba")
+    assert Time(3, "ba") == 3
+    assert Time(3, "ba") == "3ba"
+    assert Time.from_timestring("1h30m") == Time(5400, TimeUnit.SECOND)
+    assert Time(1, "ep") + "2ep" == Time(3, TimeUnit.EPOCH)
+    assert 5 - Time(2, "ba") == Time(3, "ba")
+    assert Time(3, "ba") / Time(4, "ba") == Time(0.75, "dur")
+    assert Time(10, "ba") * Time(0.25, "dur") == "2ba"
+    assert Time(7, "ba") % 4 == 3
+    assert -Time(2, "ba") < 0
+    assert str(Time.from_input(2, "EP")) == "2ep"
+    with pytest.raises(RuntimeError, match="units differ"):
+        assert Time(1, "ba") < Time(1, "ep")
+    with pytest.raises(TypeError):
+        Time(1.5, "ba")
+    with pytest.raises(ValueError, match="no time"):
+        Time.from_timestring("soon")
+    stamp = Timestamp(epoch=1).to_next_batch(samples=4).to_next_batch(samples=4, tokens=2).to_next_epoch()
+    assert (stamp.epoch.value, stamp.batch.value, stamp.sample.value, stamp.batch_in_epoch.value) == (2, 2, 8, 0)
+    assert stamp >= "2ba"
+    assert stamp < Time(3, "ba")
+    assert stamp != Timestamp()
+    assert stamp.to_next_iteration().iteration == 1
+    assert stamp.get("tok") == 2
+    again = Timestamp()
+    again.load_state_dict(stamp.state_dict())
+    assert again == stamp
+
+
+def test_it_needs_no_composer() -> None:
+    code = (
+        "import sys; sys.modules['composer'] = None; import callsheet.compat.composer.callbacks as names; print(names.__name__)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout == "callsheet.compat.composer.callbacks\n", ran.stderr

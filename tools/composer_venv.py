@@ -1,0 +1,58 @@
+"""Makes `.venv-composer`, in which Composer's bridge is tested: a venv that sees all of the one this runs in, with mosaicml beside it.
+
+Composer pins an older torch, so it and what little it needs besides are installed without their dependencies. Nothing is done where
+the venv is there already, with these versions.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / ".venv-composer"
+
+VERSIONS = {
+    "mosaicml": "0.32.1",
+    "torchvision": "0.28.0",  # the one that goes with torch 2.13
+    "coolname": "5.0.0",
+    "py-cpuinfo": "9.0.0",
+    "tabulate": "0.9.0",
+    "torch-optimizer": "0.3.0",
+    "pytorch-ranger": "0.1.1",
+    "mosaicml-cli": "0.8.3",
+    "backoff": "2.2.1",  # from here on, what mosaicml-cli needs to be imported
+    "gql": "4.4.0",
+    "graphql-core": "3.3.2",
+    "tenacity": "9.2.1",
+    "ruamel.yaml": "0.19.1",
+    "questionary": "2.1.1",
+    "validators": "0.36.0",
+}
+
+
+def make() -> Path:
+    """The venv's interpreter, made where it is not there."""
+    python = FOLDER / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    wanted = "\n".join(["this one", sys.executable, *(f"{name}=={version}" for name, version in VERSIONS.items())])
+    ready = FOLDER / ".ready"
+    if ready.is_file() and ready.read_text() == wanted:
+        return python
+    print(f"making {FOLDER.name} ...", flush=True)
+    venv.create(FOLDER, clear=True, with_pip=False)
+    packages = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    Path(packages, "the_other_venv.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # with its own .pth files: callsheet is in one of them
+    )
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages]
+    subprocess.run([*install, *(f"{name}=={version}" for name, version in VERSIONS.items())], check=True)
+    ready.write_text(wanted)
+    return python
+
+
+if __name__ == "__main__":
+    print(make())
