@@ -1,6 +1,6 @@
 """What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
 
-The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 2 steps. The time is the training
+The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 20 steps. The time is the training
 thread's own; that of a step is the difference between a run of many steps and one of few, so that a framework's start and end do not
 count.
 
@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(TESTS))
     job = importlib.import_module("bridges.homes.job")
+    points = replace(job.POINTS, log_every=20)
     found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
     names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
     lines = []
@@ -79,16 +81,18 @@ def main() -> None:
             continue  # its framework is not here
         print(name, file=sys.stderr, flush=True)
         subjects = {
-            "empty": a_step(home, job.POINTS, lambda: job.EMPTY),
-            NO_LISTENERS: a_step(home, job.POINTS, list),
-            TEN: a_step(home, job.POINTS, lambda: [Nothing() for _ in range(10)]),
+            "empty": a_step(home, points, lambda: job.EMPTY),
+            NO_LISTENERS: a_step(home, points, list),
+            TEN: a_step(home, points, lambda: [Nothing() for _ in range(10)]),
         }
         figures = in_turns(subjects, given.turns)
         added = [difference(figures, each, "empty") for each in (NO_LISTENERS, TEN)]
         middle = sorted(figures["empty"])[given.turns // 2]
         lines.append(f"| {home.NAME} {home.VERSION} | {middle:.0f} | {added[0]:+.0f} | {added[1]:+.0f} |")
     print(f"# {machine()}; medians over {given.turns} turns of {MANY} steps less {FEW}, one thread, its own time\n")
-    print("| host | µs a step with an empty callback of its own | µs more, nobody listens | µs more, ten callbacks of four events |")
+    print(
+        "| host | µs a step with an empty callback of its own | µs more, nobody listens | µs more, ten callbacks of four events |"
+    )
     print("| --- | --- | --- | --- |")
     print("\n".join(lines))
 

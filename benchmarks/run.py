@@ -26,6 +26,7 @@ def main() -> int:
         ("monitors", ["monitors.py"]),
         ("lanes", ["lanes.py"]),
         ("recipes", ["recipes.py"]),
+        ("bridges", ["bridges.py"]),
     ):
         print(f"\n{name}", flush=True)
         done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)

@@ -391,3 +391,13 @@ def test_names_in_one_tensor_cannot_change_how_they_are_added_up() -> None:
         log.log({("x", "b"): torch.ones(2)}, over="sum")
     with pytest.raises(ConfigError, match="'a' was logged with over='mean'"):
         log.log({NAMES: torch.ones(5)}, across="max")
+
+
+def test_the_latest_of_a_family_is_told_until_it_is_taken() -> None:
+    log = MetricLog()
+    log.log({"train/loss": 2.0, "validation/loss": 3.0}, over="mean", across="mean", weight=None)
+    log.log({"train/loss": torch.tensor(1.0)}, over="mean", across="mean", weight=None)
+    assert {name: float(value) for name, value in log.latest("train").items()} == {"train/loss": 1.0}
+    assert log.latest("trai") == {}
+    log.take()
+    assert log.latest("train") == {}

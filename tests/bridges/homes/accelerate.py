@@ -53,7 +53,7 @@ def train(
             accelerator=accelerator,
             model=model,
             optimizer=optimizer,
-            log_interval="2ba",
+            log_interval=f"{job.log_every}ba",
             max_duration=f"{epochs}ep",
             run_name="small",
             runs_folder=folder,

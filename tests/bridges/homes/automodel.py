@@ -229,7 +229,7 @@ def train(
         heard = [Nothing()]
     elif callbacks is not None:
         assert not isinstance(callbacks, str)
-        heard = [host(callbacks, log_interval="2ba", strict=strict)]
+        heard = [host(callbacks, log_interval=f"{job.log_every}ba", strict=strict)]
     recipe = Recipe(
         job,
         folder / "small",

@@ -44,7 +44,7 @@ def train(
             model=model,
             optimizer=optimizer,
             callbacks=callbacks,
-            log_interval="2ba",
+            log_interval=f"{job.log_every}ba",
             max_duration=f"{epochs}ep",
             run_name="small",
             runs_folder=folder,

@@ -125,7 +125,11 @@ def made(
         assert callbacks == EMPTY
         own = [Empty()]
     else:
-        own = [host(callbacks, strict=strict, log_interval="2ba", runs_folder=folder)] if callbacks is not None else []
+        own = (
+            [host(callbacks, strict=strict, log_interval=f"{job.log_every}ba", runs_folder=folder)]
+            if callbacks is not None
+            else []
+        )
     given: dict[str, Any] = {
         "model": model,
         "train_dataloader": job.batches(steps_an_epoch=steps_an_epoch),

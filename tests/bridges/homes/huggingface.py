@@ -43,7 +43,7 @@ def train(
         per_device_eval_batch_size=4,
         train_sampling_strategy="sequential",
         max_grad_norm=0.0,
-        logging_steps=2,
+        logging_steps=job.log_every,
         eval_strategy="epoch" if evaluate else "no",
         save_strategy="no",
         report_to=[],

@@ -54,7 +54,7 @@ def train(
             optimizer=optimizer,
             evaluators={"validation": evaluator} if evaluate else None,
             evaluate=validate if evaluate else None,
-            log_interval="2ba",
+            log_interval=f"{job.log_every}ba",
             run_name="small",
             runs_folder=folder,
             strict=strict,

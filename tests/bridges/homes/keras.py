@@ -84,7 +84,7 @@ def train(
     elif callbacks is not None:
         given = [host(
                 callbacks,
-                strict=strict, model=model.inner.module, run_name="small", runs_folder=folder, log_interval="2ba",
+                strict=strict, model=model.inner.module, run_name="small", runs_folder=folder, log_interval=f"{job.log_every}ba",
             )]  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*shuffle=True.*")  # of a DataLoader it is ignored

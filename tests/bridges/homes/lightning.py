@@ -94,7 +94,7 @@ def train(
     theirs = [] if callbacks is None else [Empty()] if isinstance(callbacks, str) else [host(callbacks, strict=strict)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        trainer = quiet_trainer(folder, theirs, max_epochs=epochs)
+        trainer = quiet_trainer(folder, theirs, max_epochs=epochs, log_every_n_steps=job.log_every)
         torch.manual_seed(3)
         module, batches = Module(job), job.batches(steps_an_epoch=steps_an_epoch)
         trainer.fit(module, batches, job.validation_batches() if evaluate else None)

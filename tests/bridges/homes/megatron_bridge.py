@@ -262,5 +262,6 @@ def train(
         train__train_iters=epochs * steps_an_epoch,
         train__eval_interval=steps_an_epoch if evaluate else None,
         train__eval_iters=3 if evaluate else 0,
+        logger__log_interval=job.log_every,
     )
     return Loop(cfg, job, given, names=names).run()

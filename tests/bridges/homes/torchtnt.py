@@ -87,7 +87,7 @@ def train(
         assert callbacks == EMPTY
         given = [Empty()]
     elif callbacks is not None:
-        given = [host(callbacks, strict=strict, run_name="small", runs_folder=folder, log_interval="2ba")]
+        given = [host(callbacks, strict=strict, run_name="small", runs_folder=folder, log_interval=f"{job.log_every}ba")]
     batches = job.batches(steps_an_epoch=steps_an_epoch)
     if evaluate:
         fit(unit, batches, job.validation_batches(), max_epochs=epochs, callbacks=given)

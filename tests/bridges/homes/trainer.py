@@ -33,7 +33,7 @@ def train(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
         max_duration=f"{epochs}ep",
         eval_interval="1ep",
-        log_interval="2ba",
+        log_interval=f"{job.log_every}ba",
         seed=3,
         device="cpu",
         run_name="small",
