@@ -23,9 +23,10 @@ RESUME ?= auto
 demo: $(READY)  ## train a small language model on the standard library's source, about 75 seconds; RESUME=new starts anew
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
-test: $(READY)  ## all tests; those that look at pages in a browser by themselves, since what drives it keeps an event loop in the main thread
+test: $(READY)  ## all tests; those with other frameworks by themselves, which are large, and those that look at pages in a browser, which keeps a loop
 	$(BIN)/python tools/composer_venv.py
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/bridges --ignore tests/compat
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/bridges tests/compat
 	$(BIN)/python -m pytest -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, about five minutes

@@ -11,5 +11,6 @@ from torch import Tensor
 def _nothing_is_left_in_torch() -> Iterator[None]:
     """A host whose loop failed puts everything back when it is forgotten."""
     yield
-    gc.collect()
+    if Tensor.backward.__qualname__ != "Tensor.backward":  # a collection looks at all that the frameworks hold: half a second
+        gc.collect()
     assert Tensor.backward.__qualname__ == "Tensor.backward"

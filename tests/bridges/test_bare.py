@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import pickle
@@ -198,6 +199,49 @@ def test_a_break_ends_the_epoch() -> None:
     assert recorder.events.count("on_train_step_end") == 4
     assert recorder.events.count("on_epoch_end") == 2
     assert run.ctx.run.outcome == "finished"
+
+
+def test_after_a_break_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = [torch.full((1, 1), float(number)) for number in range(10)]
+
+    def trained(breaks: list[int], resume: str | None = None) -> list[list[float]]:
+        model, seen = nn.Linear(1, 1), list[list[float]]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        saver = CheckpointSaver(save_interval="1ba")
+        with attach(
+            model=model, optimizer=optimizer, callbacks=saver, run_name="run", runs_folder=tmp_path, log_interval=1, resume=resume
+        ) as run:
+            for last in breaks:
+                seen.append([])
+                for batch in run.steps(data):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen[-1].append(float(batch))
+                    if len(seen[-1]) == last:
+                        break
+        return seen
+
+    assert trained([4, 3]) == [[0, 1, 2, 3], [0, 1, 2]]
+    assert trained([99], resume="auto") == [[3, 4, 5, 6, 7, 8, 9]]
+
+
+def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
+    def hear(number: int, ctx: Context) -> None: ...
+
+    manager = CallbackManager()
+    manager.register("on_forward_end", functools.partial(hear, 1))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
+            for batch in run.steps([torch.zeros(1, 1)]):
+                (model.weight.sum() * batch.sum()).backward()  # nobody calls the model
+                optimizer.step()
+
+    with pytest.raises(NotCarried, match=r"partial.* hears on_forward_end"):
+        train()
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -428,3 +472,26 @@ def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 2
     assert len(copies) == 4
+
+
+def test_a_loop_that_is_not_told_of_is_an_error() -> None:
+    model, optimizer, data = parts()
+    attached = attach(model=model, optimizer=optimizer, callbacks=[])
+    with pytest.raises(RequestRefused, match=r"with callsheet\.attach"):
+        next(attached.steps(data))
+
+    def forgetful() -> None:
+        with attached as run:
+            for _ in run.epochs(2):
+                for inputs, _ in data:
+                    model(inputs)
+
+    with pytest.raises(RequestRefused, match=r"run\.steps\(dataloader\)"):
+        forgetful()
+
+
+def test_results_without_a_dataset_are_refused() -> None:
+    model, optimizer, _ = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
+        with pytest.raises(ConfigError, match="by the dataset's name"):
+            run.evaluated({"loss": 1.2})  # type: ignore[dict-item]

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
-from callsheet import Callback, NotCarried, RegistrationError
+from callsheet import Callback, CallbackManager, NotACallbackError, NotCarried, RegistrationError
 from callsheet.bridges.lightning import guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
@@ -454,3 +454,8 @@ def test_it_has_to_be_lightning_s_under_either_name(tmp_path: Path) -> None:
 def test_who_hears_no_batch_costs_no_step() -> None:
     stops = guest(theirs.EarlyStopping("val_loss"))
     assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()
+
+
+def test_one_that_is_not_wrapped_is_told_how() -> None:
+    with pytest.raises(NotACallbackError, match=r"wrap it: callsheet\.bridges\.lightning\.guest"):
+        CallbackManager([theirs.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]

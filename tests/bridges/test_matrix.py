@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from callsheet import Callback, callbacks, loggers
+from callsheet.bridges.matrix import frameworks
 from callsheet.testing import Subject
 
 from .cells import cell, home
@@ -60,3 +61,14 @@ def test_a_built_in_does_in_a_host_what_the_matrix_says(
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     hold(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)
+
+
+def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
+    assert sorted(frameworks()) == HOMES
+    for where, framework in frameworks().items():
+        assert sorted(framework.callbacks) == sorted(BUILT_INS), where
+        try:
+            it = home(where)
+        except ModuleNotFoundError:
+            continue  # in a venv of its own, where this runs too
+        assert (framework.name, framework.version, framework.how) == (it.NAME, it.VERSION, getattr(it, "HOW", ""))

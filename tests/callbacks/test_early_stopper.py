@@ -15,7 +15,7 @@ from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.early_stopper import EarlyStopper
 from callsheet.checkpoint import find_checkpoints
-from callsheet.testing import run_ranks
+from callsheet.testing import FakeLoop, run_ranks
 from callsheet.trainer import Evaluator
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
@@ -223,3 +223,8 @@ def on_a_rank(folder: str) -> tuple[int, str]:
 
 def test_two_ranks_stop_together_on_what_they_found_together(tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path)) == [(5, "stopped")] * 2
+
+
+def test_a_run_without_evaluations_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    FakeLoop(EarlyStopper(monitor="validation/loss"), [1.0, 1.0], folder=tmp_path).run()
+    assert "waited for 'validation/loss', and no evaluation was told in the whole run" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -165,23 +166,23 @@ def test_the_seed_page_s_first_example() -> None:
 
 
 def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
-    class EpochMonitor(Callback):
+    class SaysWhere(Callback):
         def epoch_start(self, state: State, logger: Logger) -> None:
-            print(f"Epoch: {state.timestamp.epoch}")
+            print(f"{state.timestamp.epoch} done so far")
 
-    trained(callbacks=[EpochMonitor()], max_duration="2ep")
-    assert capsys.readouterr().out.splitlines() == ["Epoch: 0ep", "Epoch: 1ep"]
+    trained(callbacks=[SaysWhere()], max_duration="2ep")
+    assert capsys.readouterr().out.splitlines() == ["0ep done so far", "1ep done so far"]
 
     class CatchAll(Callback):
         def run_event(self, event: Event, state: State, logger: Logger) -> None:
             if event == Event.EPOCH_START:
-                print(f"Epoch: {state.timestamp.epoch}")
+                print(f"{state.timestamp.epoch} done so far")
 
         def epoch_end(self, state: State, logger: Logger) -> None:
             raise AssertionError("run_event hears it instead")
 
     trained(callbacks=CatchAll(), max_duration="2ep")
-    assert capsys.readouterr().out.splitlines() == ["Epoch: 0ep", "Epoch: 1ep"]
+    assert capsys.readouterr().out.splitlines() == ["0ep done so far", "1ep done so far"]
 
 
 def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -450,3 +451,12 @@ def test_it_needs_no_composer() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout == "callsheet.compat.composer.callbacks\n", ran.stderr
+
+
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "composer_style.py"), run_name="__main__")
+    best = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "best so far" in line]
+    assert len(best) == 3
+    assert best == sorted(best, reverse=True)
+    assert best[-1] < best[0]

@@ -221,25 +221,24 @@ def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.L
 
 
 def test_a_class_keeps_time(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
-    class MyCallback(Callback):
+    class Clock(Callback):
         def on_train_start(self, context: CallbackContext) -> None:
-            context.user_state["start_time"] = time.time()
-            print(f"Training started at step {context.state.train_state.step}")
+            context.user_state["began"] = time.perf_counter()
+            print(f"from step {context.state.train_state.step}")
 
         def on_train_step_end(self, context: CallbackContext) -> None:
             if context.loss_dict:
-                print(f"Step {context.state.train_state.step}: loss={context.loss_dict}")
+                print(f"{context.state.train_state.step} {context.loss_dict}")
 
         def on_train_end(self, context: CallbackContext) -> None:
-            elapsed = time.time() - context.user_state["start_time"]
-            print(f"Training completed in {elapsed:.2f}s")
+            print(f"{time.perf_counter() - context.user_state['began']:.2f} s in all")
 
-    pretrain(config, forward_step, callbacks=[MyCallback()])
+    pretrain(config, forward_step, callbacks=[Clock()])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Training started at step 0"
-    assert [line.split("{")[0] for line in lines[1:-1]] == [f"Step {step}: loss=" for step in range(6)]
+    assert lines[0] == "from step 0"
+    assert [line.split("{")[0] for line in lines[1:-1]] == [f"{step} " for step in range(6)]
     assert "'lm loss': tensor(" in lines[1]
-    assert lines[-1].startswith("Training completed in ")
+    assert lines[-1].endswith(" s in all")
 
 
 def test_functions_classes_and_lists_mix(config: ConfigContainer) -> None:
@@ -297,10 +296,10 @@ def test_a_rank_is_asked_for_and_errors_are_kept(config: ConfigContainer) -> Non
 
 
 def test_metrics_are_sent(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLUSTER_ID", "blue")
+    monkeypatch.setenv("WHICH_CLUSTER", "blue")
     sent: list[dict[str, Any]] = []
 
-    class ProprietaryMetricsCallback(Callback):
+    class ToTheCluster(Callback):
         def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
             self.send = send
 
@@ -311,15 +310,15 @@ def test_metrics_are_sent(config: ConfigContainer, monkeypatch: pytest.MonkeyPat
                         "step": context.state.train_state.step,
                         "loss": context.loss_dict.get("lm loss"),
                         "grad_norm": context.grad_norm,
-                        "cluster_id": os.environ.get("CLUSTER_ID"),
+                        "cluster": os.environ.get("WHICH_CLUSTER"),
                     }
                 )
 
-    pretrain(config, forward_step, callbacks=[ProprietaryMetricsCallback(sent.append)])
+    pretrain(config, forward_step, callbacks=[ToTheCluster(sent.append)])
     assert [each["step"] for each in sent] == list(range(6))
     assert all(isinstance(each["loss"], Tensor) and isinstance(each["grad_norm"], float) for each in sent)
     assert sent[-1]["loss"] < sent[0]["loss"]
-    assert {each["cluster_id"] for each in sent} == {"blue"}
+    assert {each["cluster"] for each in sent} == {"blue"}
 
 
 # --- what pretrain does ---

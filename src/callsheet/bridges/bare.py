@@ -163,6 +163,10 @@ class AttachedRun:
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
+        if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
+            raise ConfigError(
+                f"evaluated({{{odd!r}: ...}}): give the results by the dataset's name, such as {{'validation': {{'loss': 1.2}}}}"
+            )
         if self._is_iterating:
             self._run.made.append(results)
         else:
@@ -175,6 +179,10 @@ class AttachedRun:
             epoch = self._run.state.timestamp.epoch
             yield epoch
             if self._run.state.timestamp.epoch == epoch:
+                if self._run.ctx.step == self._run.state.baseline.batch:
+                    raise RequestRefused(
+                        "an epoch of run.epochs() is over, and nothing was told of it: take its batches from run.steps(dataloader)"
+                    )
                 return  # the loop has not taken the epoch's steps to their end
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
@@ -185,6 +193,8 @@ class AttachedRun:
         """
         if self._is_iterating:
             raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
+        if not self._hooks:
+            raise RequestRefused("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
         if self._is_over:
             return
         self._catch_up(goes_on=True)
@@ -199,6 +209,7 @@ class AttachedRun:
                 run.counted = sum(samples), sum(tokens)
                 self._optimizer_hooks.has_stepped, self._backward.total = False, None
                 self._backward.is_on, is_heard = True, narrator.hears("microbatch")
+                place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
                     ctx.batch = batch
                     if is_heard:
@@ -209,7 +220,6 @@ class AttachedRun:
                     else:
                         yield batch
                 self._backward.is_on = False
-                place.taken += len(group)
                 self._end_step()
             if is_whole := place.is_at_end:
                 place.end()
@@ -258,7 +268,13 @@ class AttachedRun:
         if run.narrator.is_open("train_step"):
             self._end_step()
         if run.narrator.is_open("epoch"):
+            if goes_on:
+                self._epoch_is_left()
             self._is_over = run.end_epoch(is_whole=goes_on) and (goes_on or self._is_over)
+
+    def _epoch_is_left(self) -> None:
+        """The next begins with its data anew; before the boundary, where a checkpoint may be written."""
+        self._place.end()
 
     def __enter__(self) -> Self:
         run = self._run

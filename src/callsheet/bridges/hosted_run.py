@@ -282,7 +282,7 @@ class HostedRun:
         ctx.close("on_checkpoint_published")
 
     def refuse(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
-        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end.
+        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end; log what others will not hear.
 
         Args:
             never: the events that it never tells.
@@ -295,16 +295,16 @@ class HostedRun:
         for event in never:
             if any(each not in told for each in self._listeners(event)):
                 self._not_carried(event, "never tells it", strict, logger)
+        for each in dict.fromkeys(each for event in never for each in self._listeners(event)):
+            if each in told and not self._hears_all(each):
+                missed = ", ".join(event for event in never if each in self._listeners(event))
+                logger.info("%s hears %s besides, which %s never tells", _name_of(each), missed, self.host)
 
     def _listeners(self, event: str) -> list[Any]:
         return self.manager.list_callbacks(event)
 
     def _not_carried(self, event: str, why: str, strict: bool, logger: Any) -> None:
-        listeners = ", ".join(
-            label_of(each) if isinstance(each, Callback) else each.__name__
-            for each in self.manager.list_callbacks(event)
-            if not self._hears_all(each)
-        )
+        listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._hears_all(each))
         if not listeners:
             return
         message = f"{listeners} hears {event}, and {self.host} {why}"
@@ -412,6 +412,10 @@ class HostedRun:
 
 counts_of = Task().counts
 """How many samples and tokens a batch holds, as far as it shows."""
+
+
+def _name_of(listener: Any) -> str:
+    return label_of(listener) if isinstance(listener, Callback) else getattr(listener, "__name__", repr(listener))
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -86,6 +86,11 @@ class EarlyStopper(Callback):
         if self._has_run_out(ctx) and not ctx.state.is_complete:  # else it ends here anyway
             self._stop(ctx)
 
+    def on_train_end(self, ctx: Context) -> None:
+        """Say so where it could not do its work."""
+        if self._seen_at is None and not self._is_warned and ctx.state.timestamp.batch > ctx.state.baseline.batch:
+            logger.warning("%s waited for %r, and no evaluation was told in the whole run", label_of(self), self._monitor)
+
     def _has_run_out(self, ctx: Context) -> bool:
         if not isinstance(self._patience, Time):
             return self._waited >= self._patience

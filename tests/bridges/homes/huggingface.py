@@ -18,7 +18,6 @@ from callsheet.bridges.huggingface import host
 from .job import Given, Job
 
 NAME, VERSION = "the Hugging Face Trainer", f"(transformers {transformers.__version__})"
-HOW = "callsheet.bridges.huggingface.host([...])"
 
 
 def train(

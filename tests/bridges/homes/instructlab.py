@@ -44,7 +44,8 @@ REAL = _installed()
 API: Any = REAL if REAL is not None else instructlab_names
 
 NAME = "InstructLab"
-VERSION = f"{importlib.metadata.version('instructlab-training')}, its hooks" if REAL is not None else "0.16.2's hooks, in small"
+VERSION = importlib.metadata.version("instructlab-training") if REAL is not None else "0.16.2"
+HOW = "whose hooks a loop of the tests fires in their recorded order, since it trains on GPUs alone"
 
 
 class Loop:

@@ -48,7 +48,7 @@ def interface() -> ModuleType | None:
     return module
 
 
-NAME, VERSION = "Megatron Bridge", "(with fourteen events)"
+NAME, VERSION = "Megatron Bridge", "0.3.1's interface, with the two events that came later"
 HOW = "whose events a loop of the tests fires in their recorded order, since it trains on GPUs alone"
 
 

@@ -235,10 +235,8 @@ class AcceleratedRun(AttachedRun):
         finally:
             self._is_iterating = self._backward.is_on = False
 
-    def _catch_up(self, *, goes_on: bool) -> None:
-        super()._catch_up(goes_on=goes_on)
-        if goes_on:  # the epoch that was left is over
-            self._taken = 0
+    def _epoch_is_left(self) -> None:
+        self._taken = 0
 
     def _left_of(self, dataloader: Any) -> Iterable[Any]:
         skip, self._to_skip = self._to_skip, 0
