@@ -27,8 +27,11 @@ def undocumented(tree: ast.Module) -> list[str]:
                 continue
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
                 continue
-            is_overload = any(getattr(mark, "id", "") == "overload" for mark in node.decorator_list)
-            if not is_overload and not ast.get_docstring(node):
+            # what the first of them says, or the getter, the others do not repeat
+            is_another = any(
+                getattr(mark, "id", "") == "overload" or getattr(mark, "attr", "") == "setter" for mark in node.decorator_list
+            )
+            if not is_another and not ast.get_docstring(node):
                 missing.append(prefix + node.name)
             if isinstance(node, ast.ClassDef):
                 bases = [getattr(base, "id", "") for base in node.bases]

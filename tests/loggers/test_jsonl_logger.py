@@ -235,11 +235,10 @@ def test_lines_that_could_never_be_written_are_told_at_the_end(tmp_path: Path, c
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
-    before = threading.active_count()
-    seen: list[int] = []
-    fit(tmp_path, Acts(at_1=lambda ctx: seen.append(threading.active_count())))
-    assert seen[0] > before
-    assert threading.active_count() == before
+    before, seen = set(threading.enumerate()), set[threading.Thread]()
+    fit(tmp_path, Acts(at_1=lambda ctx: seen.update(threading.enumerate())))
+    assert seen - before
+    assert set(threading.enumerate()) <= before
 
 
 # --- resuming ---

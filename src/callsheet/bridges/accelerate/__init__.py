@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
 from callsheet.bridges.bare import AttachedRun
 from callsheet.bridges.host_parts import Evaluates
+from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun, counts_of
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
@@ -335,12 +336,7 @@ class AcceleratedRun(AttachedRun):
         self._is_kept = True
         if self._loaded is not None:
             return dict(self._loaded)
-        return {
-            "state": run.state.state_dict(),
-            "callbacks": run.manager.state_dict(),
-            "records": run.records.state_dict(),
-            "taken": self._taken,
-        }
+        return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: when the block is entered, or at once within it, but not in the midst of an epoch."""
@@ -351,7 +347,7 @@ class AcceleratedRun(AttachedRun):
             self._load()
 
     def _load(self) -> CheckpointInfo | None:
-        run, ctx = self._run, self._run.ctx
+        run = self._run
         if self._resume is not None and not self._is_inside:
             self._accelerator.load_state(self._resume)
         loaded, self._loaded = self._loaded, None
@@ -361,12 +357,9 @@ class AcceleratedRun(AttachedRun):
                     "no states of callbacks were loaded from %s: accelerator.register_for_checkpointing(run) does", self._resume
                 )
             return None
-        run.state.load_state_dict(loaded["state"])
-        run.manager.load_state_dict(loaded["callbacks"])
-        run.records.load_state_dict(loaded["records"])
+        take_back(run, loaded)
         self._to_skip, self._is_resumed = loaded["taken"], True
         now = run.state.timestamp
-        ctx.step, ctx.epoch = now.batch, now.epoch
         return CheckpointInfo(self._resume or "", now.batch, now.epoch, "periodic")
 
 

@@ -17,13 +17,13 @@ import torch
 from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.callback import Callback
-from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
-from callsheet.errors import CheckpointError, NotCarried
+from callsheet.errors import NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
 
 __all__ = ["EVENTS", "NOT_TOLD", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
@@ -53,8 +53,6 @@ NOT_TOLD = (
 NOT_TOLD_OF_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
 """The same where a recipe has several validation sets: it does not say when it goes on to the next."""
 
-STATE = "callsheet"
-"""The folder in a checkpoint of AutoModel in which the callbacks' states stand."""
 
 _RENAMED = {
     "grad_norm": "train/grad_norm",
@@ -309,7 +307,7 @@ class AutoModelHost(AutoModelCallback):
             run.records.last_loss = torch.as_tensor(loss, dtype=torch.float32)
         path = Path(checkpoint_info["checkpoint_path"])
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
-        info = run.tell_checkpoint(str(path), lambda info: _write(run, path, info), is_durable=not in_background)
+        info = run.tell_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
         self._on_its_way = info if in_background else None
         self._is_due_told = False
         self._stop_if_asked(run)
@@ -324,28 +322,14 @@ class AutoModelHost(AutoModelCallback):
             run.publish(info)
 
 
-def _write(run: HostedRun, path: Path, info: CheckpointInfo) -> None:
-    told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
-    local = {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
-    write_checkpoint(path / STATE, {"state": run.state.state_dict()}, local, told, group=run.world.saving, overwrite=True)
-
-
 def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:
     """Training goes on from a checkpoint of AutoModel, which it has loaded: take back what else stands in it."""
     step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
     if found is None:
         logger.warning("%s goes on from step %d, and no state of callbacks was found where its checkpoints are", run.host, step)
-        run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
-            batch=step, epoch=scheduler.epoch, epoch_in_round=scheduler.epoch
-        )
+        go_on_without(run, step, scheduler.epoch)
         return None
-    loaded = read_checkpoint(found / STATE, group=run.world.saving)
-    if loaded.info.get("step") != step:
-        raise CheckpointError(f"{found / STATE} is of step {loaded.info.get('step')}, and AutoModel goes on from {step}")
-    run.state.load_state_dict(loaded.shared["state"])
-    run.manager.load_state_dict(loaded.local["callbacks"])
-    run.records.load_state_dict(loaded.local["records"])
-    return CheckpointInfo(str(found), step, run.state.timestamp.epoch, str(loaded.info.get("kind", "periodic")))
+    return read_states(run, found, step)
 
 
 def _is_leaving(recipe: Any) -> bool:

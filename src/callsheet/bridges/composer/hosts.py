@@ -14,6 +14,7 @@ from torch import Tensor
 
 from callsheet.bridges.composer import NOT_TOLD
 from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
+from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun, counts_of
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
@@ -117,9 +118,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         if saved is not None:
             own = saved["hosts"][self._hosts.index(self)] if self in self._hosts[: len(saved["hosts"])] else None
             if own:
-                run.state.load_state_dict(own["state"])
-                run.manager.load_state_dict(own["callbacks"])
-                run.records.load_state_dict(own["records"])
+                take_back(run, own)
         if run.state.timestamp.batch != int(at.batch):
             logger.warning("%s goes on from step %d, and its checkpoint has no state of these callbacks", run.host, int(at.batch))
             run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
@@ -399,7 +398,4 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:
-        run = self._run
-        if run is None:
-            return {}
-        return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+        return own_state(self._run) if self._run is not None else {}

@@ -11,15 +11,14 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
 from callsheet.bridges.huggingface.hooks import ALONE, SPEEDS, Datasets, ForwardHooks, by_dataset
 from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.callback import Callback
-from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.context import CheckpointInfo, Outcome
+from callsheet.context import Outcome
 from callsheet.control import Request
-from callsheet.errors import CheckpointError
 from callsheet.manager import CallbackManager, normalize_callbacks
 
 __all__ = ["GUEST_EVENTS", "NOT_TOLD", "STATE", "TOLD_AT", "HuggingFaceHost", "guest", "host"]
@@ -61,9 +60,6 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
     "an error of a callback": ("on_exception",),
 }
 """The Trainer's moments, and ours that are told there; a step's last microbatch ends with `on_pre_optimizer_step`."""
-
-STATE = "callsheet"
-"""The folder in a checkpoint of the Trainer in which the callbacks' states stand."""
 
 
 def host(
@@ -311,13 +307,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         if not self._is_due_told:
             run.boundaries.tell_checkpoint_due("step")
         path = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-        run.tell_checkpoint(str(path), lambda info: self._write(run, path, info))
+        run.tell_checkpoint(str(path), lambda info: write_states(run, path, info))
         self._is_due_told = False
-
-    def _write(self, run: HostedRun, path: Path, info: CheckpointInfo) -> None:
-        told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
-        local = {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
-        write_checkpoint(path / STATE, {"state": run.state.state_dict()}, local, told, group=run.world.saving, overwrite=True)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         """Training goes on from a checkpoint of the Trainer: take back what stands in it."""
@@ -326,24 +317,14 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         given = args.resume_from_checkpoint
         paths = [Path(given)] if isinstance(given, str) else []
         paths.append(Path(args.output_dir or "") / f"checkpoint-{state.global_step}")
-        found = next((path / STATE for path in paths if (path / STATE).is_dir()), None)
-        if found is None:
-            logger.warning(
-                "%s goes on from step %d, and no state of callbacks was found in %s", run.host, state.global_step, paths[-1]
-            )
-            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
-                batch=state.global_step, epoch=int(state.epoch or 0), epoch_in_round=int(state.epoch or 0)
-            )
-        else:
-            loaded = read_checkpoint(found, group=run.world.saving)
-            if loaded.info.get("step") != state.global_step:
-                raise CheckpointError(
-                    f"{found} is of step {loaded.info.get('step')}, and the Trainer goes on from {state.global_step}"
-                )
-            run.state.load_state_dict(loaded.shared["state"])
-            run.manager.load_state_dict(loaded.local["callbacks"])
-            run.records.load_state_dict(loaded.local["records"])
-        run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
+        found = next((path for path in paths if (path / STATE).is_dir()), None)
+        if found is not None:
+            read_states(run, found, state.global_step)
+            return
+        logger.warning(
+            "%s goes on from step %d, and no state of callbacks was found in %s", run.host, state.global_step, paths[-1]
+        )
+        go_on_without(run, state.global_step, int(state.epoch or 0))
 
 
 def _end(run: HostedRun, watch: BackwardWatch, hooks: ForwardHooks) -> None:

@@ -145,12 +145,14 @@ def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
 def refuse_handler(handler: Any) -> None:
+    """Raise `NotCarried` where it is one of those that cannot be a guest."""
     why = NO_GUESTS.get(label_of_handler(handler))
     if why is not None:
         raise NotCarried(f"{label_of_handler(handler)} cannot be a guest: {why}")
 
 
 def label_of_handler(handler: Any) -> str:
+    """The name of its class, or of the function; of whom it belongs to where it is a method."""
     handler = handler._parent() if hasattr(handler, "_parent") else handler
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__

@@ -13,6 +13,7 @@ from ignite.handlers import Checkpoint, ModelCheckpoint
 from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
+from callsheet.bridges.host_states import go_on_without, own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun, counts_of
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
@@ -418,7 +419,7 @@ class IgniteHost:
         run = self._last
         if self._loaded is not None or run is None:
             return dict(self._loaded or {})
-        return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+        return own_state(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next run goes on from there; the trainer has to be given its own state from the same checkpoint."""
@@ -433,12 +434,9 @@ class IgniteHost:
         if loaded is None:
             if step:
                 logger.warning("%s goes on from step %d, and was given no state of callbacks", run.host, step)
-                now = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
-                run.state.timestamp = run.state.baseline = now
+                go_on_without(run, step, epoch)
             return None
-        run.state.load_state_dict(loaded["state"])
-        run.manager.load_state_dict(loaded["callbacks"])
-        run.records.load_state_dict(loaded["records"])
+        take_back(run, loaded)
         if run.state.timestamp.batch != step:
             raise CheckpointError(
                 f"the callbacks' states are of step {run.state.timestamp.batch}, and the engine goes on from {step}: load both from one"

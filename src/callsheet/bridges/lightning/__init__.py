@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from callsheet import distributed
+from callsheet.bridges.host_states import go_on_without, own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun, counts_of
 from callsheet.bridges.lightning.fabric_run import fabric
 from callsheet.bridges.lightning.guests import LightningGuest, guest
@@ -451,8 +452,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         run = self._trained
         if run is None:
             return dict(self._loaded or {})
-        own = {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
-        return {"state": run.state.state_dict(), "ranks": distributed.gather(own)}
+        own = own_state(run)
+        return {"state": own.pop("state"), "ranks": distributed.gather(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Taken back when training begins."""
@@ -461,15 +462,10 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def _resume(self, trainer: Any, run: HostedRun) -> None:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            run.state.load_state_dict(loaded["state"])
             ranks = loaded["ranks"]
             own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
-            run.manager.load_state_dict(own["callbacks"])
-            run.records.load_state_dict(own["records"])
+            take_back(run, {"state": loaded["state"], **own})
         elif trainer.global_step:
             if trainer.ckpt_path is not None:
                 logger.warning("%s goes on from %s, in which no state of callbacks was found", run.host, trainer.ckpt_path)
-            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
-                batch=trainer.global_step, epoch=trainer.current_epoch, epoch_in_round=trainer.current_epoch
-            )
-        run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
+            go_on_without(run, trainer.global_step, trainer.current_epoch)

@@ -18,16 +18,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, LM_LOSS, MODULE, NEVER, GlobalState, MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, StepHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.names import CallbackContext
-from callsheet.bridges.megatron_bridge.settings import STATE, Settings, load_states, move, states_of, write_states
+from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
 
-__all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_TOLD", "STATE", "MegatronBridgeHost", "guest", "host"]
+__all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_TOLD", "MegatronBridgeHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
@@ -235,7 +236,7 @@ class MegatronBridgeHost:
         if step is not None and step != run.state.timestamp.batch:
             move(run, step)  # over iterations that are left out
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
-            self._states[step] = copy.deepcopy(states_of(run))  # of the checkpoint that is being written
+            self._states[step] = copy.deepcopy(own_state(run))  # of the checkpoint that is being written
         narrator.listen()
         hears = not self._is_pipelined and (narrator.hears("fetch") or narrator.hears("forward"))
         self._forward.in_step = self._forward.listen(hears)
@@ -365,10 +366,12 @@ class MegatronBridgeHost:
         if not self._is_due_told:
             run.boundaries.tell_checkpoint_due("step")
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
-        states = self._states.pop(step, None) if step != now else states_of(run)
+        states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:
             logger.warning("%s: the callbacks' states of step %d are no longer there", path, step)
-        run.tell_checkpoint(str(path), lambda info: write_states(run, path, info, states), step=step)
+        run.tell_checkpoint(
+            str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
+        )
         self._is_due_told = False
 
 

@@ -9,16 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from callsheet.bridges.host_states import STATE, read_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.context import CheckpointInfo
 from callsheet.control import Request
-from callsheet.errors import CheckpointError
 
 logger = logging.getLogger("callsheet")
-
-STATE = "callsheet"
-"""The folder in a checkpoint of Megatron's in which the callbacks' states stand."""
 
 
 class Settings:
@@ -103,36 +99,18 @@ class Settings:
         setattr(self.get(section), key, value)
 
 
-def states_of(run: HostedRun) -> tuple[Any, Any]:
-    """What all ranks share, and what is this one's own."""
-    return {"state": run.state.state_dict()}, {"callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
-
-
-def write_states(run: HostedRun, path: Path, info: CheckpointInfo, states: tuple[Any, Any] | None) -> None:
-    """Write them into a checkpoint of Megatron's; nothing where they are gone: a collective."""
-    if states is not None:
-        told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
-        write_checkpoint(path / STATE, *states, told, group=run.world.saving, overwrite=True)
-
-
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
     """Where training goes on from a checkpoint of Megatron's, take back what stands in it."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None
     root = Path(load or ".")
-    found = next((path for path in (root / f"iter_{step:07d}" / STATE, root / STATE) if path.is_dir()), None)
+    found = next((path for path in (root / f"iter_{step:07d}", root) if (path / STATE).is_dir()), None)
     if found is None:
         logger.warning("%s goes on from step %d, and no state of callbacks was found in %s", run.host, step, root)
         move(run, step)
         return None
-    loaded = read_checkpoint(found, group=run.world.saving)
-    if loaded.info.get("step") != step:
-        raise CheckpointError(f"{found} is of step {loaded.info.get('step')}, and Megatron goes on from {step}")
-    run.state.load_state_dict(loaded.shared["state"])
-    run.manager.load_state_dict(loaded.local["callbacks"])
-    run.records.load_state_dict(loaded.local["records"])
-    return CheckpointInfo(str(found.parent), step, loaded.info["epoch"], loaded.info["kind"], size_bytes=loaded.seal.size_bytes)
+    return read_states(run, found, step)
 
 
 def move(run: HostedRun, step: int) -> None:

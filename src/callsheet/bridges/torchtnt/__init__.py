@@ -15,6 +15,7 @@ from torchtnt.framework.evaluate import evaluate
 from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
+from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun, counts_of
 from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
@@ -410,12 +411,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run = self._run
         if run is None:
             return {"states": b""}
-        states = {
-            "steps": self._steps_told,
-            "state": run.state.state_dict(),
-            "callbacks": run.manager.state_dict(),
-            "records": run.records.state_dict(),
-        }
+        states = {"steps": self._steps_told, **own_state(run)}
         file = io.BytesIO()
         torch.save(states, file)
         return {"states": file.getvalue()}
@@ -432,10 +428,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
                 f"the callbacks' states are of step {restored['steps']}, and torchtnt goes on from {progress.num_steps_completed}; "
                 "let the host stand before the checkpointer in callbacks=[...]"
             )
-        run.state.load_state_dict(restored["state"])
-        run.manager.load_state_dict(restored["callbacks"])
-        run.records.load_state_dict(restored["records"])
-        run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
+        take_back(run, restored)
         self._steps_told = restored["steps"]
 
 
