@@ -54,7 +54,7 @@ def check_callback(callback: object) -> Callback:
             raise NotACallbackError(
                 f"{callback!r} is a function ({where(callback)}); give it an event with manager.register(event, function)"
             )
-        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{_bridge_of(callback)}")
+        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{bridge_of(callback)}")
     for name in _public_names(callback):
         if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
             raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
@@ -84,6 +84,7 @@ _FRAMEWORKS = {
     "transformers": "huggingface",
     "lightning": "lightning",
     "pytorch_lightning": "lightning",
+    "ignite": "ignite",
     "torchtnt": "torchtnt",
     "composer": "composer",
     "keras": "keras",
@@ -92,7 +93,7 @@ _FRAMEWORKS = {
 """By the package that its class comes from, the bridge that takes a foreign callback."""
 
 
-def _bridge_of(thing: object) -> str:
+def bridge_of(thing: object) -> str:
     """How one of another framework is brought in, where its class says that it is."""
     packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
     bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)

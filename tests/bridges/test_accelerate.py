@@ -528,7 +528,7 @@ def test_a_tracker_of_ones_own_is_told_the_records(tmp_path: Path) -> None:
     assert [step for step, _ in records] == [2, 4, 6]
     assert [values["train/loss"] for _, values in records] == history["train/loss"]
     assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.told
-    with pytest.raises(RegistrationError, match="no instance of"):
+    with pytest.raises(RegistrationError, match="not an instance of"):
         guest(object())
 
 

@@ -82,7 +82,7 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(RegistrationError, match="has none of a Composer callback's methods"):
+    with pytest.raises(RegistrationError, match="not a callback with one of the methods of Composer's"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
         guest(Callback)

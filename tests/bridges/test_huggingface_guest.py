@@ -575,7 +575,7 @@ def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCapture
         guest(TrackioCallback())
     guest(TrackioCallback(), strict=False)
     assert "TrackioCallback hears on_push_begin" in caplog.text
-    with pytest.raises(RegistrationError, match="is no instance of transformers"):
+    with pytest.raises(RegistrationError, match="not an instance of transformers"):
         guest(History())
 
 

@@ -520,7 +520,7 @@ def test_only_what_is_heard_is_listened_to() -> None:
 
 
 def test_what_is_none_of_theirs_is_refused() -> None:
-    with pytest.raises(RegistrationError, match="is no TrainerCallback"):
+    with pytest.raises(RegistrationError, match="not an instance of a TrainerCallback"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
         guest(instructlab_names.TrainerCallback)

@@ -441,7 +441,7 @@ def test_what_cannot_be_a_guest_is_refused_by_name(make: Any, why: str, caplog: 
 
 
 def test_it_has_to_be_lightning_s_under_either_name(tmp_path: Path) -> None:
-    with pytest.raises(RegistrationError, match=r"no instance of Callback of lightning\.pytorch or pytorch_lightning"):
+    with pytest.raises(RegistrationError, match=r"not an instance of Callback of lightning\.pytorch or pytorch_lightning"):
         guest(object())
     foreign = pytorch_lightning.callbacks.EMAWeightAveraging(decay=0.5)
     with redirect_stdout(io.StringIO()):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import NotCarried, RegistrationError
+from callsheet.registration import bridge_of
 
 logger = logging.getLogger("callsheet")
 
@@ -79,7 +80,7 @@ class Guest(Callback):
 
     def __init__(self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True) -> None:
         if self.BASE is not None and not isinstance(foreign, self.BASE):
-            raise RegistrationError(f"{foreign!r} is no instance of {self.BASE.__module__}.{self.BASE.__qualname__}")
+            raise no_guest(foreign, f"an instance of {self.BASE.__module__}.{self.BASE.__qualname__}")
         self.foreign = foreign
         self.name = name or type(foreign).__name__
         self.phase = phase
@@ -117,6 +118,24 @@ class Guest(Callback):
     def _refuse(self, never: list[str], strict: bool) -> None:
         if never:
             refuse_never(type(self.foreign).__name__, never, self.FRAMEWORK, strict)
+
+
+def is_another_s(given: Any) -> bool:
+    """Whether it belongs somewhere else, although it has methods of the names that are looked for: a class, one of ours, another bridge's."""
+    return isinstance(given, (type, Callback)) or bool(bridge_of(given))
+
+
+def no_guest(given: Any, wanted: str) -> RegistrationError:
+    """The error for what was given to a `guest` in the place of `wanted`, with the mend."""
+    if isinstance(given, type):
+        mend = f"; that is a class, give an instance: {given.__name__}(...)"
+    elif isinstance(given, (list, tuple)):
+        mend = "; give them one at a time: [guest(each) for each in callbacks]"
+    elif isinstance(given, Callback):
+        mend = "; it is a callback of callsheet's already, and needs no guest"
+    else:
+        mend = bridge_of(given)
+    return RegistrationError(f"{given!r} is not {wanted}{mend}")
 
 
 def refuse_never(hearer: str, never: list[str], framework: str, strict: bool) -> None:

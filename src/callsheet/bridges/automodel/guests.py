@@ -12,9 +12,8 @@ from torch import Tensor
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.automodel.recipe import RecipeFacade
-from callsheet.bridges.foreign import Guest, Handler
+from callsheet.bridges.foreign import Guest, Handler, is_another_s, no_guest
 from callsheet.context import Context
-from callsheet.errors import RegistrationError
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
@@ -64,8 +63,8 @@ class AutoModelGuest(Guest):
         constants: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.foreign = foreign
-        if not any(callable(getattr(foreign, hook, None)) for hook in HOOKS):
-            raise RegistrationError(f"{foreign!r} has none of AutoModel's hooks: {', '.join(HOOKS)}")
+        if is_another_s(foreign) or not any(callable(getattr(foreign, hook, None)) for hook in HOOKS):
+            raise no_guest(foreign, f"a callback with one of AutoModel's hooks: {', '.join(HOOKS)}")
         own: dict[str, str] = {"on_data_init_end": "_meet"}
         if self.hears("on_train_batch_end"):
             own |= {"on_train_start": "_begin", "on_loss_end": "_count"}

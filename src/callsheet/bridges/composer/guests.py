@@ -10,10 +10,9 @@ from weakref import WeakKeyDictionary
 
 from callsheet.bridges.composer.names import COMPOSER_EVENTS, Event, to_their_names
 from callsheet.bridges.composer.run import ComposerRun, Counted, Kinds
-from callsheet.bridges.foreign import Guest, Handler
+from callsheet.bridges.foreign import Guest, Handler, no_guest
 from callsheet.callback import at
 from callsheet.context import Context
-from callsheet.errors import RegistrationError
 
 logger = logging.getLogger("callsheet")
 
@@ -93,7 +92,7 @@ class ComposerGuest(Guest):
     ) -> None:
         self._kinds = Kinds.of(foreign)
         if isinstance(foreign, type) or not any(hasattr(foreign, each) for each in ("run_event", *Event)):
-            raise RegistrationError(f"{foreign!r} has none of a Composer callback's methods; give an instance of one")
+            raise no_guest(foreign, "a callback with one of the methods of Composer's")
         own, inherited = getattr(type(foreign), "run_event", None), getattr(self._kinds.base, "run_event", None)
         self._catches_all = own is not None and own is not inherited
         self._given = self._run = run

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ignite.engine import Events
 from ignite.metrics import Metric
 
-from callsheet.bridges.foreign import Guest, Handler, NotOnTheList, refuse_never
+from callsheet.bridges.foreign import Guest, Handler, NotOnTheList, no_guest, refuse_never
 from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, refuse_handler
 from callsheet.callback import Callback
 from callsheet.context import Context
@@ -79,6 +79,8 @@ def guest(
     """
     if isinstance(foreign, GuestEngine):
         return IgniteGuest(foreign, to_save=to_save, name=name, phase=phase, strict=strict)
+    if isinstance(foreign, (type, list, tuple, Callback)) or not (callable(foreign) or hasattr(foreign, "attach")):
+        raise no_guest(foreign, "a handler of Ignite's")
     refuse_handler(foreign)
     trainer = GuestEngine()
     if event is not None:

@@ -7,19 +7,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from callsheet.bridges.foreign import Guest
+from callsheet.bridges.foreign import Guest, no_guest
 from callsheet.bridges.instructlab.names import (
     HOOK_NAMES,
     TrainingContext,
     awaited,
-    check,
+    bases,
     hears,
     log_failure,
     seen,
 )
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
-from callsheet.errors import RegistrationError
 from callsheet.lanes import LaneOptions
 from callsheet.manager import CallbackManager
 from callsheet.time import TimeUnit
@@ -131,10 +130,8 @@ class InstructLabGuest(Guest):
     def __init__(
         self, foreign: Any, *, name: str = "", phase: str = "report", strict: bool = True, deadline: float = 60.0
     ) -> None:
-        try:
-            check(foreign)
-        except TypeError as error:
-            raise RegistrationError(str(error)) from None
+        if not isinstance(foreign, bases()):
+            raise no_guest(foreign, "an instance of a TrainerCallback of InstructLab's")
         self.lane_options = LaneOptions(deadline=deadline)
         super().__init__(foreign, name=name, phase=phase, strict=strict)
         heard = [hook for hook in HOOK_NAMES if hears(foreign, hook)]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.foreign import Guest, Handler
+from callsheet.bridges.foreign import Guest, Handler, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
 from callsheet.bridges.lightning.module import ModuleFacade
 from callsheet.context import Context
-from callsheet.errors import NotCarried, RegistrationError
+from callsheet.errors import NotCarried
 
 logger = logging.getLogger("callsheet")
 
@@ -382,4 +382,4 @@ def _package_of(foreign: Any) -> Any:
         package, _, rest = kind.__module__.partition(".callbacks.")
         if kind.__name__ == "Callback" and package in _PACKAGES and rest == "callback":
             return importlib.import_module(package)
-    raise RegistrationError(f"{foreign!r} is no instance of Callback of {' or '.join(_PACKAGES)}")
+    raise no_guest(foreign, f"an instance of Callback of {' or '.join(_PACKAGES)}")

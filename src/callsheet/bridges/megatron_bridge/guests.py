@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from callsheet.bridges.foreign import Facade, Guest, Handler, NotOnTheList
+from callsheet.bridges.foreign import Facade, Guest, Handler, NotOnTheList, is_another_s, no_guest
 from callsheet.bridges.hosted_run import counts_of
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext, CallbackManager, normalize_callbacks
 from callsheet.checkpoint.plain import flatten
@@ -279,6 +279,9 @@ def _manager(foreign: Any) -> Any:
         raise NotCarried("a manager of Megatron-LM tells its callbacks in a context of its own; give its callbacks, as a list")
     if hasattr(foreign, "fire") and hasattr(foreign, "has_callbacks"):
         return foreign
+    for each in foreign if isinstance(foreign, list) else [foreign]:
+        if is_another_s(each) or not any(hasattr(each, event) for event in VALID_EVENTS):
+            raise no_guest(each, "a callback of Megatron's, a list of them, or a manager")
     package = sys.modules.get(MODULE)
     first = foreign[0] if isinstance(foreign, list) and foreign else foreign
     if package is not None and isinstance(first, package.Callback):
