@@ -82,6 +82,7 @@ def launched(script: Path, folder: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_many_ranks_learn_make_way_for_the_launcher_s_signal_and_go_on(tmp_path: Path) -> None:
     """Under torchrun itself, which passes its signal on to all ranks."""
     long = tmp_path / "long.py"
@@ -180,6 +181,7 @@ def test_an_endpoint_that_refuses_costs_records_and_not_the_run(
     assert "HTTPReporter" in caplog.text
 
 
+@pytest.mark.slow
 def test_checkpoints_are_uploaded_by_one_of_eight_ranks_and_can_be_read_there(tmp_path: Path) -> None:
     away = tmp_path / "away"
     run_ranks(run_here, 8, "checkpoint_upload.py", f"file://{away}", str(tmp_path), timeout=280)

@@ -263,6 +263,7 @@ def test_from_a_package(tmp_path: Path, tmp: Path) -> None:
     assert_nothing_left(tmp)
 
 
+@pytest.mark.slow
 def test_under_torchrun_itself(tmp_path: Path, tmp: Path) -> None:
     """The launcher is torchrun; what is sent is the transport's."""
     (tmp_path / "parts.py").write_text(PARTS)
@@ -303,6 +304,7 @@ def notebook(*cells: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # the kernel client's own
+@pytest.mark.slow
 def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes and functions that are in no file: refused with the mend, and sent where pickles are allowed."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # under it a kernel does not show what child processes print
@@ -476,7 +478,9 @@ def has_callbacks(callbacks: list[Any]) -> str:
     return type(callbacks[0]).__name__
 
 
-@pytest.mark.parametrize(("how", "error"), [("raises", "ValueError: no device for me"), ("exits", "SystemExit: 0")])
+@pytest.mark.parametrize(
+    ("how", "error"), [("raises", "ValueError: no device for me"), pytest.param("exits", "SystemExit: 0", marks=pytest.mark.slow)]
+)
 def test_a_callback_that_cannot_be_made_on_a_rank_is_told_with_its_traceback(how: str, error: str, tmp: Path) -> None:
     with pytest.raises(LaunchError, match="rank 1 of 2 failed first: ") as caught:
         launch(has_callbacks, callbacks=[NotOnRankOne(how)])
@@ -549,6 +553,7 @@ def test_sigterm_reaches_the_ranks_and_they_save(long_job: subprocess.Popen[str]
     assert_nothing_left(tmp)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_ranks_once_and_they_save(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
     """A terminal signals its whole group; a second Ctrl-C would cut the saving short."""
     os.killpg(long_job.pid, signal.SIGINT)
@@ -561,6 +566,7 @@ def test_ctrl_c_reaches_the_ranks_once_and_they_save(long_job: subprocess.Popen[
     assert_nothing_left(tmp)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
     """The ranks notice, save and end; the payload goes with them."""
     assert len(workers(tmp)) == 2

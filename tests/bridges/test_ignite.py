@@ -18,7 +18,17 @@ from torch import nn
 
 from callsheet import Callback, CheckpointError, ConfigError, Context, NotCarried, RequestRefused
 from callsheet.bridges.ignite import host
-from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.callbacks import (
+    EMA,
+    CheckpointSaver,
+    EarlyStopper,
+    History,
+    LRMonitor,
+    NaNMonitor,
+    OptimizerMonitor,
+    SaveOnTrigger,
+    SpeedMonitor,
+)
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .homes.job import POINTS
@@ -220,6 +230,20 @@ def test_what_it_was_not_given_cannot_be_asked_for(tmp_path: Path) -> None:
     asked.host([Asks("evaluate", 2)], evaluate=None)
     with pytest.raises(RequestRefused, match="cannot evaluate on request here; it can save, stop"):
         asked.run()
+
+
+def test_who_only_saves_is_refused_where_nothing_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused = Setup(tmp_path)
+    refused.host([CheckpointSaver(save_interval="1ep")], saves=False)
+    with pytest.raises(
+        NotCarried,
+        match=r"CheckpointSaver asks for ctx\.control\.save, which this Ignite engine cannot do on request here; give attach",
+    ):
+        refused.run()
+    assert refused.trainer.state.iteration == 0
+    goes_on = Setup(tmp_path)
+    goes_on.host([SaveOnTrigger()], saves=False)  # which asks for other things too
+    goes_on.run()
 
 
 def test_an_evaluation_that_is_asked_for_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:

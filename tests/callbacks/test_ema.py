@@ -343,7 +343,7 @@ def parameters(weights: Weights) -> Weights:
     return {name: tensor for name, tensor in weights.items() if "running" not in name}
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_average_alike_and_resume_exactly(tmp_path: Path, parallel: str) -> None:
     plain = run_ranks(on_a_rank, 2, str(tmp_path), parallel, False)
     runs = run_ranks(on_a_rank, 2, str(tmp_path), parallel, True)

@@ -465,7 +465,7 @@ def on_ranks(folder: str, parallel: str, save_format: str, exports: bool) -> Any
         return {"shards": shards, "weights": weights, "files": sorted(files.files), "modes": trained.model.training}
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize("save_format", ["torch_export", "huggingface"])
 def test_on_two_ranks(parallel: str, save_format: str, tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path), parallel, save_format, True)

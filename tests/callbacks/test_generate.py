@@ -427,7 +427,7 @@ def on_ranks(folder: str, parallel: str, generates: bool, options: Mapping[str, 
     return {"tables": tables.tables, "weights": weights, "seen": [seen[0] for seen in modes.seen], "shards": set(shards)}
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize("options", [{}, {"options": {"eos_token_id": list(range(0, 128, 3))}}], ids=["whole", "ending"])
 def test_on_two_ranks(parallel: str, options: dict[str, Any], tmp_path: Path) -> None:
     bare = run_ranks(on_ranks, 2, str(tmp_path / "bare"), parallel, False, options)
@@ -439,6 +439,7 @@ def test_on_two_ranks(parallel: str, options: dict[str, Any], tmp_path: Path) ->
     assert not second["tables"]
 
 
+@pytest.mark.slow
 def test_sharded_or_not_the_same_is_written(tmp_path: Path) -> None:
     ends = [run_ranks(on_ranks, 2, str(tmp_path / kind), kind, True, {"do_sample": False})[0] for kind in ("ddp", "fsdp")]
     assert ends[0]["tables"] == ends[1]["tables"]

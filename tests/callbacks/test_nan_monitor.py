@@ -138,7 +138,7 @@ def two_ranks(rank: int, folder: str, event: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("event", [Event.LOG, Event.CHECKPOINT_SAVE_START])
+@pytest.mark.parametrize("event", [Event.LOG, pytest.param(Event.CHECKPOINT_SAVE_START, marks=pytest.mark.slow)])
 def test_all_ranks_raise_together(tmp_path: Path, event: Event) -> None:
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=two_ranks, args=(rank, str(tmp_path), str(event))) for rank in (0, 1)]

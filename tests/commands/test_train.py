@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from callsheet.loggers import read_metrics
 
 RUN = Path("runs/tiny")
@@ -23,6 +25,7 @@ def started(*options: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_has_to_make_way_is_saved_and_gone_on_with(place: Path) -> None:
     first = started("--max_duration", "100000ba", "--eval_interval", "100000ba")
     deadline = time.monotonic() + 120

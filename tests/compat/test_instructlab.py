@@ -379,6 +379,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_on_one_process(base: Path, tmp_path: Path) -> None:
     callbacks = [Tells(str(tmp_path), hooks=["on_log", "on_save", "on_train_end"]), JSONLLogger()]
     out = tmp_path / "out"

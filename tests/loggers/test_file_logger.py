@@ -327,6 +327,7 @@ def test_descriptors_hear_what_c_and_children_print(tmp_path: Path) -> None:
     assert sorted(seen.splitlines()) == sorted([*TOLD, *TOLD, "after"])
 
 
+@pytest.mark.slow
 def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
     seen, code = ran("nested", tmp_path)
     assert code == 0, seen
@@ -344,6 +345,7 @@ def test_descriptors_hear_the_last_words_of_a_crash(tmp_path: Path) -> None:
     assert "Segmentation fault" in seen
 
 
+@pytest.mark.slow
 def test_descriptors_lose_nothing_of_much(tmp_path: Path) -> None:
     seen, code = ran("many", tmp_path)
     assert code == 0

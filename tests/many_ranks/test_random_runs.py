@@ -20,7 +20,7 @@ from callsheet.testing.ranks import RankProcesses
 from .scenario import ANSWER, FATAL, KINDS, TIMEOUT, Played, Report, blamed, planned, played
 from .table import table
 
-SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "20")))
+SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "10")))
 AT_ONCE = 3  # most of a run is waiting
 SLACK = 5.0
 """Seconds for a machine that has other things to do."""

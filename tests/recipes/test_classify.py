@@ -193,7 +193,7 @@ def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
     return logged.found, recipe.evaluated, said
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_as_one_with_the_whole_batch(data: Path, tmp_path: Path, parallel: str) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -54,7 +54,7 @@ def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
         return f"refused: {error}"
 
 
-@pytest.mark.parametrize("overrides", [[], SHARDED], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("overrides", [pytest.param([], marks=pytest.mark.slow), SHARDED], ids=["ddp", "fsdp"])
 def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp_path: Path, overrides: list[str]) -> None:
     said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)
     assert said[0].startswith(f"{run}, step 2: {tmp_path / 'out'} (")

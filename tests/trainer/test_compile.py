@@ -73,7 +73,10 @@ def train(compile: Any, parallel: str = "auto", **changes: Any) -> tuple[list[fl
 
 BACKENDS = [
     "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler and Python.h")),
+    pytest.param(
+        "inductor",
+        marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler and Python.h")],
+    ),
 ]
 
 
@@ -87,7 +90,7 @@ def test_compiled_the_losses_and_events_are_the_same(backend: str) -> None:
     assert (none, graphs > 0) == (0, True)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_compiled_on_two_ranks(parallel: str) -> None:
     expected = run_ranks(train, 2, False, parallel)
     for (found, events, graphs), (losses, eager_events, _) in zip(
@@ -139,7 +142,7 @@ def test_activations_are_computed_again_and_the_losses_are_the_same() -> None:
     assert (once, twice) == (4, 8)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_activations_are_computed_again_on_ranks(parallel: str) -> None:
     for found, expected in zip(
         run_ranks(train_llama, 2, True, parallel), run_ranks(train_llama, 2, False, parallel), strict=True

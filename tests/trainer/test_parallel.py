@@ -178,7 +178,16 @@ def bare_perceptron(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("ddp", 2),
+        pytest.param("ddp", 4, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+        ("fsdp", 4),
+        ("hsdp", 4),
+    ],
+)
 def test_ranks_train_what_one_process_trains(kind: str, world_size: int, name: str) -> None:
     expected = bare_perceptron(CASES[name])
     assert any(norm > CLIP for norm in expected["norms"])

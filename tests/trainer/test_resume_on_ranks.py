@@ -31,7 +31,7 @@ def check(survival: Survival, wanted: list[dict[str, object]], *, records: bool 
             assert found["records"] == good["records"]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS])
 def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     good = undisturbed(tmp_path / "undisturbed", setting)
@@ -42,6 +42,7 @@ def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> Non
     check(survival, good)
 
 
+@pytest.mark.slow
 def test_killed_damaged_and_asked_to_make_way(tmp_path: Path) -> None:
     random.seed(3)
     setting = SETTINGS["fsdp"]

@@ -401,11 +401,11 @@ def refused(kind: str) -> str:
     ("kind", "message"),
     [
         ("own empty", "data has no batches on rank 1 of 3; give every rank some"),
-        ("own empty unknown", "data has no batches on rank 1 of 3; give every rank some"),
+        pytest.param("own empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow),
         ("other samples", "data: the order of the samples (1{} on rank {}) is not the same on all ranks"),
-        ("other batches", "not the same number on all ranks"),
-        ("odd", "data is a Odd, which makes its batches in a way of its own"),
-        ("none", "data has no batches; is the dataset empty"),
+        pytest.param("other batches", "not the same number on all ranks", marks=pytest.mark.slow),
+        pytest.param("odd", "data is a Odd, which makes its batches in a way of its own", marks=pytest.mark.slow),
+        pytest.param("none", "data has no batches; is the dataset empty", marks=pytest.mark.slow),
         ("too few", "data has 5 samples, not enough for one batch of 2 on each of 3 ranks"),
     ],
 )

@@ -151,7 +151,7 @@ def train_opaque(kind: str) -> list[float]:
     return model.weight.flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", ["samples", "list"])
+@pytest.mark.parametrize("kind", ["samples", pytest.param("list", marks=pytest.mark.slow)])
 def test_batches_of_any_kind_are_trained_on(kind: str) -> None:
     model = linear()
     inputs = torch.arange(24.0).reshape(8, 3) / 24
@@ -204,7 +204,7 @@ def evaluate_list_states(numbers: list[int]) -> list[dict[str, dict[str, float]]
     [
         (evaluate_metrics, [9, 1, 4]),
         (evaluate_list_states, [9, 5]),
-        (evaluate_list_states, [1]),
+        pytest.param(evaluate_list_states, [1], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples", "ignore:The ``compute`` method")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from callsheet.background import inner
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.reads import reads_of
 from callsheet.callback import Callback, label_of
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
@@ -146,6 +147,8 @@ class HostedRun:
         """The samples and tokens of the step in hand."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the step in hand; they are told when it is over."""
+        self.mends: Mapping[str, str] = {}
+        """For a request that cannot be carried out here, how it could."""
         self.parts: dict[str, Stateful] = {}
         """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
         self._next_boundary = 0
@@ -282,7 +285,8 @@ class HostedRun:
         ctx.close("on_checkpoint_published")
 
     def refuse(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
-        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end; log what others will not hear.
+        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end, or whose every request it cannot
+        carry out, as far as their source shows; log what others will miss.
 
         Args:
             never: the events that it never tells.
@@ -299,6 +303,21 @@ class HostedRun:
             if each in told and not self._hears_all(each):
                 missed = ", ".join(event for event in never if each in self._listeners(event))
                 logger.info("%s hears %s besides, which %s never tells", _name_of(each), missed, self.host)
+        if self.control.able and _REQUESTS - self.control.able:  # with none at all, nothing is trained that could be asked for
+            self._refuse_requests(strict=strict, logger=logger)
+
+    def _refuse_requests(self, *, strict: bool, logger: Any) -> None:
+        for each in self.manager.callbacks:
+            asked = _REQUESTS & {read.removeprefix("control.") for read in reads_of(each) if read.startswith("control.")}
+            if missed := ", ".join(sorted(asked - self.control.able)):
+                if not asked & self.control.able:
+                    message = f"{label_of(each)} asks for ctx.control.{missed}, which {self.host} cannot do on request here"
+                    if strict:
+                        mend = self.mends.get(missed, "leave the callback out")
+                        raise NotCarried(f"{message}; {mend}, or pass strict=False to go on until it asks")
+                    logger.warning("%s", message)
+                else:
+                    logger.info("%s may ask for %s, which %s cannot do on request here", label_of(each), missed, self.host)
 
     def _listeners(self, event: str) -> list[Any]:
         return self.manager.list_callbacks(event)
@@ -409,6 +428,8 @@ class HostedRun:
             self.records.tally.tokens += self.counted[1]
         state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
 
+
+_REQUESTS = frozenset({"stop", "save", "evaluate"})
 
 counts_of = Task().counts
 """How many samples and tokens a batch holds, as far as it shows."""

@@ -21,8 +21,8 @@ import torch
 from callsheet.background import inner
 from callsheet.bridges.instructlab import NOT_SEEN, NOT_TOLD, names
 from callsheet.bridges.instructlab.names import TrainingContext
-from callsheet.bridges.instructlab.reads import reads_of
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
+from callsheet.bridges.reads import reads_of
 from callsheet.callback import Callback, label_of
 from callsheet.context import Outcome
 from callsheet.distributed import read_ranks

@@ -1,4 +1,4 @@
-"""What a callback reads of the context, as its source shows: for hosts that have little to give, and refuse by name what needs more."""
+"""What a callback reads of the context, as its source shows: for hosts that refuse by name what needs more than they have to give."""
 
 from __future__ import annotations
 

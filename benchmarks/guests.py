@@ -1,0 +1,302 @@
+"""What a callback of another framework costs a step here, as a guest, beside what its own framework's dispatch takes for it.
+
+Each foreign callback does nothing at the hooks of a step that are named. At home: that framework's own dispatcher, called with what its
+loop gives it, for ten such callbacks. Here: a loop of callsheet's with ten guests, less the same loop with nobody on the call sheet;
+so what a guest keeps for its callback, such as a count of batches or the time between them, is in it, and at home that is the loop's own.
+
+    python benchmarks/guests.py [--turns 15] [--frameworks lightning,ignite]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import torch
+from torch import nn
+
+from callsheet.testing import FakeLoop
+from timing import in_turns, machine
+
+STEPS, GUESTS = 1000, 10
+
+
+class Framework(NamedTuple):
+    """A framework's dispatch of one step, and its callbacks."""
+
+    name: str
+    hooks: str
+    made: Callable[[], Any]
+    """A callback that does nothing."""
+    dispatch: Callable[[list[Any]], Callable[[], Any]]
+    """Tells these callbacks one step, as its loop does."""
+    guest: Callable[[Any], Any]
+
+
+def does_nothing(*_: Any, **__: Any) -> None: ...
+
+
+def doing_nothing(base: type, *hooks: str) -> Callable[[], Any]:
+    """Makes an instance of a class that overrides these hooks."""
+    return type("DoesNothing", (base,), dict.fromkeys(hooks, does_nothing))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def huggingface() -> Framework:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+
+    from callsheet.bridges.huggingface import guest
+
+    hooks = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        handler = CallbackHandler(callbacks, *model_and_optimizer()[:1], None, model_and_optimizer()[1], None)
+        arguments, state, control = (
+            TrainingArguments(output_dir=tempfile.mkdtemp(), report_to=[]),
+            TrainerState(),
+            TrainerControl(),
+        )
+        told = [getattr(handler, hook) for hook in hooks]
+
+        def step() -> None:
+            for tell in told:
+                tell(arguments, state, control)
+
+        return step
+
+    return Framework("Transformers", ", ".join(hooks), doing_nothing(TrainerCallback, *hooks), dispatch, guest)
+
+
+def lightning() -> Framework:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.trainer.call import _call_callback_hooks
+
+    from callsheet.bridges.lightning import guest
+
+    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        trainer = Trainer(
+            callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu",
+        )  # fmt: skip
+        trainer.strategy._lightning_module = LightningModule()
+        optimizer, batch = model_and_optimizer()[1], torch.zeros(4, 2)
+
+        def step() -> None:
+            _call_callback_hooks(trainer, "on_train_batch_start", batch, 0)
+            _call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+            _call_callback_hooks(trainer, "on_train_batch_end", None, batch, 0)
+
+        return step
+
+    return Framework("Lightning", ", ".join(hooks), doing_nothing(Callback, *hooks), dispatch, guest)
+
+
+def ignite() -> Framework:
+    from ignite.engine import Engine, Events
+
+    from callsheet.bridges.ignite import guest
+
+    hooks = (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
+
+    class DoesNothing:
+        def attach(self, engine: Any) -> None:
+            for hook in hooks:
+                engine.add_event_handler(hook, self)
+
+        def __call__(self, engine: Any) -> None: ...
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        engine = Engine(does_nothing)
+        for each in callbacks:
+            each.attach(engine)
+
+        def step() -> None:
+            for hook in hooks:
+                engine._fire_event(hook)
+
+        return step
+
+    return Framework("Ignite", ", ".join(hook.name for hook in hooks), DoesNothing, dispatch, guest)
+
+
+def torchtnt() -> Framework:
+    from torchtnt.framework._callback_handler import CallbackHandler
+    from torchtnt.framework.callback import Callback
+
+    from callsheet.bridges.torchtnt import guest
+
+    hooks = ("on_train_step_start", "on_train_step_end")
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        handler, state, unit = CallbackHandler(callbacks), SimpleNamespace(), SimpleNamespace()
+
+        def step() -> None:
+            handler.on_train_step_start(state, unit)
+            handler.on_train_step_end(state, unit)
+
+        return step
+
+    return Framework("torchtnt", ", ".join(hooks), doing_nothing(Callback, *hooks), dispatch, guest)
+
+
+def keras() -> Framework:
+    from keras.callbacks import Callback, CallbackList
+
+    from callsheet.bridges.keras import guest
+
+    hooks = ("on_train_batch_begin", "on_train_batch_end")
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        several, logs = CallbackList(callbacks), {"loss": 1.0}
+
+        def step() -> None:
+            several.on_train_batch_begin(1)
+            several.on_train_batch_end(1, logs)
+
+        return step
+
+    return Framework("Keras", ", ".join(hooks), doing_nothing(Callback, *hooks), dispatch, guest)
+
+
+def composer() -> Framework:
+    from composer.core import Callback, Engine, Event, State
+    from composer.loggers import Logger
+
+    from callsheet.bridges.composer import guest
+
+    events = (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BATCH_END)
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        model = nn.Linear(2, 1)
+        state = State(
+            model=model, rank_zero_seed=1, run_name="benchmark", device=importlib.import_module("composer.devices").DeviceCPU(),
+            callbacks=callbacks, max_duration="1ep",
+        )  # fmt: skip
+        engine = Engine(state=state, logger=Logger(state))
+
+        def step() -> None:
+            for event in events:
+                engine.run_event(event)
+
+        return step
+
+    hooks = [event.value for event in events]
+    return Framework("Composer", ", ".join(hooks), doing_nothing(Callback, *hooks), dispatch, guest)
+
+
+def megatron_bridge() -> Framework:
+    package: Any = importlib.import_module("megatron.bridge.training.callbacks")
+
+    from callsheet.bridges.megatron_bridge import guest
+
+    hooks = ("on_train_step_start", "on_train_step_end")
+
+    def dispatch(callbacks: list[Any]) -> Callable[[], Any]:
+        manager = package.CallbackManager()
+        manager.add(callbacks)
+        state, chunks, losses = SimpleNamespace(), [nn.Linear(2, 1)], {"lm loss": torch.tensor(1.0)}
+        made = package.CallbackContext
+
+        def step() -> None:
+            for hook in hooks:
+                if package.should_fire(manager, hook):
+                    manager.fire(hook, made(state=state, model=chunks, user_state=manager.user_state, loss_dict=losses))
+
+        return step
+
+    return Framework("Megatron Bridge", ", ".join(hooks), doing_nothing(package.Callback, *hooks), dispatch, guest)
+
+
+FRAMEWORKS = (huggingface, lightning, ignite, torchtnt, keras, composer, megatron_bridge)
+
+
+def at_home(step: Callable[[], Any]) -> Callable[[], float]:
+    """Microseconds a step."""
+
+    def turn() -> float:
+        began = time.thread_time()
+        for _ in range(STEPS):
+            step()
+        return (time.thread_time() - began) / STEPS * 1e6
+
+    return turn
+
+
+def here(guests: Callable[[], list[Any]], folder: str) -> Callable[[], float]:
+    """The same, of a loop that tells these; guests are made for one run."""
+
+    def turn() -> float:
+        loop = FakeLoop(guests(), [1.0] * STEPS, log_interval=STEPS, folder=folder)
+        began = time.thread_time()
+        loop.run()
+        return (time.thread_time() - began) / STEPS * 1e6
+
+    return turn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--frameworks", default="", help="such as lightning,ignite; all that are installed")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    wanted = set(given.frameworks.split(",")) - {""}
+    lines, missing = [], []
+    for describe in FRAMEWORKS:
+        if wanted and describe.__name__ not in wanted:
+            continue
+        try:
+            framework = describe()
+        except ModuleNotFoundError as error:
+            missing.append(f"{describe.__name__} (no module {error.name})")
+            continue
+        print(framework.name, file=sys.stderr, flush=True)
+        made = [framework.made() for _ in range(GUESTS)]
+        with tempfile.TemporaryDirectory() as folder:
+            figures = in_turns(
+                {
+                    "home": at_home(framework.dispatch(made)),
+                    "nobody": here(list, folder),
+                    "guests": here(
+                        lambda framework=framework: [  # type: ignore[misc]
+                            framework.guest(framework.made(), name=str(i)) for i in range(GUESTS)
+                        ],
+                        folder,
+                    ),
+                },
+                given.turns,
+            )
+        home = statistics.median(figures["home"]) / GUESTS
+        guest = statistics.median(a - b for a, b in zip(figures["guests"], figures["nobody"], strict=True)) / GUESTS
+        lines.append(f"| {framework.name} | {framework.hooks} | {home:.2f} | {guest:.2f} | {guest / home:.2f} x |")
+    print(f"# {machine()}; medians over {given.turns} turns of {STEPS} steps, ten callbacks, one thread, its own time\n")
+    print("| a callback of | that hears | µs a step at home | µs a step as a guest | |")
+    print("| --- | --- | --- | --- | --- |")
+    print("\n".join(lines))
+    if missing:
+        print(f"\nNot installed here: {', '.join(missing)}.")
+
+
+if __name__ == "__main__":
+    main()
