@@ -1,0 +1,86 @@
+"""TRL's trainers are Hugging Face Trainers: callsheet's callbacks hear a fine-tuning and a preference tuning, and stop them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from callsheet import Callback
+from callsheet.bridges.huggingface import STATE, host
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, NaNMonitor, SpeedMonitor
+from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.testing import Recorder, check_events
+
+ROWS = 12
+
+
+def made() -> tuple[Any, PreTrainedTokenizerFast]:
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), tokenizer
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "run"), "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 1,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "bf16": False, "max_length": 64, "learning_rate": 1e-2, "activation_checkpointing": False, **more,
+    }  # fmt: skip
+
+
+def fine_tuned(folder: Path, callbacks: list[Callback], **more: Any) -> SFTTrainer:
+    model, tokenizer = made()
+    data = Dataset.from_list([{"prompt": f"{i} and {i} is", "completion": f" {2 * i}"} for i in range(ROWS)])
+    trainer = SFTTrainer(
+        model, SFTConfig(**options(folder, **more)), train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
+        callbacks=[host(callbacks)],
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_a_fine_tuning_tells_the_whole_lifecycle_and_learns(tmp_path: Path) -> None:
+    recorder, history, saver = Recorder(), History(), CheckpointSaver(save_interval="3ba")
+    trainer = fine_tuned(tmp_path, [recorder, history, saver, SpeedMonitor(), NaNMonitor()])
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == trainer.state.global_step == ROWS // 2
+    assert len(history["validation/loss"]) == 3
+    assert history["validation/loss"][-1] < history["validation/loss"][0]
+    assert history["train/loss"] == pytest.approx([log["loss"] for log in trainer.state.log_history if "loss" in log], abs=1e-4)
+    assert history["throughput/samples_per_second"]
+    assert (tmp_path / "run" / "checkpoint-3" / STATE).is_dir()
+
+
+def test_a_callback_of_ours_ends_it(tmp_path: Path) -> None:
+    stopper = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience=1)
+    assert fine_tuned(tmp_path, [stopper]).state.global_step == 4
+
+
+def test_a_preference_tuning(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    rows = [{"prompt": f"{i} is", "chosen": " even" if i % 2 == 0 else " odd", "rejected": " blue"} for i in range(ROWS)]
+    data = Dataset.from_list(rows)
+    recorder, history = Recorder(), History()
+    trainer = DPOTrainer(
+        model, made()[0], DPOConfig(**options(tmp_path)), train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
+        callbacks=[host([recorder, history])],
+    )  # fmt: skip
+    trainer.train()
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == trainer.state.global_step == ROWS // 2
+    assert len(history["validation/rewards/margins"]) == 3
+    assert history["huggingface/rewards/margins"][-1] > 0
