@@ -248,6 +248,7 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
     assert_nothing_left(tmp)
 
 
+@pytest.mark.slow
 def test_from_a_package(tmp_path: Path, tmp: Path) -> None:
     package = tmp_path / "project" / "training"
     package.mkdir(parents=True)

@@ -48,8 +48,11 @@ class Mark(Callback):
 @pytest.fixture(autouse=True)
 def _collection_is_left_as_it_was() -> Iterator[None]:
     was = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what other tests have imported: each collection would go through all of it
     gc.enable()
     yield
+    gc.unfreeze()
     assert gc.isenabled()
     (gc.enable if was else gc.disable)()
 

@@ -428,7 +428,11 @@ def on_ranks(folder: str, parallel: str, generates: bool, options: Mapping[str, 
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-@pytest.mark.parametrize("options", [{}, {"options": {"eos_token_id": list(range(0, 128, 3))}}], ids=["whole", "ending"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"options": {"eos_token_id": list(range(0, 128, 3))}}, marks=pytest.mark.slow)],
+    ids=["whole", "ending"],
+)
 def test_on_two_ranks(parallel: str, options: dict[str, Any], tmp_path: Path) -> None:
     bare = run_ranks(on_ranks, 2, str(tmp_path / "bare"), parallel, False, options)
     first, second = run_ranks(on_ranks, 2, str(tmp_path / "run"), parallel, True, options)

@@ -120,6 +120,7 @@ def on_ranks(folder: str) -> None:
     fit(folder, Heartbeat(), heartbeat)
 
 
+@pytest.mark.slow
 def test_rank_zero_writes_or_each_its_own(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "run").glob("*.json"))

@@ -225,6 +225,7 @@ assert type(sys.stderr).__name__ == "TextIOWrapper"
 """
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal_stays_one_and_is_one_line_of_the_file(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()

@@ -515,6 +515,7 @@ def rank_fits(folder: str) -> str | None:
     return fit(Path(folder), Acts(at_2=save), max_duration="1ep").run_id
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     assert [run.info.run_id for run in runs(tmp_path)] == [first]

@@ -306,7 +306,7 @@ def on_a_rank(data: Path, runs: Path, teacher: Path | None, parallel: str, ranks
     return logged.found, recipe.evaluated, sharded, here / sum(p.numel() for p in recipe.teacher.parameters())
 
 
-@pytest.mark.parametrize(("parallel", "has_teacher"), [("ddp", True), ("fsdp", False)])
+@pytest.mark.parametrize(("parallel", "has_teacher"), [pytest.param("ddp", True, marks=pytest.mark.slow), ("fsdp", False)])
 def test_two_ranks_learn_what_one_process_does(
     data: Path, teacher: Path, tmp_path: Path, parallel: str, has_teacher: bool
 ) -> None:

@@ -30,6 +30,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["decides", pytest.param("fails", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ranks_that_were_started_by_hand_hear_of_it(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

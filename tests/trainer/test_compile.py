@@ -91,6 +91,7 @@ def test_compiled_the_losses_and_events_are_the_same(backend: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
 def test_compiled_on_two_ranks(parallel: str) -> None:
     expected = run_ranks(train, 2, False, parallel)
     for (found, events, graphs), (losses, eager_events, _) in zip(
