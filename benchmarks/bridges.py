@@ -73,12 +73,13 @@ def main() -> None:
     points = replace(job.POINTS, log_every=20)
     found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
     names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
-    lines = []
+    lines, missing = [], []
     for name in names:
         try:
             home = importlib.import_module(f"bridges.homes.{name}")
         except ModuleNotFoundError:
-            continue  # its framework is not here
+            missing.append(name)  # its framework
+            continue
         print(name, file=sys.stderr, flush=True)
         subjects = {
             "empty": a_step(home, points, lambda: job.EMPTY),
@@ -95,6 +96,8 @@ def main() -> None:
     )
     print("| --- | --- | --- | --- |")
     print("\n".join(lines))
+    if missing:
+        print(f"\nNot installed here: {', '.join(missing)}.")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def main() -> int:
         ("lanes", ["lanes.py"]),
         ("recipes", ["recipes.py"]),
         ("bridges", ["bridges.py"]),
+        ("guests", ["guests.py"]),
     ):
         print(f"\n{name}", flush=True)
         done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)

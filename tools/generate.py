@@ -112,6 +112,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "lanes",
             "recipes",
             "bridges",
+            "guests",
             "ranks",
             "resume",
         )

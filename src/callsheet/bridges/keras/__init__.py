@@ -210,6 +210,10 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
         self._stop_if_asked(run)
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Nothing. Where no callback hears a batch's end, Keras starts a thread to tell its own ones, and training waits for the
+        interpreter's lock."""
+
     @_in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
         """An epoch begins."""
