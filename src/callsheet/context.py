@@ -6,7 +6,7 @@ reading it raises `FieldNotTold`: nothing stale is ever read, and a field that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -311,8 +311,15 @@ class Context:
         return distributed.gather(value)
 
     def has(self, name: str) -> bool:
-        """Whether the field `name` can be read now. `hasattr` says the same."""
-        return hasattr(self, name)
+        """Whether the field `name` can be read now. `hasattr` says the same, and where it says no takes ten times as long."""
+        reads = _READS.get(name)
+        if reads is None:
+            return hasattr(self, name)
+        try:
+            reads(self)
+        except AttributeError:
+            return False
+        return True
 
     def close(self, event: str) -> None:
         """For the loop: `event` has been told, and the windows that end with it are shut."""
@@ -340,6 +347,10 @@ class Context:
             if name in FIELDS:
                 raise FieldNotTold(_not_told(name, self.event))
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
+
+
+_READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
+"""The slots' own ways of being read, which write no message for one that is empty."""
 
 
 def _not_told(name: str, event: str | None) -> str:

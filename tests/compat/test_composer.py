@@ -227,6 +227,7 @@ def test_state_can_be_read_and_training_stopped() -> None:
 
         def fit_end(self, state: State, logger: Logger) -> None:
             seen["longest"] = str(state.max_duration)
+            assert state.loss.item() == seen["loss"]  # it is kept between steps
 
     class Told(LoggerDestination):
         def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -153,8 +153,9 @@ class State(Facade):
 
     @property
     def loss(self) -> Any:
-        """The microbatch's loss, a scalar tensor."""
-        return self._run.ctx.loss
+        """The microbatch's loss, a scalar tensor; between steps the last step's, as Composer keeps it."""
+        run = self._run
+        return run.loss if run.loss is not None and not run.ctx.has("loss") else run.ctx.loss
 
     @loss.setter
     def loss(self, value: Any) -> None:
