@@ -38,7 +38,7 @@ class EarlyStopper(Callback):
     transport_ignore = ("_is_resumed",)
     collective = True  # it asks on behalf of all ranks
 
-    def __init__(self, monitor: str, *, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
+    def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
         self._monitor = _checked_monitor(monitor)
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
         self._patience = Time.parse(patience, TimeUnit.BATCH) if not isinstance(patience, int) else patience

@@ -39,7 +39,7 @@ class ThresholdStopper(Callback):
     phase = "decide"
     collective = True  # it asks on behalf of all ranks
 
-    def __init__(self, monitor: str, threshold: float, *, mode: str = "auto", records: str = "all") -> None:
+    def __init__(self, *, monitor: str, threshold: float, mode: str = "auto", records: str = "all") -> None:
         if not monitor:
             raise ConfigError("monitor='': name a metric, such as 'validation/accuracy' or 'train/loss'")
         if not math.isfinite(threshold):
