@@ -482,6 +482,7 @@ def has_callbacks(callbacks: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("how", "error"), [("raises", "ValueError: no device for me"), pytest.param("exits", "SystemExit: 0", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_callback_that_cannot_be_made_on_a_rank_is_told_with_its_traceback(how: str, error: str, tmp: Path) -> None:
     with pytest.raises(LaunchError, match="rank 1 of 2 failed first: ") as caught:
         launch(has_callbacks, callbacks=[NotOnRankOne(how)])

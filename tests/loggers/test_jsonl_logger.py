@@ -182,6 +182,7 @@ with Trainer(
 LOST_SECONDS = 3.0  # half a second is promised, and this machine may have other things to do
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)

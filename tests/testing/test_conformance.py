@@ -604,6 +604,7 @@ class ForgetsOnOthers(Sound):
         self.count = state["count"] if os.environ.get("RANK", "0") == "0" else 0
 
 
+@pytest.mark.slow
 def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> None:
     made: list[Callable[[], Callback]] = [
         Sound,

@@ -51,6 +51,7 @@ def follow(folder: Path, parallel: str) -> tuple[float, list[bool], list[float],
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
 def test_they_stay_as_they_are_and_are_sharded_as_the_model_is(tmp_path: Path, parallel: str) -> None:
     apart, sharded, held, is_same = follow(tmp_path / "one", "single")
     assert apart < 0.01

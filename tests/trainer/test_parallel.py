@@ -179,8 +179,8 @@ def bare_perceptron(case: Case) -> dict[str, Any]:
 
 ALWAYS = {
     ("ddp", 2): set(CASES),
-    ("fsdp", 4): set(CASES),
-    ("hsdp", 4): {"two samples left", "accumulate unequally many microbatches"},
+    ("fsdp", 4): {"plain", "two samples left", "accumulate unequally many microbatches", "frozen"},
+    ("hsdp", 4): {"accumulate microbatches"},
 }
 """What `make test` runs of them; `make slow` runs the rest."""
 

@@ -53,6 +53,7 @@ def test_killed_damaged_and_asked_to_make_way(tmp_path: Path) -> None:
     check(survival, good, records=False)  # a run that makes way tells what it has logged before it goes
 
 
+@pytest.mark.slow
 def test_a_run_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
     """The same global batches, another order of adding up: to tolerance. Without dropout and augmentation, which ranks draw for themselves."""
     four, two = Setting("fsdp", 4, noise=0.0), Setting("fsdp", 2, noise=0.0)
