@@ -29,7 +29,7 @@ test: $(READY)  ## all tests; those with other frameworks by themselves, which a
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/bridges tests/compat
 	$(BIN)/python -m pytest -m browser tests/report
 
-slow: $(READY)  ## the tests that start many interpreters, about fifteen minutes
+slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow
 
 matrix: $(READY)  ## which callback works in which loop, run and written down anew; about five minutes

@@ -311,7 +311,7 @@ class Context:
         return distributed.gather(value)
 
     def has(self, name: str) -> bool:
-        """Whether the field `name` can be read now. `hasattr` says the same, and where it says no takes ten times as long."""
+        """Whether the field `name` can be read now. `hasattr` says the same, but writes a message to say no."""
         reads = _READS.get(name)
         if reads is None:
             return hasattr(self, name)

@@ -492,6 +492,7 @@ def test_a_run_begins_anew(tmp_path: Path) -> None:
     told = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
     as_guests(tmp_path, told, name="one")
     once, told.foreign.told = told.foreign.told, []
+    assert once
     as_guests(tmp_path, told, name="two")
     same(told.foreign.told, once)
 

@@ -92,7 +92,6 @@ def test_a_compiled_model_stays_compiled_and_is_not_counted(tmp_path: Path, capl
 
 
 def test_counts_the_operations_of_one_forward(tmp_path: Path) -> None:
-    torch._dynamo.utils.counters.clear()  # of what other tests compiled
     tables, weights = fit(tmp_path, ModelSummary(flops=True), microbatch_size=2)
     ((_, columns, rows),) = tables.tables
     assert columns[-1] == "flops"

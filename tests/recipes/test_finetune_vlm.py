@@ -250,7 +250,6 @@ def train_on_ranks(folder: str) -> dict[str, Any]:
     return ends
 
 
-@pytest.mark.slow
 def test_two_ranks_train_evaluate_answer_and_export_as_one_process(tmp_path: Path) -> None:
     make_rows(tmp_path)
     ranks = run_ranks(train_on_ranks, 2, str(tmp_path))

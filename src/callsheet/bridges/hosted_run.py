@@ -309,11 +309,14 @@ class HostedRun:
     def _refuse_requests(self, *, strict: bool, logger: Any) -> None:
         for each in self.manager.callbacks:
             asked = _REQUESTS & {read.removeprefix("control.") for read in reads_of(each) if read.startswith("control.")}
-            if missed := ", ".join(sorted(asked - self.control.able)):
+            if cannot := sorted(asked - self.control.able):
+                missed = ", ".join(f"ctx.control.{request}" for request in cannot)
                 if not asked & self.control.able:
-                    message = f"{label_of(each)} asks for ctx.control.{missed}, which {self.host} cannot do on request here"
+                    message = f"{label_of(each)} asks for {missed}, which {self.host} cannot do on request here"
                     if strict:
-                        mend = self.mends.get(missed, "leave the callback out")
+                        mend = next(
+                            (self.mends[request] for request in cannot if request in self.mends), "leave the callback out"
+                        )
                         raise NotCarried(f"{message}; {mend}, or pass strict=False to go on until it asks")
                     logger.warning("%s", message)
                 else:
