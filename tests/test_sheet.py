@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from callsheet import Callback, CallbackManager, CallsheetError, ConfigError, Context, Interval, RunInfo, TrainState, at, every
 from callsheet.callback import PHASES
 from callsheet.distributed import Ranks
-from callsheet.sheet import FAILURES_ALLOWED, CallSheet
+from callsheet.sheet import FAILURES_ALLOWED, CallSheet, InTurn
 from callsheet.time import Time, Timestamp
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -609,3 +609,74 @@ def test_checking_refuses_also_an_isolated_sampler() -> None:
         manager.fire("on_log", context())
     with pytest.raises(CallsheetError, match="drew random numbers"):
         manager.fire("on_log", context())  # and counts as no failure of its own
+
+
+# --- what several callbacks keep together ---
+
+
+class Tally:
+    """Counts steps, once for all who share it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps += 1
+
+
+class Reader(Callback):
+    """Sees the shared count; one that is `deaf` shares it and has nothing of its own to do."""
+
+    def __init__(self, name: str, *, deaf: bool = False) -> None:
+        self.name = name
+        self.common = Tally()
+        self.seen: list[int] = []
+        handler = InTurn(self, "on_train_step_end", None if deaf else self.look)
+        self.on_train_step_end = handler  # type: ignore[method-assign]
+
+    def look(self, ctx: Context) -> None:
+        self.seen.append(self.common.steps)
+
+
+def test_what_callbacks_share_is_told_once_and_before_them() -> None:
+    deaf, first, second = Reader("deaf", deaf=True), Reader("first"), Reader("second")
+    manager = CallbackManager([deaf, first, second])
+    train(manager, context(), 3)
+    assert first.common is second.common is deaf.common
+    assert first.seen == second.seen == [1, 2, 3]
+    manager.remove(deaf)
+    manager.remove(first)
+    train(manager, context(), 1)
+    assert second.seen == [1, 2, 3, 4]
+
+
+def test_each_call_sheet_has_its_own() -> None:
+    one, other = Reader("one"), Reader("other")
+    here, there = CallbackManager([one]), CallbackManager([other])
+    train(here, context(), 3)
+    train(there, context(), 1)
+    assert (one.seen, other.seen) == ([1, 2, 3], [1])
+
+
+def test_a_callback_in_a_lane_shares_with_nobody() -> None:
+    here, away = Reader("here"), Reader("away")
+    away.lane = "background"
+    manager, ctx = CallbackManager([here, away]), context()
+    manager.open(ctx)
+    train(manager, ctx, 3)
+    manager.close()
+    assert here.common is not away.common
+    assert here.seen == away.seen == [1, 2, 3]
+
+
+def test_what_fails_in_the_shared_part_ends_the_run_and_is_named() -> None:
+    class Breaks(Tally):
+        def on_train_step_end(self, ctx: Context) -> None:
+            raise ValueError("no count")
+
+    reader = Reader("reader")
+    reader.common, reader.on_error = Breaks(), "isolate"
+    with pytest.raises(ValueError, match="no count") as caught:
+        train(CallbackManager([reader]), context(), 1)
+    assert any("raised by callback Breaks (test_sheet.py" in note for note in caught.value.__notes__)
+    assert reader.seen == []

@@ -59,6 +59,8 @@ class Callback(Hooks):
     """Attributes that each process makes for itself, so that they may differ where the callback is sent to; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
     """How long its lane's queue is, and what happens when it is full."""
+    common: Any = None
+    """What callbacks of a kind keep together: all that run inline on one call sheet are given the same object of that class."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -92,6 +92,7 @@ class CallbackManager:
         self.heard = Heard()
         self.costs = Costs(costs, warn_share)
         self._checking = checking
+        self._common: dict[type, Any] = {}
         self._members: list[Member] = []
         self._entries: dict[str, list[Entry]] = {event: [] for event in EVENTS}
         self._numbers, self._member_numbers = count(), count()
@@ -142,6 +143,9 @@ class CallbackManager:
             member = Member(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
             self._check_unique(callback, [*self._members, *members])
             members.append(member)
+            if callback.common is not None and callback.lane == "inline":
+                kind = type(callback.common)
+                callback.common = self._common.setdefault(kind, kind())
             for event, handler in heard_by(inner(callback)).items():
                 lines.append(self._entry(event, handler, member, callback, {}))
         self._enter(members, lines)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError
+from callsheet.errors import CallsheetError, where
 from callsheet.events import Event, as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.randomness import random_state, restore_random_state, same_random_state
@@ -78,6 +78,33 @@ class Entry:
         return PHASES.index(self.phase), self.number
 
 
+class InTurn:
+    """A handler that begins with a method of what its callback has in `common`, which is told once for all who share it.
+
+    Args:
+        owner: the callback.
+        first: the name of the method.
+        rest: what is the callback's own; None: nothing.
+    """
+
+    __slots__ = ("_first", "_owner", "rest")
+
+    def __init__(self, owner: Callback, first: str, rest: Handler | None = None) -> None:
+        self._owner, self._first, self.rest = owner, first, rest
+
+    @property
+    def first(self) -> Handler:
+        """Equal for all who share it."""
+        method: Handler = getattr(self._owner.common, self._first)
+        return method
+
+    def __call__(self, ctx: Context) -> None:
+        """Both, where the callback shares with nobody."""
+        self.first(ctx)
+        if self.rest is not None:
+            self.rest(ctx)
+
+
 Told = tuple[tuple[Handler, ...], Event, tuple[Entry, ...]]
 """One event, compiled: the functions in order, the event, and the lines that the functions come from. A plain tuple, since it is
 unpacked at every telling."""
@@ -126,7 +153,25 @@ def compiled(
         for entry in sorted(entries, key=lambda entry: entry.order)
         if ranks.passes(entry.ranks) and not entry.member.is_silent_at(event)
     ]
+    here = list(_told_once(here))
     return tuple(_wrapped(entry, checking, handed, timed) for entry in here), as_event(event), tuple(here)
+
+
+def _told_once(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Of handlers that begin alike, that beginning before the first of them, and of each its rest."""
+    told = set()
+    for entry in entries:
+        handler = entry.handler
+        if not isinstance(handler, InTurn) or entry.lane != "inline":
+            yield entry
+            continue
+        if handler.first not in told:
+            told.add(handler.first)
+            shared = type(getattr(handler.first, "__self__", None)).__name__
+            member = Member(handler.first, shared, where(handler.first))
+            yield replace(entry, handler=handler.first, member=member, on_error="raise", ranks="all", every=None)
+        if handler.rest is not None:
+            yield replace(entry, handler=handler.rest)
 
 
 def _wrapped(entry: Entry, checking: bool, handed: Callable[[Entry], Handler], timed: Timed | None) -> Handler:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import NotCarried, RegistrationError
+from callsheet.lifecycle import EVENTS as OURS
 from callsheet.registration import bridge_of
+from callsheet.sheet import Handler, InTurn
 
 logger = logging.getLogger("callsheet")
-
-Handler = Callable[[Context], Any]
 
 
 class NotOnTheList(NotCarried, AttributeError):
@@ -55,7 +55,8 @@ class Guest(Callback):
     """A callback of another framework. It hears just what it overrides, so that the rest of the lifecycle costs nothing.
 
     A bridge's own guest says in `EVENTS` which of the foreign methods are called at each of our events, in their order, gives a handler
-    for each (`handler`), and in `OWN` which methods of its own come before them.
+    for each (`handler`), and in `OWN` which methods of its own come before them. What its framework keeps for all callbacks at once is
+    kept here by an object of the class `COMMON`, which the guests of a call sheet share; it is told first.
 
     Args:
         foreign: the callback, an instance.
@@ -75,8 +76,12 @@ class Guest(Callback):
     """Our event, and the foreign methods that are called at it."""
     OWN: ClassVar[Mapping[str, str]] = {}
     """Our event, and the guest's own method that is called at it before those."""
+    COMMON: ClassVar[type | None] = None
+    """What the guests of a call sheet share; its methods have the names of our events, and are told once for all of them."""
     NEVER: ClassVar[tuple[str, ...]] = ()
     """Foreign methods that are told nowhere here."""
+
+    transport_ignore = ("common",)
 
     def __init__(self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True) -> None:
         if self.BASE is not None and not isinstance(foreign, self.BASE):
@@ -84,16 +89,21 @@ class Guest(Callback):
         self.foreign = foreign
         self.name = name or type(foreign).__name__
         self.phase = phase
+        if self.COMMON is not None:
+            self.common = self.COMMON()
         self._refuse([theirs for theirs in self.NEVER if self.hears(theirs)], strict)
-        for event in {**self.OWN, **self.EVENTS}:
+        for event in OURS:
             handlers = [getattr(self, self.OWN[event])] if event in self.OWN else []
             handlers += [
                 self.handler(theirs, getattr(foreign, theirs, None))
                 for theirs in self.EVENTS.get(event, ())
                 if self.hears(theirs)
             ]
-            if handlers:
-                setattr(self, event, handlers[0] if len(handlers) == 1 else _in_turn(tuple(handlers)))
+            handler = _in_turn(tuple(handlers)) if len(handlers) > 1 else next(iter(handlers), None)
+            if hasattr(self.COMMON, event):
+                setattr(self, event, InTurn(self, event, handler))
+            elif handler is not None:
+                setattr(self, event, handler)
 
     def hears(self, theirs: str) -> bool:
         """Whether the foreign callback has something to do at one of its framework's events."""

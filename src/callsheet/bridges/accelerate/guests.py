@@ -9,12 +9,13 @@ import numpy
 from accelerate.tracking import GeneralTracker
 from torch import Tensor
 
-from callsheet.bridges.foreign import Guest, Handler
+from callsheet.bridges.foreign import Guest
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.loggers import Logger
 from callsheet.loggers.pixels import as_pixels
 from callsheet.loggers.tracker import flat
+from callsheet.sheet import Handler
 
 
 def guest(tracker: Any, *, name: str = "", phase: str = "report", strict: bool = True) -> Callback:

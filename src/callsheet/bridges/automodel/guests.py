@@ -12,8 +12,9 @@ from torch import Tensor
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.automodel.recipe import RecipeFacade
-from callsheet.bridges.foreign import Guest, Handler, is_another_s, no_guest
+from callsheet.bridges.foreign import Guest, is_another_s, no_guest
 from callsheet.context import Context
+from callsheet.sheet import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),

@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 from callsheet.bridges.composer.names import COMPOSER_EVENTS, Event, to_their_names
 from callsheet.bridges.composer.run import ComposerRun, Counted, Kinds
-from callsheet.bridges.foreign import Guest, Handler, no_guest
+from callsheet.bridges.foreign import Guest, no_guest
 from callsheet.callback import at
 from callsheet.context import Context
+from callsheet.sheet import Handler
 
 logger = logging.getLogger("callsheet")
 

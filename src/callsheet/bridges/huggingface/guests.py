@@ -13,10 +13,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, speed_metrics
 
-from callsheet.bridges.foreign import Guest, Handler, logger
+from callsheet.bridges.foreign import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
 from callsheet.context import Context
 from callsheet.errors import NotCarried
+from callsheet.sheet import Handler
 from callsheet.time import Timestamp, TimeUnit
 
 GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 from ignite.engine import Events
 from ignite.metrics import Metric
 
-from callsheet.bridges.foreign import Guest, Handler, NotOnTheList, no_guest, refuse_never
+from callsheet.bridges.foreign import Guest, NotOnTheList, no_guest, refuse_never
 from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, refuse_handler
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import RegistrationError
+from callsheet.sheet import Handler
 from callsheet.time import TimeUnit
 
 TOLD: Mapping[str, tuple[str, ...]] = {

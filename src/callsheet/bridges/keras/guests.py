@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import keras
 import torch
 
-from callsheet.bridges.foreign import Facade, Guest, Handler
+from callsheet.bridges.foreign import Facade, Guest
 from callsheet.bridges.hosted_run import counts_of
 from callsheet.context import Context
 from callsheet.errors import ConfigError, NotCarried
+from callsheet.sheet import Handler
 from callsheet.time import TimeUnit
 
 EVENTS: Mapping[str, tuple[str, ...]] = {

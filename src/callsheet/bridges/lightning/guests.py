@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.foreign import Guest, Handler, no_guest
+from callsheet.bridges.foreign import Guest, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
 from callsheet.bridges.lightning.module import ModuleFacade
 from callsheet.context import Context
 from callsheet.errors import NotCarried
+from callsheet.sheet import Handler
 
 logger = logging.getLogger("callsheet")
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from callsheet.bridges.foreign import Facade, Guest, Handler, NotOnTheList, is_another_s, no_guest
+from callsheet.bridges.foreign import Facade, Guest, NotOnTheList, is_another_s, no_guest
 from callsheet.bridges.hosted_run import counts_of
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext, CallbackManager, normalize_callbacks
 from callsheet.checkpoint.plain import flatten
 from callsheet.context import Context
 from callsheet.errors import CheckpointError, NotCarried
+from callsheet.sheet import Handler
 from callsheet.time import Time, TimeUnit
 
 MODULE = "megatron.bridge.training.callbacks"

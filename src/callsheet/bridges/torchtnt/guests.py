@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torchtnt.framework.callback import Callback as TorchTNTCallback
 from torchtnt.framework.callbacks import EarlyStopping, TimeLimitInterrupter
-from torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState, State
+from torchtnt.framework.state import State
 from torchtnt.utils.progress import Progress
 
-from callsheet.bridges.foreign import Facade, Guest, Handler, NotOnTheList
+from callsheet.bridges.foreign import Facade, Guest, NotOnTheList
+from callsheet.bridges.torchtnt.run import PHASES, TorchTNTRun
 from callsheet.context import Context
-from callsheet.errors import NotCarried
-from callsheet.time import TimeUnit
+from callsheet.sheet import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
@@ -34,9 +33,6 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_exception": ("on_exception",),
 }
 """Our event, and torchtnt's at it. torchtnt has a step for each batch, and knows only one evaluated dataset: each of ours is one."""
-
-_PHASES = {"train": ActivePhase.TRAIN, "eval": ActivePhase.EVALUATE, "predict": ActivePhase.PREDICT}
-_MOST_TIMES = 5000  # that torchtnt keeps of a name
 
 
 def guest(
@@ -74,40 +70,24 @@ class TorchTNTGuest(Guest):
     FRAMEWORK = "torchtnt"
     BASE = TorchTNTCallback
     EVENTS = EVENTS
-    OWN: ClassVar[Mapping[str, str]] = {
-        "on_run_start": "_begins",
-        "on_train_start": "_train_starts",
-        "on_epoch_start": "_epoch_starts",
-        "on_fetch_start": "_asks_for_a_batch",
-        "on_train_step_start": "_has_its_batch",
-        "on_train_step_end": "_step_ends",
-        "on_epoch_end": "_epoch_ends",
-        "on_train_end": "_train_ends",
-        "on_eval_start": "_judging_starts",
-        "on_eval_step_start": "_judges",
-        "on_eval_step_end": "_judged",
-        "on_eval_end": "_judging_ends",
-        "on_predict_start": "_judging_starts",
-        "on_predict_step_start": "_judges",
-        "on_predict_step_end": "_judged",
-        "on_predict_end": "_judging_ends",
-    }
+    COMMON = TorchTNTRun
+
+    common: TorchTNTRun
 
     def __init__(
         self, foreign: Any, *, attributes: Mapping[str, str], replicated: bool, name: str, phase: str, strict: bool
     ) -> None:
-        self._unit = GuestUnit(attributes)
+        self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        self._is_asked_for_more = bool(attributes)
-        self._phase = "train"
-        self._asked_at: float | None = None
-        self._began_at = 0.0
-        self._late: tuple[PhaseState, str, float] | None = None
-        super().__init__(foreign, name=name, phase=phase, strict=strict)
         if attributes:  # it hears these for them alone
-            self.on_log = self._take_record  # type: ignore[method-assign]
-            self.on_eval_all_end = self._take_results  # type: ignore[method-assign]
+            self.OWN = {  # type: ignore[misc]
+                "on_train_step_end": "_take_loss",
+                "on_log": "_take_record",
+                "on_eval_end": "_take_losses",
+                "on_eval_all_end": "_take_results",
+            }
+        super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """torchtnt gives each callback its state and the unit."""
@@ -118,113 +98,28 @@ class TorchTNTGuest(Guest):
             return lambda ctx: None if ctx.state.timestamp.batch_in_epoch else method(state, unit)
         return lambda ctx: method(state, unit)
 
-    # --- what torchtnt keeps itself ---
+    # --- what stands for the unit's attributes ---
 
-    def _begins(self, ctx: Context) -> None:
-        self._unit._ctx = self._state._ctx = ctx
-        self._state._should_stop = False
-
-    def _enter(self, phase: str) -> Progress:
-        self._phase = phase
-        self._state._active_phase = _PHASES[phase]
-        progress: Progress = getattr(self._unit, f"{phase}_progress")
-        return progress
-
-    def _train_starts(self, ctx: Context) -> None:
-        now = ctx.state.timestamp
-        self._enter("train").load_state_dict({
-            "num_epochs_completed": now.epoch,
-            "num_steps_completed": now.batch,
-            "num_steps_completed_in_epoch": now.batch_in_epoch,
-        })  # fmt: skip
-        self._state._begin(EntryPoint.FIT if ctx.state.evaluators else EntryPoint.TRAIN, ctx)
-
-    def _epoch_starts(self, ctx: Context) -> None:
-        self._enter("train")
-
-    def _asks_for_a_batch(self, ctx: Context) -> None:
-        self._write_time()
-        if self._asked_at is None:
-            self._asked_at = time.perf_counter()
-
-    def _has_its_batch(self, ctx: Context) -> None:
-        if self._phase != "train":  # there was an evaluation within the epoch
-            self._enter("train")
-        self._began_at = now = time.perf_counter()
-        if self._asked_at is not None:  # torchtnt writes it down behind the hook of the batch; nothing reads it there
-            self._add_time(self._state._train_state, "data_wait_time", now - self._asked_at)
-            self._asked_at = None
-
-    def _step_ends(self, ctx: Context) -> None:
-        self._unit._train.increment_step()
-        if self._is_asked_for_more and ctx.has("loss"):
+    def _take_loss(self, ctx: Context) -> None:
+        if ctx.has("loss"):
             self._unit._take({"loss": ctx.loss})
-        self._late = self._state._train_state, "train_iteration_time", time.perf_counter() - self._began_at
-
-    def _epoch_ends(self, ctx: Context) -> None:
-        self._write_time()
-        self._enter("train")
-        self._asked_at = None
-        self._unit._train.increment_epoch()
-
-    def _train_ends(self, ctx: Context) -> None:
-        self._write_time()
-        self._enter("train")
-
-    def _judging_starts(self, ctx: Context) -> None:
-        self._write_time()
-        self._enter("predict" if str(ctx.event) == "on_predict_start" else "eval")
-        if self._phase == "predict":
-            self._state._begin(EntryPoint.PREDICT, ctx)
-        elif ctx.standalone:
-            self._state._begin(EntryPoint.EVALUATE, ctx)
-        self._asked_at = time.perf_counter()
-
-    def _judges(self, ctx: Context) -> None:
-        self._write_time()
-        self._began_at = now = time.perf_counter()
-        if self._asked_at is not None:
-            self._add_time(self._state.active_phase_state(), "data_wait_time", now - self._asked_at)
-
-    def _judged(self, ctx: Context) -> None:
-        self._asked_at = now = time.perf_counter()
-        getattr(self._unit, f"{self._phase}_progress").increment_step()
-        self._late = self._state.active_phase_state(), f"{self._phase}_iteration_time", now - self._began_at
-
-    def _judging_ends(self, ctx: Context) -> None:
-        self._write_time()
-        self._asked_at = None
-        getattr(self._unit, f"{self._phase}_progress").increment_epoch()
-        if self._phase == "eval":
-            self._unit._take({f"{ctx.eval_name}/{name}": loss for name, loss in ctx.eval_losses.items()})
-
-    def _write_time(self) -> None:
-        """torchtnt writes a step's time down behind the hooks of its end."""
-        if self._late is not None:
-            self._add_time(*self._late)
-            self._late = None
-
-    def _add_time(self, phase: PhaseState, name: str, seconds: float) -> None:
-        times = phase.iteration_timer.recorded_durations[name]
-        times.append(seconds)
-        if len(times) > _MOST_TIMES:
-            del times[: _MOST_TIMES // 2]
 
     def _take_record(self, ctx: Context) -> None:
         self._unit._take(ctx.record.values)
+
+    def _take_losses(self, ctx: Context) -> None:
+        self._unit._take({f"{ctx.eval_name}/{name}": loss for name, loss in ctx.eval_losses.items()})
 
     def _take_results(self, ctx: Context) -> None:
         self._unit._take({f"{data}/{name}": value for data, found in ctx.eval_results.items() for name, value in found.items()})
 
     def state_dict(self) -> Mapping[str, Any]:
         """What torchtnt saves: the progress of its loops; and the callback's own, if it has any."""
-        unit = self._unit
-        return {"eval": unit._eval.state_dict(), "predict": unit._predict.state_dict(), "foreign": super().state_dict()}
+        return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self._unit._eval.load_state_dict(state["eval"])
-        self._unit._predict.load_state_dict(state["predict"])
+        self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 
 
@@ -233,11 +128,10 @@ class GuestUnit(Facade):
 
     OF = "torchtnt's unit"
 
-    def __init__(self, attributes: Mapping[str, str]) -> None:
-        self._ctx: Any = None  # until the run begins
+    def __init__(self, guest: TorchTNTGuest, attributes: Mapping[str, str]) -> None:
+        self._guest = guest
         self._attributes = attributes
         self._told: dict[str, Any] = {}
-        self._train, self._eval, self._predict = Progress(), Progress(), Progress()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (stands_for := self._attributes.get(name)) is not None:
@@ -251,9 +145,10 @@ class GuestUnit(Facade):
             if (value := values.get(name)) is not None:
                 self._told[name] = value
 
-    train_progress = property(lambda self: self._train)
-    eval_progress = property(lambda self: self._eval)
-    predict_progress = property(lambda self: self._predict)
+    _ctx = property(lambda self: self._guest.common.ctx)
+    train_progress = property(lambda self: self._guest.common.progress["train"])
+    eval_progress = property(lambda self: self._guest.common.progress["eval"])
+    predict_progress = property(lambda self: self._guest.common.progress["predict"])
     module = property(lambda self: self._ctx.model)
     optimizer = property(lambda self: self._ctx.optimizer)
     lr_scheduler = property(lambda self: self._ctx.scheduler)
@@ -272,7 +167,7 @@ class GuestUnit(Facade):
 
     def tracked_progress(self) -> dict[str, Progress]:
         """Of each loop."""
-        return {"train_progress": self._train, "eval_progress": self._eval, "predict_progress": self._predict}
+        return {f"{loop}_progress": progress for loop, progress in self._guest.common.progress.items()}
 
     def tracked_misc_statefuls(self) -> dict[str, Any]:
         """Nothing."""
@@ -292,61 +187,26 @@ class GuestUnit(Facade):
 
 
 class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
-    """torchtnt's state of a run of ours."""
+    """torchtnt's state of a run of ours, which is the same for all guests but for who it is that stops."""
 
     def __init__(self, guest: TorchTNTGuest) -> None:
         self._guest = guest
-        self._ctx: Any = None  # until the run begins
-        phases = {f"{name}_state": GuestPhase() for name in _PHASES}
-        super().__init__(entry_point=EntryPoint.TRAIN, **phases)
+        self._timer = None
 
-    def _begin(self, entry_point: EntryPoint, ctx: Context) -> None:
-        self._entry_point = entry_point
-        self._train_state._limit(ctx)
+    _entry_point = property(lambda self: self._guest.common.entry_point)
+    _active_phase = property(lambda self: PHASES[self._guest.common.phase])
+    _train_state = property(lambda self: self._guest.common.phases["train"])
+    _eval_state = property(lambda self: self._guest.common.phases["eval"])
+    _predict_state = property(lambda self: self._guest.common.phases["predict"])
 
     @property
     def should_stop(self) -> bool:
         """Whether anybody has asked that training stop."""
-        return self._should_stop or self._ctx.control.stop_requested is not None
+        run = self._guest.common
+        return run.was_stopped or run.ctx.control.stop_requested is not None
 
     def stop(self) -> None:
         """Stop our loop after the step in hand."""
-        super().stop()
-        self._ctx.control.stop(f"{self._guest.name} called state.stop()", replicated=self._guest._replicated)
-
-
-class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
-    """torchtnt's state of one of its loops."""
-
-    def __init__(self) -> None:
-        super().__init__(dataloader=_Length(None))
-
-    def _limit(self, ctx: Context) -> None:
-        longest = ctx.state.max_duration
-        self._dataloader = _Length(ctx.state.epoch_batches)
-        if longest is not None and longest.unit is TimeUnit.EPOCH:
-            self._max_epochs = int(longest.value)
-        elif longest is not None and longest.unit is TimeUnit.BATCH:
-            self._max_steps = int(longest.value)
-
-    @property
-    def step_output(self) -> Any:
-        """Refused: what a unit's step returns is its own."""
-        raise NotCarried(
-            "torchtnt's state has here no 'step_output': a step of ours returns nothing; run the callback at home for that"
-        )
-
-
-class _Length:
-    """In the place of the dataloader: how many batches it has, where that is known, and no batches."""
-
-    def __init__(self, length: int | None) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("how many batches there are is not known")
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        raise NotCarried("torchtnt's state has here no batches to iterate over, but only their number")
+        run = self._guest.common
+        run.was_stopped = True
+        run.ctx.control.stop(f"{self._guest.name} called state.stop()", replicated=self._guest._replicated)

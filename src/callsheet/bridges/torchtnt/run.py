@@ -1,0 +1,194 @@
+"""One run as its guests from torchtnt see it: what torchtnt keeps once for all callbacks, kept once for all guests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState
+from torchtnt.utils.progress import Progress
+
+from callsheet.context import Context
+from callsheet.errors import NotCarried
+from callsheet.time import TimeUnit
+
+PHASES: Mapping[str, ActivePhase] = {
+    "train": ActivePhase.TRAIN,
+    "eval": ActivePhase.EVALUATE,
+    "predict": ActivePhase.PREDICT,
+}
+_MOST_TIMES = 5000  # that torchtnt keeps of a name
+
+
+class TorchTNTRun:
+    """The progress of torchtnt's loops, their states, and how long steps and the waiting for data took; told our events by their names."""
+
+    def __init__(self) -> None:
+        self.ctx: Any = None  # until the run begins
+        self.entry_point = EntryPoint.TRAIN
+        self.phase = "train"
+        self.was_stopped = False
+        self.progress: Mapping[str, Progress] = {phase: Progress() for phase in PHASES}
+        self.phases: Mapping[str, GuestPhase] = {phase: GuestPhase() for phase in PHASES}
+        self._asked_at: float | None = None
+        self._began_at = 0.0
+        self._late: tuple[list[float], float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress that is not our own timestamp's."""
+        return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        for phase in ("eval", "predict"):
+            self.progress[phase].load_state_dict(state[phase])
+
+    # --- training ---
+
+    def on_run_start(self, ctx: Context) -> None:
+        """From here on there is a run to look at."""
+        self.ctx, self.was_stopped = ctx, False
+
+    def on_train_start(self, ctx: Context) -> None:
+        """As far as the run has come."""
+        now = ctx.state.timestamp
+        self.phase = "train"
+        self.progress["train"].load_state_dict({
+            "num_epochs_completed": now.epoch,
+            "num_steps_completed": now.batch,
+            "num_steps_completed_in_epoch": now.batch_in_epoch,
+        })  # fmt: skip
+        self._enter(EntryPoint.FIT if ctx.state.evaluators else EntryPoint.TRAIN, ctx)
+
+    def on_epoch_start(self, ctx: Context) -> None:
+        """Training again, after an evaluation."""
+        self.phase = "train"
+
+    def on_fetch_start(self, ctx: Context) -> None:
+        """It waits for its batch from here; of several for a step, from the first."""
+        if self._late is not None:
+            self._write_time()
+        if self._asked_at is None:
+            self._asked_at = time.perf_counter()
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        """To here."""
+        self.phase = "train"  # there may have been an evaluation within the epoch
+        self._began_at = now = time.perf_counter()
+        if self._asked_at is not None:  # torchtnt writes it down behind the hook of the batch; nothing reads it there
+            _add(self.phases["train"].times("data_wait_time"), now - self._asked_at)
+            self._asked_at = None
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """A step is completed."""
+        self.progress["train"].increment_step()
+        self._late = self.phases["train"].times("train_iteration_time"), time.perf_counter() - self._began_at
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        """An epoch is."""
+        self._write_time()
+        self.phase, self._asked_at = "train", None
+        self.progress["train"].increment_epoch()
+
+    def on_train_end(self, ctx: Context) -> None:
+        """Nothing more is timed."""
+        self._write_time()
+        self.phase = "train"
+
+    # --- evaluation and prediction ---
+
+    def on_eval_start(self, ctx: Context) -> None:
+        """Of one dataset: torchtnt knows no more."""
+        self._judge("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
+
+    def on_predict_start(self, ctx: Context) -> None:
+        """A prediction begins."""
+        self._judge("predict", EntryPoint.PREDICT, ctx)
+
+    def on_eval_step_start(self, ctx: Context) -> None:
+        """Its batch has come."""
+        self._write_time()
+        self._began_at = now = time.perf_counter()
+        if self._asked_at is not None:
+            _add(self.phases[self.phase].times("data_wait_time"), now - self._asked_at)
+
+    def on_eval_step_end(self, ctx: Context) -> None:
+        """A batch is over."""
+        self._asked_at = now = time.perf_counter()
+        self.progress[self.phase].increment_step()
+        self._late = self.phases[self.phase].times(f"{self.phase}_iteration_time"), now - self._began_at
+
+    def on_eval_end(self, ctx: Context) -> None:
+        """The dataset is."""
+        self._write_time()
+        self._asked_at = None
+        self.progress[self.phase].increment_epoch()
+
+    on_predict_step_start, on_predict_step_end, on_predict_end = on_eval_step_start, on_eval_step_end, on_eval_end
+
+    def _judge(self, phase: str, entry_point: EntryPoint | None, ctx: Context) -> None:
+        self._write_time()
+        self.phase = phase
+        if entry_point is not None:
+            self._enter(entry_point, ctx)
+        self._asked_at = time.perf_counter()
+
+    def _enter(self, entry_point: EntryPoint, ctx: Context) -> None:
+        self.entry_point = entry_point
+        self.phases["train"].limit(ctx)
+
+    def _write_time(self) -> None:
+        """torchtnt writes a step's time down behind the hooks of its end."""
+        if self._late is not None:
+            _add(*self._late)
+            self._late = None
+
+
+class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
+    """torchtnt's state of one of its loops."""
+
+    def __init__(self) -> None:
+        super().__init__(dataloader=_Length(None))
+
+    def limit(self, ctx: Context) -> None:
+        """How long the loop will run."""
+        longest = ctx.state.max_duration
+        self._dataloader = _Length(ctx.state.epoch_batches)
+        if longest is not None and longest.unit is TimeUnit.EPOCH:
+            self._max_epochs = int(longest.value)
+        elif longest is not None and longest.unit is TimeUnit.BATCH:
+            self._max_steps = int(longest.value)
+
+    def times(self, name: str) -> list[float]:
+        """The seconds that are kept under a name, in their order."""
+        kept: list[float] = self.iteration_timer.recorded_durations[name]
+        return kept
+
+    @property
+    def step_output(self) -> Any:
+        """Refused: what a unit's step returns is its own."""
+        raise NotCarried(
+            "torchtnt's state has here no 'step_output': a step of ours returns nothing; run the callback at home for that"
+        )
+
+
+class _Length:
+    """In the place of the dataloader: how many batches it has, where that is known, and no batches."""
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("how many batches there are is not known")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotCarried("torchtnt's state has here no batches to iterate over, but only their number")
+
+
+def _add(times: list[float], seconds: float) -> None:
+    times.append(seconds)
+    if len(times) > _MOST_TIMES:
+        del times[: _MOST_TIMES // 2]
