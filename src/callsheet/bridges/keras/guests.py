@@ -9,7 +9,7 @@ import keras
 import torch
 
 from callsheet.bridges.foreign import Facade, Guest
-from callsheet.bridges.hosted_run import counts_of
+from callsheet.bridges.keras.run import KerasRun
 from callsheet.context import Context
 from callsheet.errors import ConfigError, NotCarried
 from callsheet.sheet import Handler
@@ -78,15 +78,14 @@ class KerasGuest(Guest):
     FRAMEWORK = "Keras"
     BASE = keras.callbacks.Callback
     EVENTS = EVENTS
+    COMMON = KerasRun
     OWN: ClassVar[Mapping[str, str]] = {
-        "on_train_start": "_train_starts",
-        "on_epoch_start": "_epoch_starts",
-        "on_train_step_end": "_step_ends",
-        "on_epoch_end": "_epoch_ends",
+        "on_train_start": "_meets",
         "on_eval_all_start": "_evaluation_starts",
-        "on_eval_all_end": "_evaluation_ends",
-        "on_predict_start": "_prediction_starts",
+        "on_predict_start": "_meets",
     }
+
+    common: KerasRun
 
     def __init__(self, foreign: Any, *, verbose: int, name: str, phase: str, strict: bool) -> None:
         for kind in type(foreign).__mro__:
@@ -94,15 +93,7 @@ class KerasGuest(Guest):
                 raise NotCarried(f"Keras's {kind.__name__} cannot be a guest: {REFUSED[kind.__name__]}")
         self._verbose = verbose
         self._model = GuestModel(self)
-        self._logs: dict[str, Any] = {}
-        self._found: dict[str, float] = {}
-        self._total: Any = 0.0
-        self._samples = 0
-        self._batch = 0
-        self._epoch: int | None = None  # one whose end Keras has not been told
         super().__init__(foreign, name=name, phase=phase, strict=strict)
-        self._is_batch_end_heard = self.hears("on_train_batch_end")
-        self._needs_loss = self._is_batch_end_heard or self.hears("on_epoch_end") or self.hears("on_train_end")
 
     def hears(self, theirs: str) -> bool:
         """Also by its older name."""
@@ -113,92 +104,40 @@ class KerasGuest(Guest):
         if theirs == "on_epoch_begin":
             return lambda ctx: method(ctx.epoch - 1, {})
         if theirs == "on_epoch_end":
-            return lambda ctx: self._tell_epoch_end(ctx, method)
-        if theirs == "on_train_batch_begin":
-            return lambda ctx: method(ctx.state.timestamp.batch_in_epoch, logs={})
+            return lambda ctx: method(self.common.ended, self.common.logs) if self.common.ended is not None else None
         if theirs == "on_train_batch_end":
-            return lambda ctx: method(ctx.state.timestamp.batch_in_epoch - 1, logs=self._logs)
-        if theirs in ("on_test_batch_begin", "on_predict_batch_begin"):
-            return lambda ctx: method(self._batch, logs={})
-        if theirs == "on_test_batch_end":
-            return lambda ctx: self._tell_batch_end(method, {})
+            return lambda ctx: method(self.common.batch, logs=self.common.logs)
+        if theirs in ("on_train_batch_begin", "on_test_batch_begin", "on_test_batch_end", "on_predict_batch_begin"):
+            return lambda ctx: method(self.common.batch, logs={})
         if theirs == "on_predict_batch_end":
-            return lambda ctx: self._tell_batch_end(method, {"outputs": ctx.outputs})
+            return lambda ctx: method(self.common.batch, logs={"outputs": ctx.outputs})
         if theirs == "on_test_end":
-            return lambda ctx: method(self._found)
+            return lambda ctx: method(self.common.found)
         if theirs == "on_train_end":
-            return lambda ctx: method(self._logs)
+            return lambda ctx: method(self.common.logs)
         return lambda ctx: method({})
 
-    def _tell_batch_end(self, method: Callable[..., Any], logs: dict[str, Any]) -> None:
-        method(self._batch, logs=logs)
-        self._batch += 1
-
-    def _tell_epoch_end(self, ctx: Context, method: Callable[..., Any]) -> None:
-        """Once, when it is known that no evaluation follows, or when that is over."""
-        event = str(ctx.event)
-        if self._epoch is None or (event == "on_epoch_end" and ctx.state.evaluators):
-            return
-        if event == "on_checkpoint_due" and ctx.boundary != "epoch":
-            return
-        epoch, self._epoch = self._epoch, None
-        method(epoch, self._logs)
-
-    # --- what Keras keeps itself ---
-
     def _meets(self, ctx: Context) -> None:
-        longest = ctx.state.max_duration
+        run, longest = self.common, ctx.state.max_duration
         epochs = int(longest.value) if longest is not None and longest.unit is TimeUnit.EPOCH else 1
-        self._model._ctx = ctx
+        if self.hears("on_train_batch_end"):
+            run.tells_batches = run.needs_loss = True
+        elif self.hears("on_epoch_end") or self.hears("on_train_end"):
+            run.needs_loss = True
         self.foreign.set_params({"verbose": self._verbose, "epochs": epochs, "steps": ctx.state.epoch_batches})
         self.foreign.set_model(self._model)
-
-    def _train_starts(self, ctx: Context) -> None:
-        self._meets(ctx)
-
-    def _epoch_starts(self, ctx: Context) -> None:
-        if not ctx.state.timestamp.batch_in_epoch:  # else a resumed run has entered it in its midst
-            self._total, self._samples = 0.0, 0
-        self._logs = {}
-
-    def _step_ends(self, ctx: Context) -> None:
-        if not self._needs_loss:
-            return
-        samples = counts_of(ctx.batch)[0] or 1
-        self._total = self._total + ctx.loss * samples
-        self._samples += samples
-        if self._is_batch_end_heard:  # a number, as Keras gives it: this waits for the device, as Keras does
-            self._logs = {"loss": float(self._total) / self._samples}
-
-    def _epoch_ends(self, ctx: Context) -> None:
-        self._epoch = ctx.epoch - 1
-        self._logs = {"loss": float(self._total) / self._samples} if self._samples else {}
 
     def _evaluation_starts(self, ctx: Context) -> None:
         if ctx.standalone:
             self._meets(ctx)
-        self._batch = 0
-
-    def _evaluation_ends(self, ctx: Context) -> None:
-        self._found = {
-            metric if name == "validation" else f"{name}_{metric}": value
-            for name, found in ctx.eval_results.items()
-            for metric, value in found.items()
-        }
-        if self._epoch is not None:
-            self._logs |= {f"val_{name}": value for name, value in self._found.items()}
-
-    def _prediction_starts(self, ctx: Context) -> None:
-        self._meets(ctx)
-        self._batch = 0
 
     def state_dict(self) -> Mapping[str, Any]:
         """The epoch's loss so far. Of a callback's own state Keras saves nothing."""
-        return {"total": float(self._total), "samples": self._samples, "foreign": super().state_dict()}
+        return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self._total, self._samples = state["total"], state["samples"]
+        self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 
 
@@ -210,8 +149,9 @@ class GuestModel(Facade):
 
     def __init__(self, guest: KerasGuest) -> None:
         self._guest = guest
-        self._ctx: Any = None  # until the run begins
         self._optimizer = GuestOptimizer(self)
+
+    _ctx = property(lambda self: self._guest.common.ctx)
 
     @property
     def stop_training(self) -> bool:
