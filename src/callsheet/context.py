@@ -323,18 +323,17 @@ class Context:
 
     def close(self, event: str) -> None:
         """For the loop: `event` has been told, and the windows that end with it are shut."""
-        for name in _CLOSED_BY.get(event, ()):
-            if name in self.kept and event == FIELDS[name].windows[0][1]:
+        for name, keeps in _CLOSED_BY.get(event, ()):
+            if keeps and name in self.kept:
                 continue  # a listener wants it as long as can be
-            try:
-                delattr(self, name)
-            except AttributeError:  # it was not told this time
-                continue
+            setattr(self, name, None)  # an empty slot, of what was not told this time, cannot be emptied
+            delattr(self, name)
 
     def close_all(self, *, before: str = "") -> None:
         """For the loop: every window is shut, as after an exception; those that end with the event `before` stay open."""
+        left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
-            if name not in ALWAYS and name not in _CLOSED_BY.get(before, ()) and hasattr(self, name):
+            if name not in left and self.has(name):
                 delattr(self, name)
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
@@ -360,7 +359,8 @@ def _not_told(name: str, event: str | None) -> str:
     return f"ctx.{name} is not told {f'at {event}' if event else 'here'}: it can be read {windows or 'once the loop has set it'}"
 
 
-_CLOSED_BY: dict[str, tuple[str, ...]] = {}
+_CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), _field.name)
+        _keeps = _event == _field.windows[0][1]  # where a listener may ask that it be kept
+        _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))

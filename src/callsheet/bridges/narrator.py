@@ -48,6 +48,28 @@ _STEP_GROUPS = (
 Act = Callable[[], None]
 
 
+class _Place:
+    """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
+
+    __slots__ = (
+        *("act_at_end", "act_at_start", "closes", "done", "index", "is_open", "is_quiet", "is_repeated", "name", "parent"),
+        *("sequence", "span"),
+    )
+
+    def __init__(self, span: Span, before: Mapping[str, Act]) -> None:
+        self.name = name = span.name
+        self.span = span
+        self.act_at_start = before.get(SPANS[name].start_event)
+        self.act_at_end = before.get(SPANS[name].end_event)
+        self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING else None
+        self.is_repeated = name in _REPEATED
+        self.parent: _Place | None = None
+        self.sequence: list[_Place] = []
+        self.index: int | None = None  # in the parent's sequence
+        self.is_open = self.is_quiet = False
+        self.done = 0  # how many of its sequence have been told
+
+
 class Narrator:
     """Where a loop is in the lifecycle; see the module.
 
@@ -58,108 +80,120 @@ class Narrator:
 
     def __init__(self, spans: Spans, before: Mapping[str, Act]) -> None:
         self._ctx: Context = spans.ctx
-        self._spans: dict[str, Span] = {name: getattr(spans, name) for name in SPANS}
-        self._at_start = {name: before.get(span.start_event) for name, span in SPANS.items()}
-        self._at_end = {name: before.get(span.end_event) for name, span in SPANS.items()}
-        self._groups = [(names, [self._spans[name] for name in names]) for names in _STEP_GROUPS]
-        self._quiet: frozenset[str] = frozenset()
-        self._open = ["run"]  # the innermost last; the run's own edges are told by its lifetime
-        self._done = [0]  # for each of them, how many of its sequence have been told
+        self._places = places = {name: _Place(getattr(spans, name), before) for name in SPANS}
+        for name, parent in PARENT.items():
+            places[name].parent = places[parent]
+        for name, sequence in SEQUENCE.items():
+            places[name].sequence = [places[each] for each in sequence]
+            for index, each in enumerate(sequence):
+                places[each].index = index
+        self._groups = [[places[name] for name in names] for names in _STEP_GROUPS]
+        self._has_listened = False
+        self._open = [places["run"]]  # the innermost last; the run's own edges are told by its lifetime
+        places["run"].is_open = True
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
     def is_open(self, name: str) -> bool:
         """Whether the loop is inside such a span."""
-        return name in self._open
+        return self._places[name].is_open
 
-    def listen(self) -> None:
-        """Before a step: of its parts, leave out what nobody hears, events and places both; what stands before their edges is done."""
-        quiet: tuple[str, ...] = ()
-        for names, spans in self._groups:
-            for span in spans:
+    def listen(self) -> bool:
+        """Before a step: of its parts, leave out what nobody hears, events and places both; what stands before their edges is done.
+
+        Whether that is other parts than in the step before: only then need a host ask what is heard, and put up its hooks.
+        """
+        is_news, self._has_listened = not self._has_listened, True
+        for group in self._groups:
+            for place in group:
+                span = place.span
                 if span.starts is not None or span.ends is not None:
+                    is_quiet = False
                     break
             else:
-                quiet += names
-        if len(quiet) != len(self._quiet) or not self._quiet.issuperset(quiet):
-            self._quiet = frozenset(quiet)
+                is_quiet = True
+            if group[0].is_quiet is not is_quiet:
+                is_news = True
+                for place in group:
+                    place.is_quiet = is_quiet
+        return is_news
 
     def hears(self, name: str) -> bool:
         """Whether anybody hears this part of the step, or another that is left out with it."""
-        return name not in self._quiet
+        return not self._places[name].is_quiet
 
     def start(self, name: str) -> None:
         """The loop enters a span: whatever has to be open around it or told before it is. Nothing where it is open, unless it can stand
         several times in a row: then the next begins."""
-        if name in self._quiet:
-            if (act := self._at_start[name]) is not None:
-                act()
+        place = self._places[name]
+        if place.is_quiet:
+            if place.act_at_start is not None:
+                place.act_at_start()
             return
-        if name in self._open and name not in _REPEATED:
+        if place.is_open and not place.is_repeated:
             return
-        parent = PARENT.get(name)
+        parent = place.parent
         if parent is not None:
-            if self._open[-1] != parent:
-                self._arrive(parent)
-            sequence = SEQUENCE.get(parent)
-            if sequence is not None:
-                place, done = sequence.index(name), self._done[-1]
-                if place < done and name not in _REPEATED:
-                    return  # told already: a second forward, say, of one microbatch
-                for missing in sequence[done:place]:
-                    self._make_up(missing)
-                self._done[-1] = place + 1
-        self._push(name)
+            if self._open[-1] is not parent and not self._arrive(parent):
+                return  # what it stands in is over: a forward, say, behind the optimizer's step
+            if (index := place.index) is not None:
+                if index != parent.done:
+                    if index < parent.done and not place.is_repeated:
+                        return  # told already: a second forward, say, of one microbatch
+                    self._make_up(parent.sequence[parent.done : index])
+                parent.done = index + 1
+        self._push(place)
 
     def end(self, name: str) -> None:
         """The loop leaves a span, and with it what is open inside; nothing where it is not open."""
-        if name in self._quiet:
-            if (act := self._at_end[name]) is not None:
-                act()
-            return
-        if name in self._open:
-            while self._open[-1] != name:
+        place = self._places[name]
+        if place.is_quiet:
+            if place.act_at_end is not None:
+                place.act_at_end()
+        elif place.is_open:
+            while self._open[-1] is not place:
                 self._pop()
             self._pop()
 
     def forget(self) -> None:
         """The loop was left by an exception: nothing is open any more, and no end is told."""
-        del self._open[1:], self._done[1:]
+        while len(self._open) > 1:
+            self._open.pop().is_open = False
 
-    def _arrive(self, name: str) -> None:
-        """Make `name` the innermost span."""
-        if name in self._open:
-            while self._open[-1] != name:
+    def _arrive(self, place: _Place) -> bool:
+        """Make it the innermost span; False where it is over, and may not begin again."""
+        if place.is_open:
+            while self._open[-1] is not place:
                 self._pop()
         else:
-            self.start(name)
+            self.start(place.name)
+        return place.is_open
 
-    def _push(self, name: str) -> None:
-        if (act := self._at_start[name]) is not None:
-            act()
-        self._open.append(name)
-        self._done.append(0)
-        self._spans[name].__enter__()
+    def _push(self, place: _Place) -> None:
+        if place.act_at_start is not None:
+            place.act_at_start()
+        self._open.append(place)
+        place.is_open, place.done = True, 0
+        if place.span.starts is not None:
+            place.span.__enter__()
 
     def _pop(self) -> None:
-        name = self._open[-1]
-        sequence = SEQUENCE.get(name)
-        if sequence is not None:
-            for missing in sequence[self._done[-1] :]:
-                self._make_up(missing)
-        event = SPANS[name].end_event
-        if (act := self._at_end[name]) is not None:
-            act()
+        place = self._open[-1]
+        if place.done < len(place.sequence):
+            self._make_up(place.sequence[place.done :])
+        if place.act_at_end is not None:
+            place.act_at_end()
         self._open.pop()
-        self._done.pop()
-        self._spans[name].__exit__(None, None, None)
-        if event in _CLOSING:
-            self._ctx.close(event)
+        place.is_open = False
+        if place.span.ends is not None:
+            place.span.__exit__(None, None, None)
+        if place.closes is not None:
+            self._ctx.close(place.closes)
 
-    def _make_up(self, name: str) -> None:
-        self._done[-1] += 1
-        if name in self._quiet:
-            return
-        self.made_up.add(name)
-        self._push(name)
-        self._pop()
+    def _make_up(self, places: list[_Place]) -> None:
+        for place in places:
+            self._open[-1].done += 1
+            if not place.is_quiet:
+                self.made_up.add(place.name)
+                self._push(place)
+                self._pop()

@@ -1,0 +1,76 @@
+"""Whatever a loop says of its steps, callbacks hear the lifecycle in its order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from callsheet.bridges.narrator import Narrator
+from callsheet.context import Context, RunInfo
+from callsheet.lifecycle import EVENTS
+from callsheet.manager import CallbackManager
+from callsheet.testing.grammar import check_events
+
+PARTS = ("forward_backward", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
+
+words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
+
+
+def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Narrator:
+    """A loop that fetches a batch for each step, says that the step begins and ends, and whatever comes to its mind between."""
+    narrator = Narrator(manager.spans(Context(RunInfo("small"))), {})
+    for step in steps:
+        narrator.listen()
+        narrator.start("fetch")
+        narrator.start("train_step")
+        for word, name in step:
+            getattr(narrator, word)(name)
+        narrator.end("train_step")
+    narrator.end("train")
+    return narrator
+
+
+@given(st.lists(st.lists(words, max_size=12), min_size=1, max_size=3))
+def test_the_grammar_holds_for_whatever_a_loop_says(steps: list[list[tuple[str, str]]]) -> None:
+    manager, told = CallbackManager(), list[str]()
+    manager.register("*", lambda ctx: told.append(str(ctx.event)))
+    narrated(manager, steps)
+    check_events(["on_run_start", "on_data_init_start", "on_data_init_end", *told, "on_run_end"])
+
+
+@given(st.lists(words, max_size=12), st.sets(st.sampled_from(EVENTS), max_size=4))
+def test_who_hears_little_hears_it_as_often_as_who_hears_all(step: list[tuple[str, str]], heard: set[str]) -> None:
+    little, everything = list[str](), list[str]()
+    for told, events in ((little, heard), (everything, set(EVENTS))):
+        manager = CallbackManager()
+        for event in events:
+            manager.register(event, lambda ctx, told=told: told.append(str(ctx.event)))
+        narrated(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
+    assert little == [event for event in everything if event in heard]
+
+
+def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
+    manager, told = CallbackManager(), list[str]()
+    manager.register("on_microbatch_start", lambda ctx: told.append("microbatch"))
+    manager.register("on_optimizer_step_end", lambda ctx: told.append("optimizer step"))
+    loop = [("start", "forward"), ("start", "optimizer_step"), ("end", "optimizer_step"), ("start", "forward")]
+    narrator = narrated(manager, [loop])
+    assert told == ["microbatch", "optimizer step"]
+    assert "optimizer_step" not in narrator.made_up
+
+
+def test_a_narrator_says_when_other_parts_of_a_step_are_heard_than_before() -> None:
+    manager = CallbackManager()
+    narrator = Narrator(manager.spans(Context(RunInfo("small"))), {})
+    assert narrator.listen()
+    assert not narrator.hears("forward")
+    assert not narrator.listen()
+    listener = manager.register("on_forward_end", lambda ctx: None)
+    assert narrator.listen()
+    assert narrator.hears("forward")
+    assert narrator.hears("backward")
+    assert not narrator.hears("optimizer_step")
+    assert not narrator.listen()
+    manager.remove(listener)
+    assert narrator.listen()
+    assert not narrator.hears("forward")
