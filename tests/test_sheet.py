@@ -617,6 +617,8 @@ def test_checking_refuses_also_an_isolated_sampler() -> None:
 class Tally:
     """Counts steps, once for all who share it."""
 
+    is_alone = False
+
     def __init__(self) -> None:
         self.steps = 0
 
@@ -656,6 +658,14 @@ def test_each_call_sheet_has_its_own() -> None:
     train(here, context(), 3)
     train(there, context(), 1)
     assert (one.seen, other.seen) == ([1, 2, 3], [1])
+
+
+def test_one_that_is_alone_keeps_its_own() -> None:
+    one, other = Reader("one"), Reader("other")
+    other.common.is_alone, own = True, other.common
+    train(CallbackManager([one, other]), context(), 2)
+    assert other.common is own
+    assert one.seen == other.seen == [1, 2]
 
 
 def test_a_callback_in_a_lane_shares_with_nobody() -> None:

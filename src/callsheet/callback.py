@@ -60,7 +60,8 @@ class Callback(Hooks):
     lane_options: LaneOptions = LaneOptions()
     """How long its lane's queue is, and what happens when it is full."""
     common: Any = None
-    """What callbacks of a kind keep together: all that run inline on one call sheet are given the same object of that class."""
+    """What callbacks of a kind keep together: those that run inline on one call sheet are given one object of this one's class, unless its
+    `is_alone` says that it is this callback's own."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 

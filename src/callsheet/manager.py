@@ -143,7 +143,7 @@ class CallbackManager:
             member = Member(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
             self._check_unique(callback, [*self._members, *members])
             members.append(member)
-            if callback.common is not None and callback.lane == "inline":
+            if callback.lane == "inline" and not getattr(callback.common, "is_alone", True):
                 kind = type(callback.common)
                 callback.common = self._common.setdefault(kind, kind())
             for event, handler in heard_by(inner(callback)).items():

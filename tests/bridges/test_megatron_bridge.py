@@ -21,7 +21,7 @@ from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
 from callsheet import CallbackManager as OwnManager
 from callsheet.bridges.megatron_bridge import GUEST_EVENTS, MegatronBridgeHost, guest, host
 from callsheet.bridges.megatron_bridge import names as ours
-from callsheet.bridges.megatron_bridge.guests import StepContext
+from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -718,7 +718,7 @@ def test_user_state_is_saved_as_far_as_it_is_plain(tmp_path: Path) -> None:
     again = guest(foreign)
     with trainer(tmp_path, [again, CheckpointSaver(save_interval="4ba")], resume="auto") as trained:
         trained.fit()
-    assert again.manager.user_state["steps"] == 12
+    assert again.common.user_state["steps"] == 12
     assert foreign.loaded == {"own": 5}
     assert again.state.train_state.consumed_valid_samples == 12 * 3  # once in the first run
 

@@ -51,6 +51,15 @@ class Facade:
         return {name for name in {*own, *self.WRITABLE, *vars(self)} if not name.startswith("_")}
 
 
+class Common:
+    """What the guests of a call sheet share. Its methods have the names of our events: each is told once, before the guests."""
+
+    ONLY_HEARD: ClassVar[frozenset[str]] = frozenset()
+    """Events that it is told only where a guest has something to do there."""
+    is_alone = False
+    """One guest's own."""
+
+
 class Guest(Callback):
     """A callback of another framework. It hears just what it overrides, so that the rest of the lifecycle costs nothing.
 
@@ -76,8 +85,7 @@ class Guest(Callback):
     """Our event, and the foreign methods that are called at it."""
     OWN: ClassVar[Mapping[str, str]] = {}
     """Our event, and the guest's own method that is called at it before those."""
-    COMMON: ClassVar[type | None] = None
-    """What the guests of a call sheet share; its methods have the names of our events, and are told once for all of them."""
+    COMMON: ClassVar[type[Common] | None] = None
     NEVER: ClassVar[tuple[str, ...]] = ()
     """Foreign methods that are told nowhere here."""
 
@@ -100,7 +108,7 @@ class Guest(Callback):
                 if self.hears(theirs)
             ]
             handler = _in_turn(tuple(handlers)) if len(handlers) > 1 else next(iter(handlers), None)
-            if hasattr(self.COMMON, event):
+            if self.COMMON is not None and hasattr(self.COMMON, event) and (handler or event not in self.COMMON.ONLY_HEARD):
                 setattr(self, event, InTurn(self, event, handler))
             elif handler is not None:
                 setattr(self, event, handler)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from callsheet.bridges.foreign import Common
 from callsheet.bridges.hosted_run import counts_of
 from callsheet.context import Context
 
 
-class KerasRun:
+class KerasRun(Common):
     """Keras's logs, and where its loop is; told our events by their names."""
 
     def __init__(self) -> None:

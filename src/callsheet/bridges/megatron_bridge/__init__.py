@@ -20,10 +20,12 @@ from torch import Tensor
 
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, LM_LOSS, MODULE, NEVER, GlobalState, MegatronBridgeGuest
+from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, MODULE, NEVER, MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, StepHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.names import CallbackContext
+from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
+from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
@@ -89,7 +91,8 @@ def guest(
 ) -> MegatronBridgeGuest:
     """A callback of Megatron Bridge, a list of them, or a manager, as one callback of callsheet.
 
-    They are told in their own order, each event in a context of its own, with the step as Megatron counts it. What they may read is
+    They are told in their own order, each event in a context of its own, with the step as Megatron counts it; several guests of a run are
+    given the same context, as the callbacks of one manager are, and share its `user_state`. A manager keeps its own. What they may read is
     `context.state` with `train_state`, `timers` and `cfg`; how they may drive is what ends training at home: `train_state.step` or
     `cfg.train.train_iters`, set so that the one is not below the other.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
+from time import perf_counter
 from typing import Any
 
 from torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState
 from torchtnt.utils.progress import Progress
 
+from callsheet.bridges.foreign import Common
 from callsheet.context import Context
 from callsheet.errors import NotCarried
 from callsheet.time import TimeUnit
@@ -21,7 +22,7 @@ PHASES: Mapping[str, ActivePhase] = {
 _MOST_TIMES = 5000  # that torchtnt keeps of a name
 
 
-class TorchTNTRun:
+class TorchTNTRun(Common):
     """The progress of torchtnt's loops, their states, and how long steps and the waiting for data took; told our events by their names."""
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class TorchTNTRun:
         self.phases: Mapping[str, GuestPhase] = {phase: GuestPhase() for phase in PHASES}
         self._asked_at: float | None = None
         self._began_at = 0.0
-        self._late: tuple[list[float], float] | None = None
+        self._timer = self.phases["train"].iteration_timer  # of the loop in hand
+        self._late: float | None = None  # a step's time that is still to be written down
 
     def state_dict(self) -> dict[str, Any]:
         """The progress that is not our own timestamp's."""
@@ -53,7 +55,7 @@ class TorchTNTRun:
     def on_train_start(self, ctx: Context) -> None:
         """As far as the run has come."""
         now = ctx.state.timestamp
-        self.phase = "train"
+        self._turn_to("train")
         self.progress["train"].load_state_dict({
             "num_epochs_completed": now.epoch,
             "num_steps_completed": now.batch,
@@ -63,38 +65,38 @@ class TorchTNTRun:
 
     def on_epoch_start(self, ctx: Context) -> None:
         """Training again, after an evaluation."""
-        self.phase = "train"
+        self._turn_to("train")
 
     def on_fetch_start(self, ctx: Context) -> None:
         """It waits for its batch from here; of several for a step, from the first."""
         if self._late is not None:
             self._write_time()
         if self._asked_at is None:
-            self._asked_at = time.perf_counter()
+            self._asked_at = perf_counter()
 
     def on_train_step_start(self, ctx: Context) -> None:
         """To here."""
-        self.phase = "train"  # there may have been an evaluation within the epoch
-        self._began_at = now = time.perf_counter()
+        if self.phase != "train":  # there was an evaluation within the epoch
+            self._turn_to("train")
+        self._began_at = now = perf_counter()
         if self._asked_at is not None:  # torchtnt writes it down behind the hook of the batch; nothing reads it there
-            _add(self.phases["train"].times("data_wait_time"), now - self._asked_at)
+            self._add("data_wait_time", now - self._asked_at)
             self._asked_at = None
 
     def on_train_step_end(self, ctx: Context) -> None:
         """A step is completed."""
+        self._late = perf_counter() - self._began_at
         self.progress["train"].increment_step()
-        self._late = self.phases["train"].times("train_iteration_time"), time.perf_counter() - self._began_at
 
     def on_epoch_end(self, ctx: Context) -> None:
         """An epoch is."""
-        self._write_time()
-        self.phase, self._asked_at = "train", None
+        self._turn_to("train")
+        self._asked_at = None
         self.progress["train"].increment_epoch()
 
     def on_train_end(self, ctx: Context) -> None:
         """Nothing more is timed."""
-        self._write_time()
-        self.phase = "train"
+        self._turn_to("train")
 
     # --- evaluation and prediction ---
 
@@ -109,15 +111,15 @@ class TorchTNTRun:
     def on_eval_step_start(self, ctx: Context) -> None:
         """Its batch has come."""
         self._write_time()
-        self._began_at = now = time.perf_counter()
+        self._began_at = now = perf_counter()
         if self._asked_at is not None:
-            _add(self.phases[self.phase].times("data_wait_time"), now - self._asked_at)
+            self._add("data_wait_time", now - self._asked_at)
 
     def on_eval_step_end(self, ctx: Context) -> None:
         """A batch is over."""
-        self._asked_at = now = time.perf_counter()
+        self._asked_at = now = perf_counter()
         self.progress[self.phase].increment_step()
-        self._late = self.phases[self.phase].times(f"{self.phase}_iteration_time"), now - self._began_at
+        self._late = now - self._began_at
 
     def on_eval_end(self, ctx: Context) -> None:
         """The dataset is."""
@@ -128,11 +130,14 @@ class TorchTNTRun:
     on_predict_step_start, on_predict_step_end, on_predict_end = on_eval_step_start, on_eval_step_end, on_eval_end
 
     def _judge(self, phase: str, entry_point: EntryPoint | None, ctx: Context) -> None:
-        self._write_time()
-        self.phase = phase
+        self._turn_to(phase)
         if entry_point is not None:
             self._enter(entry_point, ctx)
-        self._asked_at = time.perf_counter()
+        self._asked_at = perf_counter()
+
+    def _turn_to(self, phase: str) -> None:
+        self._write_time()
+        self.phase, self._timer = phase, self.phases[phase].iteration_timer
 
     def _enter(self, entry_point: EntryPoint, ctx: Context) -> None:
         self.entry_point = entry_point
@@ -141,8 +146,14 @@ class TorchTNTRun:
     def _write_time(self) -> None:
         """torchtnt writes a step's time down behind the hooks of its end."""
         if self._late is not None:
-            _add(*self._late)
+            self._add(f"{self.phase}_iteration_time", self._late)
             self._late = None
+
+    def _add(self, name: str, seconds: float) -> None:
+        times = self._timer.recorded_durations[name]
+        times.append(seconds)
+        if len(times) > _MOST_TIMES:
+            del times[: _MOST_TIMES // 2]
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
@@ -159,11 +170,6 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not 
             self._max_epochs = int(longest.value)
         elif longest is not None and longest.unit is TimeUnit.BATCH:
             self._max_steps = int(longest.value)
-
-    def times(self, name: str) -> list[float]:
-        """The seconds that are kept under a name, in their order."""
-        kept: list[float] = self.iteration_timer.recorded_durations[name]
-        return kept
 
     @property
     def step_output(self) -> Any:
@@ -186,9 +192,3 @@ class _Length:
 
     def __iter__(self) -> Iterator[Any]:
         raise NotCarried("torchtnt's state has here no batches to iterate over, but only their number")
-
-
-def _add(times: list[float], seconds: float) -> None:
-    times.append(seconds)
-    if len(times) > _MOST_TIMES:
-        del times[: _MOST_TIMES // 2]

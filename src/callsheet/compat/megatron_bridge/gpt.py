@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.bridges.megatron_bridge.guests import LM_LOSS, GlobalState
+from callsheet.bridges.megatron_bridge.run import LM_LOSS
+from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.errors import ConfigError, NotCarried
 
 IGNORED = -100

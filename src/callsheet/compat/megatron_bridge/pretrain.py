@@ -12,8 +12,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
-from callsheet.bridges.megatron_bridge.guests import GlobalState, MegatronBridgeGuest
+from callsheet.bridges.megatron_bridge.guests import MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.names import Callback, CallbackManager, normalize_callbacks
+from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.callback import Callback as OwnCallback
 from callsheet.checkpoint import newest
 from callsheet.compat.megatron_bridge.config import ConfigContainer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from callsheet.bridges.megatron_bridge.guests import GlobalState
+from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.callback import Callback
 from callsheet.compat.megatron_bridge.config import ConfigContainer
 from callsheet.context import Context

@@ -1,0 +1,99 @@
+"""One run as its guests from Megatron Bridge see it: at each event one context for all of them, as at home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.bridges.foreign import Common
+from callsheet.bridges.hosted_run import counts_of
+from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
+from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext
+from callsheet.context import Context
+from callsheet.time import Time, TimeUnit
+
+LM_LOSS = "lm loss"
+"""What Megatron calls the loss."""
+
+
+class MegatronBridgeRun(Common):
+    """Makes what guests are given, in the methods of our events.
+
+    Args:
+        state: what is shown, where a guest has its own; None is that of all guests.
+        user_state: the same.
+    """
+
+    ONLY_HEARD = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
+
+    def __init__(self, state: GlobalState | None = None, user_state: dict[Any, Any] | None = None) -> None:
+        self.is_alone = state is not None or user_state is not None
+        self.state = state if state is not None else GlobalState()
+        self.user_state = user_state if user_state is not None else {}
+        self.context: Any = None
+        """Of the event in hand."""
+        self.train = self.state.cfg.train
+        self.steps = self.state.train_state.__dict__
+        self.step, self.length = 0, self.train.train_iters
+        """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
+        self._knows_samples = hasattr(self.train, "global_batch_size")
+        self._longest: Time | None = None
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        """With what trains."""
+        chunks = self._at(ctx, ctx.state.timestamp.batch)
+        self.context = CallbackContext(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler)
+
+    on_data_init_start = on_train_start = on_train_end = on_train_step_start
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        """With what the step found; Megatron's count of steps moves after it."""
+        chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
+        made = CallbackContext if norm is None or type(norm) is float else StepContext
+        losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
+        self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)
+
+    def on_eval_start(self, ctx: Context) -> None:
+        """With nothing more."""
+        self.context = CallbackContext(self.state, self._at(ctx, ctx.state.timestamp.batch), self.user_state)
+
+    on_eval_step_start = on_test_start = on_test_step_start = on_test_step_end = on_eval_start
+
+    def on_eval_step_end(self, ctx: Context) -> None:
+        """It counts."""
+        self.steps["consumed_valid_samples"] += counts_of(ctx.batch)[0] * ctx.run.world_size
+        self.on_eval_start(ctx)
+
+    def on_eval_end(self, ctx: Context) -> None:
+        """With what was found."""
+        self.on_eval_start(ctx)
+        self.context.total_loss_dict = _named(ctx.eval_losses)
+
+    on_test_end = on_eval_end
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        """With the optimizer alone."""
+        self.on_eval_start(ctx)
+        self.context.optimizer = ctx.optimizer
+
+    def _at(self, ctx: Context, step: int) -> Any:
+        """Say where the run is; returns the model in chunks."""
+        progress, train = ctx.state, self.train
+        self.steps["step"] = self.step = step
+        self.steps["consumed_train_samples"] = (
+            step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
+        )
+        if progress.max_duration is not self._longest:
+            self._longest = longest = progress.max_duration
+            if longest is not None and longest.unit is TimeUnit.BATCH and isinstance(self.state.cfg, Config):
+                train.train_iters = int(longest.value)
+        self.length, model = train.train_iters, ctx.model
+        return model if type(model) is list else [model]
+
+
+def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours under Megatron's name, and only that where the loop says it already."""
+    if len(losses) == 1 and (loss := losses.get("loss")) is not None:
+        return {LM_LOSS: loss}
+    others = {name: value for name, value in losses.items() if name != "loss"}
+    return others if LM_LOSS in others or "loss" not in losses else {LM_LOSS: losses["loss"], **others}
