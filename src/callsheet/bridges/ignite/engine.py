@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import ismethod
 from typing import Any
+from weakref import ReferenceType
 
 from ignite.engine import Engine, Events, State
 from torch import Tensor
@@ -56,6 +57,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
 
     def __init__(self, output: Callable[[Context], Any] = lambda ctx: ctx.loss) -> None:
         super().__init__(_runs_nothing)
+        self._at: dict[int, tuple[Any, list[Any]]] = {}  # an event and who is attached at it, by the event's identity
         self.state = GuestState()
         self.output = output
         self.evaluators: dict[str, GuestEngine] = {}
@@ -84,7 +86,25 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
             raise NotCarried(
                 f"{label_of_handler(handler)} wants to hear {name} of Ignite from now on: attach it before training begins"
             )
+        self._at.clear()
         return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+    def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
+        """As Ignite's own."""
+        self._at.clear()
+        super().remove_event_handler(handler, event_name)
+
+    def _fire_event(self, event_name: Any, *event_args: Any) -> None:
+        """As Ignite's own, but for a log line each time, and for the hash of the event, which is written in Python."""
+        known = self._at.get(id(event_name))
+        if known is None:
+            known = self._at[id(event_name)] = event_name, self._event_handlers[event_name]
+        self.last_event_name = event_name
+        for handler, args, kwargs in known[1]:
+            if args and type(args[0]) is ReferenceType:  # to this engine
+                handler(self, *event_args, *args[1:], **kwargs)
+            else:
+                handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
         """Ask that training stop; what the loop tells from then on is not passed on, but for the end."""
