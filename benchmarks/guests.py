@@ -31,6 +31,7 @@ from callsheet import Callback, CallbackManager, Context
 from callsheet.testing import FakeLoop
 from timing import in_turns, least, machine
 
+TESTS = str(Path(__file__).resolve().parent.parent / "tests")
 STEPS, GUESTS = 1000, 10
 STEP = [
     "on_fetch_start",
@@ -217,6 +218,8 @@ def keras() -> Framework:
 
 
 def composer() -> Framework:
+    sys.path.insert(0, TESTS)
+    importlib.import_module("bridges.homes.composer")  # which declares operators that torchvision asks for
     from composer.core import Callback, Engine, Event, State
     from composer.loggers import Logger
 
@@ -230,6 +233,7 @@ def composer() -> Framework:
             model=model, rank_zero_seed=1, run_name="benchmark", device=importlib.import_module("composer.devices").DeviceCPU(),
             callbacks=callbacks, max_duration="1ep",
         )  # fmt: skip
+        state.set_dataloader([0], "train")
         engine = Engine(state=state, logger=Logger(state))
 
         def step() -> None:
@@ -243,7 +247,7 @@ def composer() -> Framework:
 
 
 def megatron_bridge() -> Framework:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, TESTS)
     package: Any = importlib.import_module(
         "bridges.homes.megatron_bridge"
     ).interface()  # alone: what stands around it needs a GPU
