@@ -140,6 +140,7 @@ class AttachedRun:
         run.parts["place"] = self._place
         self._is_over = False
         self._is_iterating = False
+        self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
 
     @property
@@ -205,10 +206,12 @@ class AttachedRun:
             batches = place.begin(dataloader)
             while not self._is_over and (group := self._fetched(batches)):
                 narrator.start("train_step")
-                samples, tokens = zip(*map(counts_of, group), strict=True)
-                run.counted = sum(samples), sum(tokens)
+                run.counted = counts_of(group[0])
+                for batch in group[1:]:
+                    samples, tokens = counts_of(batch)
+                    run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._optimizer_hooks.has_stepped, self._backward.total = False, None
-                self._backward.is_on, is_heard = True, narrator.hears("microbatch")
+                self._backward.is_on, is_heard = True, self._hears_microbatch
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
                     ctx.batch = batch
@@ -230,8 +233,9 @@ class AttachedRun:
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of a step, fewer at the epoch's end."""
         narrator, ctx, group = self._run.narrator, self._run.ctx, []
-        narrator.listen()
-        self._model_hooks.listen(narrator.hears("forward"))
+        if narrator.listen():
+            self._hears_microbatch = narrator.hears("microbatch")
+            self._model_hooks.listen(self._hears_microbatch)
         for _ in range(self._accumulate):
             narrator.start("fetch")
             ctx.batch = next(batches, None)

@@ -52,8 +52,8 @@ class _Place:
     """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
 
     __slots__ = (
-        *("act_at_end", "act_at_start", "closes", "done", "index", "is_open", "is_quiet", "is_repeated", "name", "parent"),
-        *("sequence", "span"),
+        *("act_at_end", "act_at_start", "closes", "done", "index", "is_open", "is_quiet", "is_repeated", "name"),
+        *("needed", "parent", "sequence", "span"),
     )
 
     def __init__(self, span: Span, before: Mapping[str, Act]) -> None:
@@ -65,6 +65,7 @@ class _Place:
         self.is_repeated = name in _REPEATED
         self.parent: _Place | None = None
         self.sequence: list[_Place] = []
+        self.needed = 0  # how many of them have to be told before its end
         self.index: int | None = None  # in the parent's sequence
         self.is_open = self.is_quiet = False
         self.done = 0  # how many of its sequence have been told
@@ -84,7 +85,7 @@ class Narrator:
         for name, parent in PARENT.items():
             places[name].parent = places[parent]
         for name, sequence in SEQUENCE.items():
-            places[name].sequence = [places[each] for each in sequence]
+            places[name].sequence, places[name].needed = [places[each] for each in sequence], len(sequence)
             for index, each in enumerate(sequence):
                 places[each].index = index
         self._groups = [[places[name] for name in names] for names in _STEP_GROUPS]
@@ -116,6 +117,9 @@ class Narrator:
                 is_news = True
                 for place in group:
                     place.is_quiet = is_quiet
+        if is_news:
+            step = self._places["train_step"]
+            step.needed = max((at for at, place in enumerate(step.sequence, 1) if not place.is_quiet), default=0)
         return is_news
 
     def hears(self, name: str) -> bool:
@@ -140,7 +144,7 @@ class Narrator:
                 if index != parent.done:
                     if index < parent.done and not place.is_repeated:
                         return  # told already: a second forward, say, of one microbatch
-                    self._make_up(parent.sequence[parent.done : index])
+                    self._make_up(parent, index)
                 parent.done = index + 1
         self._push(place)
 
@@ -154,6 +158,18 @@ class Narrator:
             while self._open[-1] is not place:
                 self._pop()
             self._pop()
+
+    def tell(self, name: str) -> None:
+        """The loop has been in a span, or is passing it by: both of its edges."""
+        place = self._places[name]
+        if place.is_quiet:
+            if place.act_at_start is not None:
+                place.act_at_start()
+            if place.act_at_end is not None:
+                place.act_at_end()
+        else:
+            self.start(name)
+            self.end(name)
 
     def forget(self) -> None:
         """The loop was left by an exception: nothing is open any more, and no end is told."""
@@ -179,8 +195,8 @@ class Narrator:
 
     def _pop(self) -> None:
         place = self._open[-1]
-        if place.done < len(place.sequence):
-            self._make_up(place.sequence[place.done :])
+        if place.done < place.needed:
+            self._make_up(place, place.needed)
         if place.act_at_end is not None:
             place.act_at_end()
         self._open.pop()
@@ -190,9 +206,10 @@ class Narrator:
         if place.closes is not None:
             self._ctx.close(place.closes)
 
-    def _make_up(self, places: list[_Place]) -> None:
-        for place in places:
-            self._open[-1].done += 1
+    def _make_up(self, parent: _Place, until: int) -> None:
+        """What comes in the innermost span before that place in its sequence, and was not told."""
+        for place in parent.sequence[parent.done : until]:
+            parent.done += 1
             if not place.is_quiet:
                 self.made_up.add(place.name)
                 self._push(place)

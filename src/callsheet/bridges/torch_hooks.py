@@ -128,8 +128,7 @@ class OptimizerHooks:
     def _begins(self, *_: Any) -> None:
         narrator = self._narrator
         if narrator.is_open("train_step"):
-            narrator.start("clip_gradients")  # whether or not the loop has clipped them
-            narrator.end("clip_gradients")
+            narrator.tell("clip_gradients")  # whether or not the loop has clipped them
             narrator.start("optimizer_step")
 
     def _ends(self, *_: Any) -> None:
@@ -176,28 +175,25 @@ class BackwardWatch:
         """Tell it and go backward, where it is the loop's; whether it was."""
         if not self.is_on or loss.dim() or threading.get_ident() != self._thread:
             return False
-        narrator, ctx = self._narrator, self._ctx
-        scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
+        narrator, ctx, scaler = self._narrator, self._ctx, self._scaler
+        scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
         told = loss if scale is None else loss / scale
-        if not narrator.hears("backward"):
-            self._add(told)
-            _backward(loss, *args, **options)
-            return True
-        if not narrator.is_open("microbatch") or narrator.is_open("backward"):
-            return False
-        narrator.start("loss")
-        ctx.loss = told
-        narrator.start("backward")  # which ends the loss
-        if ctx.loss is not told:
-            loss = ctx.loss if scale is None else ctx.loss * scale
-        self._add(ctx.loss)
-        _backward(loss, *args, **options)
-        narrator.end("backward")
-        return True
-
-    def _add(self, loss: Tensor) -> None:
-        value = loss.detach()
+        is_heard = narrator.hears("backward")
+        if is_heard:
+            if not narrator.is_open("microbatch") or narrator.is_open("backward"):
+                return False
+            narrator.start("loss")
+            ctx.loss = told
+            narrator.start("backward")  # which ends the loss
+            if ctx.loss is not told:
+                told = ctx.loss
+                loss = told if scale is None else told * scale
+        value = told.detach()
         self.total = value if self.total is None else self.total + value
+        _backward(loss, *args, **options)
+        if is_heard:
+            narrator.end("backward")
+        return True
 
 
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:

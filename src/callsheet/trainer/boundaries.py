@@ -45,17 +45,13 @@ class Boundaries:
         self._evaluation = evaluation
         self._checkpoints = checkpoints
         self._is_alone = ctx.run.world_size == 1
-        self._is_leaving = False  # `on_preempt` has been told
+        self.is_making_way = False
+        """A signal asked the run to leave, and `on_preempt` has been told."""
 
     @property
     def is_over(self) -> bool:
         """Training has reached its duration, was stopped, or is to make way."""
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
-
-    @property
-    def is_making_way(self) -> bool:
-        """A signal asked the run to leave."""
-        return self._is_leaving
 
     def next_step(self) -> int:
         """The next step after which something can be due; units but batches only move at log boundaries and the ends of epochs."""
@@ -141,7 +137,7 @@ class Boundaries:
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
 
     def _due(self) -> list[str]:
-        return [] if self._is_leaving else self._evaluation.due(self._ctx, self.is_over)
+        return [] if self.is_making_way else self._evaluation.due(self._ctx, self.is_over)
 
     def _evaluate(self) -> None:
         due = self._due()
@@ -152,14 +148,14 @@ class Boundaries:
     def _save_as_asked(self) -> None:
         requests = self._ctx.control.save_requests
         self._ctx.control.done("save")
-        self.save(requests, waits=self._is_leaving)
+        self.save(requests, waits=self.is_making_way)
 
     def _make_way(self) -> None:
         """If a signal came: tell it, once, and ask for a checkpoint."""
         received = self._agreement.signal
-        if received is None or self._is_leaving:
+        if received is None or self.is_making_way:
             return
-        self._is_leaving = True
+        self.is_making_way = True
         self._manager.hurry(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
         self._lifetime.outcome = Outcome.INTERRUPTED if received is signal.SIGINT else Outcome.PREEMPTED
         self._manager.fire(Event.PREEMPT, self._ctx)

@@ -220,11 +220,11 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _leading_length(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
     if isinstance(batch, (list, tuple)):
         for value in batch:
             if length := _leading_length(value):
                 return length
         return 0
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
     return _leading_length(list(batch.values())) if isinstance(batch, Mapping) else 0

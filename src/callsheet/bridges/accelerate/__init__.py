@@ -220,7 +220,7 @@ class AcceleratedRun(AttachedRun):
                 self._microbatches += 1
                 self._taken += 1
                 self._backward.is_on, ctx.batch = True, batch
-                if narrator.hears("microbatch"):
+                if self._hears_microbatch:
                     ctx.microbatch = batch
                     narrator.start("microbatch")
                     batch = ctx.microbatch
@@ -254,8 +254,9 @@ class AcceleratedRun(AttachedRun):
             return next(batches, None)
         run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
         self._may_tell_save = False
-        narrator.listen()
-        self._model_hooks.listen(narrator.hears("forward"))
+        if narrator.listen():
+            self._hears_microbatch = narrator.hears("microbatch")
+            self._model_hooks.listen(self._hears_microbatch)
         narrator.start("fetch")
         ctx.batch = next(batches, None)
         narrator.end("fetch")

@@ -157,6 +157,9 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
         self._batch: Any = None
+        self._hears_forward = True
+        self._progress: Any = getattr(unit, "train_progress", None)  # a unit looks long for what it has
+        self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
@@ -211,8 +214,9 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
                 place.skipped()
         is_first = not narrator.is_open("train_step")
         if is_first:  # the further batches of a step come within it
-            narrator.listen()
-            self._model_hooks.listen(narrator.hears("forward"))
+            if narrator.listen():
+                self._hears_forward = narrator.hears("forward")
+                self._model_hooks.listen(self._hears_forward)
             narrator.start("fetch")
         ctx.batch = None
         try:
@@ -243,17 +247,17 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run = self._run
         assert run is not None
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
-        samples, tokens = counts_of(ctx.batch)
+        counted = counts_of(ctx.batch)
         if narrator.is_open("train_step"):
-            run.counted = run.counted[0] + samples, run.counted[1] + tokens
+            run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
         else:
             narrator.start("train_step")
-            run.counted = samples, tokens
+            run.counted = counted
             watch.total = None
             if self._optimizer_hooks is not None:
                 self._optimizer_hooks.has_stepped = False
         watch.is_on = True
-        if narrator.hears("forward"):
+        if self._hears_forward:
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
 
@@ -262,17 +266,17 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run = self._run
         assert run is not None
         self._watch.is_on = False
-        progress, hooks = unit.train_progress, self._optimizer_hooks
-        self._steps_told = progress.num_steps_completed
+        progress, hooks = self._progress, self._optimizer_hooks
+        self._steps_told = steps = progress.num_steps_completed
         if hooks is not None and not hooks.has_stepped:
             would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
             if not would:
                 run.narrator.end("microbatch")
                 return
         run.step_skipped = hooks is not None and not hooks.has_stepped
-        run.narrator.end("train_step")
-        every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
-        if every and progress.num_steps_completed % every == 0:
+        every = self._evaluates_every
+        if every and steps % every == 0:
+            run.narrator.end("train_step")
             self._waiting = "step"
         else:
             self._end_step(run, state)
@@ -284,7 +288,8 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             if self._scaler is not None:  # it leaves steps out until it has found its scale
                 run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
             run.check_carried(strict=self._strict, logger=logger)
-        self._stop_if_asked(run, state)
+        if run.control.pending or run.boundaries.is_making_way:
+            self._stop_if_asked(run, state)
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         """The epoch is over, or left."""

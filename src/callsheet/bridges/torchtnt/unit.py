@@ -24,7 +24,7 @@ class Fetches:
         self._unit = unit
         self._names = [name for name in methods if hasattr(unit, name)]
         for name in self._names:
-            setattr(unit, name, _standing_in(weakref.WeakMethod(methods[name]), getattr(unit, name)))
+            setattr(unit, name, _standing_in(methods[name], getattr(unit, name)))
 
     def remove(self) -> None:
         """Leave the unit as it was."""
@@ -32,10 +32,12 @@ class Fetches:
             delattr(self._unit, self._names.pop())
 
 
-def _standing_in(instead: Callable[[], Callable[..., Any] | None], fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _standing_in(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    owner, method = weakref.ref(instead.__self__), instead.__func__
+
     def fetched(*args: Any) -> Any:
-        method = instead()
-        return fetch(*args) if method is None else method(fetch, *args)
+        lives = owner()
+        return fetch(*args) if lives is None else method(lives, fetch, *args)
 
     return fetched
 
