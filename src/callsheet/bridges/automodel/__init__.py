@@ -253,7 +253,8 @@ class AutoModelHost(AutoModelCallback):
         if getattr(recipe.step_scheduler, "is_last_batch", False):
             run.end_epoch(is_whole=True)
         self._is_due_told = True
-        self._stop_if_asked(run)
+        if run.control.pending:
+            self._stop_if_asked(run)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
         """What AutoModel says of the step, where somebody hears it: its loss is that of all ranks and microbatches."""

@@ -30,6 +30,7 @@ class CalledModel(StaysBehind):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
+        self._hears_forward = True
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
@@ -41,8 +42,7 @@ class CalledModel(StaysBehind):
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
-            run.narrator.start("fetch")
-            run.narrator.end("fetch")
+            run.narrator.tell("fetch")
             run.narrator.made_up.add("fetch")
             run.narrator.start("train_step")
         self._is_in_step = self._watch.is_on = False
@@ -66,8 +66,7 @@ class CalledModel(StaysBehind):
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
         ctx.batch = batch
         if is_first:
-            narrator.start("fetch")
-            narrator.end("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
         if self._watch.is_on:
             narrator.end("microbatch")  # the one before, whose fields are gone with it
@@ -86,10 +85,13 @@ class CalledModel(StaysBehind):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
         narrator.start("epoch")
-        narrator.listen()
+        if narrator.listen():
+            self._hears_forward = narrator.hears("forward")
         self._is_in_step = True
-        watch.total, watch.is_on = None, narrator.hears("forward")
-        self._listen(watch.is_on or run.eval_spans.eval_forward.ends is not None)
+        watch.total, watch.is_on = None, self._hears_forward
+        is_heard = self._hears_forward or run.eval_spans.eval_forward.ends is not None
+        if is_heard is not (self._after is not None):
+            self._listen(is_heard)
 
     def _listen(self, is_heard: bool) -> None:
         if is_heard and self._after is None:

@@ -228,10 +228,10 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     @_in_a_run
     def on_pre_optimizer_step(self, run: HostedRun, **_: Any) -> None:
         """The gradients are there, and clipped."""
-        run.narrator.start("train_step")
-        run.narrator.start("clip_gradients")
-        run.narrator.end("clip_gradients")
-        run.narrator.start("optimizer_step")
+        narrator = run.narrator
+        narrator.start("train_step")
+        narrator.tell("clip_gradients")
+        narrator.start("optimizer_step")
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, **_: Any) -> None:
@@ -249,7 +249,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         self._is_due_told = True
         if is_first:
             run.check_carried(strict=self._strict, logger=logger)
-        self._stop_if_asked(run)
+        if run.control.pending:
+            self._stop_if_asked(run)
 
     @_in_a_run
     def on_epoch_end(self, run: HostedRun, state: TrainerState, **_: Any) -> None:

@@ -68,8 +68,7 @@ class ForwardHooks(StaysBehind):
         run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
         ctx.batch = batch
         if not narrator.is_open("train_step"):
-            narrator.start("fetch")
-            narrator.end("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
         if narrator.hears("forward"):
             ctx.microbatch = ctx.batch

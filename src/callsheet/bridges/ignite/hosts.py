@@ -209,8 +209,9 @@ class IgniteHost:
             self._go_on(run)
         self._is_due_told = False
         narrator = run.narrator
-        narrator.listen()
-        self._model_hooks.listen(narrator.hears("forward"))
+        if narrator.listen():
+            self._hears_microbatch = narrator.hears("microbatch")
+            self._model_hooks.listen(self._hears_microbatch)
         narrator.start("fetch")
         run.ctx.batch = None
 
@@ -240,7 +241,7 @@ class IgniteHost:
         ctx.batch = batch = trainer.state.batch
         samples, tokens = counts_of(batch)
         run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        if narrator.hears("microbatch"):
+        if self._hears_microbatch:
             ctx.microbatch = batch
             narrator.start("microbatch")
             if ctx.microbatch is not batch:

@@ -217,10 +217,10 @@ class Teller:
         run.go_to(context)
         self._is_between = False
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
-        run.narrator.listen()
-        run.narrator.start("fetch")
-        run.narrator.end("fetch")
-        run.narrator.start("train_step")
+        narrator = run.narrator
+        narrator.listen()
+        narrator.tell("fetch")
+        narrator.start("train_step")
 
     @_in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
@@ -244,8 +244,7 @@ class Teller:
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """The parameters have moved."""
         run.narrator.end("clip_gradients")
-        run.narrator.start("optimizer_step")
-        run.narrator.end("optimizer_step")
+        run.narrator.tell("optimizer_step")
 
     @_in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:

@@ -196,7 +196,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
 
     def _stand_in(self, name: str, method: Callable[[HostedRun, Callable[[Any], Any], Any], Any]) -> None:
         """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
-        self._hooks.append(_StandIn(self.model, name, weakref.WeakMethod(method)))
+        self._hooks.append(_StandIn(self.model, name, method))
 
     # --- training ---
 
@@ -232,9 +232,9 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             if not place.to_skip:
                 place.skipped()
             return {}
-        narrator.listen()
-        hears = narrator.hears("forward")
-        self._model_hooks.listen(hears)
+        if narrator.listen():
+            self._hears_microbatch = narrator.hears("microbatch")
+            self._model_hooks.listen(self._hears_microbatch)
         narrator.start("fetch")
         (ctx.batch,) = data
         narrator.end("fetch")
@@ -242,7 +242,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         run.counted = counts_of(ctx.batch)
         watch.total, watch.is_on = None, True
         self._steps.has_stepped = False
-        if hears:
+        if self._hears_microbatch:
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
         logs = function([ctx.batch])
@@ -253,7 +253,8 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         run.end_step()
         if is_first:
             run.check_carried(strict=self._strict, logger=logger)
-        self._stop_if_asked(run)
+        if run.control.pending or run.boundaries.is_making_way:
+            self._stop_if_asked(run)
         return logs
 
     def _close_epoch(self, run: HostedRun) -> None:
@@ -355,17 +356,17 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
 class _StandIn:
     """In the place of one of the model's functions, such as `train_function`."""
 
-    def __init__(self, model: Any, name: str, method: Callable[[], Callable[..., Any] | None]) -> None:
+    def __init__(self, model: Any, name: str, instead: Any) -> None:
         self._model, self._name = model, name
         self._function = function = getattr(model, name)
+        owner, method = weakref.ref(instead.__self__), instead.__func__
 
         def called(data: Any) -> Any:
-            hears = method()
-            host: KerasHost | None = getattr(hears, "__self__", None)
-            if hears is None or host is None or host._run is None:
+            host: KerasHost | None = owner()
+            if host is None or host._run is None:
                 return function(data)
             try:
-                return hears(host._run, function, data)
+                return method(host, host._run, function, data)
             except BaseException as error:
                 host._fail(error)
                 raise

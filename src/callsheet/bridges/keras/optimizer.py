@@ -23,8 +23,7 @@ class Steps:
         def applied(*args: Any, **named: Any) -> Any:
             if not narrator.is_open("train_step"):
                 return apply(*args, **named)
-            narrator.start("clip_gradients")  # which Keras does within `apply`
-            narrator.end("clip_gradients")
+            narrator.tell("clip_gradients")  # which Keras does within `apply`
             narrator.start("optimizer_step")
             result = apply(*args, **named)
             self.has_stepped = True

@@ -228,16 +228,16 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             run.counted = samples, tokens
             if not narrator.is_open("epoch"):
                 self._start_epoch(trainer)
-            narrator.listen()
-            self._forward.listen("training_step", narrator.hears("forward") or narrator.hears("fetch"))
-            self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
-            narrator.start("fetch")
-            narrator.end("fetch")
+            if narrator.listen():
+                self._hears_microbatch = narrator.hears("microbatch")
+                self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
+                self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
+            narrator.tell("fetch")
             narrator.start("train_step")
             watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
         watch.is_on = True
         given = ctx.batch
-        if narrator.hears("microbatch"):
+        if self._hears_microbatch:
             ctx.microbatch = given
             narrator.start("microbatch")
             given = ctx.microbatch
@@ -284,7 +284,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             if not self._is_moving:  # optimized by hand, over several batches
                 narrator.made_up -= {"clip_gradients", "optimizer_step"}
             run.check_carried(strict=self._strict, logger=logger)
-        self._stop_if_asked(trainer, run)
+        if run.control.pending:
+            self._stop_if_asked(trainer, run)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The epoch is over, or left."""

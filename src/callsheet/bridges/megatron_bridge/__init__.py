@@ -166,7 +166,7 @@ class MegatronBridgeHost:
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
-        self._is_due_told = self._is_checked = self._has_trained = False
+        self._is_due_told = self._is_checked = self._has_trained = self._hears_forward = False
         self._states: dict[int, Any] = {}  # of steps whose checkpoints are still being written
         self._forward = ForwardHooks(run, chunks[0])
         self._steps = StepHooks(run, torch_optimizers(context.optimizer))
@@ -240,12 +240,15 @@ class MegatronBridgeHost:
             move(run, step)  # over iterations that are left out
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
             self._states[step] = copy.deepcopy(own_state(run))  # of the checkpoint that is being written
-        narrator.listen()
-        hears = not self._is_pipelined and (narrator.hears("fetch") or narrator.hears("forward"))
-        self._forward.in_step = self._forward.listen(hears)
-        if not hears:
+        if narrator.listen():
+            self._hears_forward = not self._is_pipelined and (narrator.hears("fetch") or narrator.hears("forward"))
+            self._hears_step = narrator.hears("optimizer_step") or narrator.hears("clip_gradients")
+            self._forward.listen(self._hears_forward)
+            self._steps.listen(self._hears_step)
+        self._forward.in_step = self._hears_forward
+        if not self._hears_forward:
             narrator.start("train_step")
-        if not self._steps.listen(narrator.hears("optimizer_step") or narrator.hears("clip_gradients")):
+        if not self._hears_step:
             narrator.start("optimizer_step")  # notes the learning rate that the step will use
 
     @_told
@@ -255,15 +258,13 @@ class MegatronBridgeHost:
         self._forward.in_step = False
         if not narrator.is_open("train_step"):
             narrator.made_up.add("fetch")
-            narrator.start("fetch")
-            narrator.end("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
         settings.loss, run.other_losses = _losses(context.loss_dict or {})
         run.step_skipped = bool(context.skipped_iter)
         if run.step_skipped:  # torch's optimizer was not called
-            for name in ("clip_gradients", "optimizer_step"):
-                narrator.start(name)
-                narrator.end(name)
+            narrator.tell("clip_gradients")
+            narrator.tell("optimizer_step")
         ctx.step_skipped = run.step_skipped
         norm = context.grad_norm
         if run.spans.train_step.ends is not None:  # somebody hears it
@@ -277,7 +278,8 @@ class MegatronBridgeHost:
         if not self._is_checked and not run.step_skipped:
             self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
-        self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this
+        if run.control.pending:
+            self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this
 
     def _stop_if_asked(self, run: HostedRun, *, ahead: int = 0) -> None:
         if run.control.stop_requested is not None:
@@ -305,7 +307,7 @@ class MegatronBridgeHost:
     @_told
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
         """The validation is over."""
-        self._forward.judging = ""
+        self._end_judging()
         run.end_dataset("validation", self._found(run, context))
         run.end_evaluation()
         run.records.tally.settle(run.state)
@@ -337,7 +339,8 @@ class MegatronBridgeHost:
     @_told
     def on_test_end(self, run: HostedRun, context: Any) -> None:
         """The test is over, and the run with it."""
-        self._forward.judging, ctx = "", run.eval_ctx
+        self._end_judging()
+        ctx = run.eval_ctx
         found = self._found(run, context)
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
         ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
@@ -350,6 +353,10 @@ class MegatronBridgeHost:
         heard = any(run.manager.has_callbacks(f"on_{kind}_forward_{edge}") for edge in ("start", "end"))
         if self._forward.listen(heard and not self._is_pipelined):
             self._forward.judging = kind
+
+    def _end_judging(self) -> None:
+        self._forward.judging = ""
+        self._forward.listen(self._hears_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
         """The losses; with pipelining the last stage alone has them, and all ranks have to hear the same."""

@@ -78,8 +78,7 @@ class ForwardHooks(StaysBehind):
         narrator, ctx = run.narrator, run.ctx
         ctx.batch = batch
         if not narrator.is_open("train_step"):
-            narrator.start("fetch")
-            narrator.end("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
         if not narrator.hears("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
