@@ -63,6 +63,7 @@ MONITORS: dict[str, Callable[[], Callback]] = {
     "SystemMetricsMonitor": callbacks.SystemMetricsMonitor,
 }
 """All that watch and log; what changes or stops training, and what writes pictures, is not among them."""
+ALL_TAKEN = "all monitors, everybody's time taken"
 
 
 class Bytes:
@@ -128,24 +129,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         runs = Path(folder)
         sequences = sized(runs)
-        watched = made(MONITORS.values(), costs="all")
-        fit(sequences, watched, runs)
-        handlers: dict[str, float] = {}
-        for cost in watched.cost_report(STEPS).costs:
-            if cost.event in PATH_EVENTS or cost.event == "on_log":
-                handlers[cost.callback] = handlers.get(cost.callback, 0.0) + cost.seconds / STEPS * 1e6
         once: dict[str, list[float]] = {}
+        handlers: dict[str, list[float]] = {}  # their share of the step, of every turn whose time was all taken
 
         def turn(name: str, make: Callable[[], CallbackManager]) -> float:
-            step, rest = fit(sequences, make(), runs)
+            manager = make()
+            step, rest = fit(sequences, manager, runs)
             once.setdefault(name, []).append(rest)
+            if name == ALL_TAKEN:
+                shares = dict.fromkeys(MONITORS, 0.0)
+                for cost in manager.cost_report(STEPS).costs:
+                    if cost.event in PATH_EVENTS or cost.event == "on_log":
+                        shares[cost.callback] += cost.seconds / STEPS * 1e6 / step
+                for callback, share in {**shares, "(all)": sum(shares.values())}.items():
+                    handlers.setdefault(callback, []).append(share)
             return step
 
         subjects: dict[str, Callable[[], CallbackManager]] = {
             "nobody": CallbackManager,
             "all monitors": lambda: made(MONITORS.values()),
             "all monitors, nobody's time taken": lambda: made(MONITORS.values(), costs="off"),
-            "all monitors, everybody's time taken": lambda: made(MONITORS.values(), costs="all"),
+            ALL_TAKEN: lambda: made(MONITORS.values(), costs="all"),
         }
         if arguments.each:
             subjects |= {name: (lambda kind=kind: made([kind])) for name, kind in MONITORS.items()}  # type: ignore[misc]
@@ -160,12 +164,11 @@ def main() -> None:
         if name != "nobody":
             added = difference(figures, name, "nobody")
             print(f"| {name} | {added:+.0f} | {added / step:+.2%} | {difference(once, name, 'nobody') / 1000:+.0f} |")
-    print("\n| by the cost accounting of one more run: handlers of | µs a step |\n| --- | --- |")
-    for name, each in sorted(handlers.items(), key=lambda item: -item[1]):
-        print(f"| {name} | {each:.1f} |")
-    print(f"| (all) | {sum(handlers.values()):.0f} |")
+    print("\n| by the cost accounting of the runs whose time was all taken: handlers of | of the step |\n| --- | --- |")
+    for name, shares in sorted(handlers.items(), key=lambda item: -statistics.median(item[1])):
+        print(f"| {name} | {statistics.median(shares):.2%} |")
     print("\n| what taking the time adds to all monitors | µs a step | of the step |\n| --- | --- | --- |")
-    for name in ("all monitors", "all monitors, everybody's time taken"):
+    for name in ("all monitors", ALL_TAKEN):
         added = difference(figures, name, "all monitors, nobody's time taken")
         print(f"| {'in windows, the default' if name == 'all monitors' else 'all of it'} | {added:+.0f} | {added / step:+.2%} |")
 

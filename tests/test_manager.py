@@ -754,3 +754,86 @@ def test_a_manager_serves_one_run_at_a_time() -> None:
     manager.close()
     manager.open(second)
     assert second.user_state is manager.user_state
+
+
+# --- muting ---
+
+
+class Hears(Callback):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        self.told.append("start")
+        if len(self.told) == 2:
+            ctx.mute(self, "on_train_step_start", "on_train_step_end")
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.told.append("end")
+
+    def on_log(self, ctx: Context) -> None:
+        self.told.append("log")
+        ctx.unmute(self, "on_train_step_end")
+
+
+def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_ends() -> None:
+    hears = Hears()
+    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
+    manager.open(ctx)
+    spans = manager.spans(ctx)
+
+    def step() -> None:
+        with spans.train_step:
+            pass
+
+    step()
+    hears.told.clear()
+    hears.told.append("one")
+    step()  # mutes within its start: its end is told no more
+    assert hears.told == ["one", "start"]
+    assert not manager.heard.on_train_step_start
+    step()
+    assert hears.told == ["one", "start"]
+    manager.fire("on_log", ctx)
+    step()
+    assert hears.told == ["one", "start", "log", "end"]
+    manager.close()
+    manager.open(Context(RunInfo("another")))
+    assert manager.heard.on_train_step_start
+
+
+def test_muting_refuses_strangers_and_unknown_events() -> None:
+    hears = Hears()
+    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
+    manager.open(ctx)
+    with pytest.raises(RegistrationError, match="Hears is not on the call sheet"):
+        ctx.mute(Hears(), "on_log")
+    with pytest.raises(UnknownEventError, match="on_train_step_end"):
+        ctx.mute(hears, "on_train_step_ends")
+    assert manager.heard.on_log
+
+
+def test_a_sibling_context_mutes_too_and_one_without_a_manager_does_nothing() -> None:
+    hears = Hears()
+    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
+    ctx.mute(hears, "on_log")
+    manager.open(ctx)
+    assert manager.heard.on_log
+    ctx.sibling().mute(hears, "on_log")
+    assert not manager.heard.on_log
+
+
+def test_a_lane_cannot_mute() -> None:
+    class Mutes(Callback):
+        lane = "background"
+
+        def on_log(self, ctx: Context) -> None:
+            ctx.mute(self, "on_log")
+
+    manager, ctx = CallbackManager([Mutes()]), Context(RunInfo("test"))
+    manager.open(ctx)
+    manager.fire("on_log", ctx)
+    manager.drain(ctx)
+    [failed] = manager.cost_report(1).failures
+    manager.close()
+    assert "RequestRefused: the call sheet is the training thread's" in failed.last

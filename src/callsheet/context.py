@@ -21,6 +21,7 @@ from callsheet.lifecycle import ALWAYS, FIELDS
 from callsheet.time import Time, Timestamp, elapsed_fraction
 
 if TYPE_CHECKING:
+    from callsheet.callback import Callback
     from callsheet.costs import Failures
 
 
@@ -186,7 +187,7 @@ class Context:
         FieldNotTold: on reading a field outside its window; the message names the window.
     """
 
-    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept")
+    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept", "muting")
 
     event: Event | None
     run: RunInfo
@@ -238,6 +239,8 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.kept: frozenset[str] = frozenset()
+        self.muting: Callable[[Callback, tuple[str, ...], bool], None] | None = None
+        """For the manager: what `mute` and `unmute` call."""
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
         """A context for another loop of the same run, such as an evaluation: it shares all but the fields of a window.
@@ -253,7 +256,7 @@ class Context:
             accumulator=accumulator if accumulator is not None else self._accumulator,
             loggers=self._loggers,
         )
-        other.step, other.epoch = self.step, self.epoch
+        other.step, other.epoch, other.muting = self.step, self.epoch, self.muting
         for name in ("optimizer", "scheduler"):
             if self.has(name):
                 setattr(other, name, getattr(self, name))
@@ -297,6 +300,24 @@ class Context:
     def log_file(self, name: str, path: str | Path) -> None:
         """Give a file that was written to every logger that can store one."""
         self._to_loggers("log_file", name=name, path=Path(path))
+
+    def mute(self, callback: Callback, *events: str) -> None:
+        """Tell the callback these events no more, from the next one on and until the run's end: then they cost it nothing.
+
+        For what is only needed now and then: `ctx.mute(self, "on_forward_end")`.
+
+        Raises:
+            UnknownEventError: no such event.
+            RegistrationError: the callback is not on the run's call sheet.
+            RequestRefused: in a lane.
+        """
+        if self.muting is not None:
+            self.muting(callback, events, True)
+
+    def unmute(self, callback: Callback, *events: str) -> None:
+        """Tell them to it again; see `mute`."""
+        if self.muting is not None:
+            self.muting(callback, events, False)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in the order of ranks. A collective: every rank must reach it.

@@ -313,10 +313,11 @@ class CallbackManager:
         self._ranks = ctx.run.ranks
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
+        ctx.muting = self._mute
         self._ctx = weakref.ref(ctx)
         for member in self._members:
             member.failures = member.failures_in_a_row = 0
-            member.is_off, member.last_failure = False, ""
+            member.is_off, member.last_failure, member.muted = False, "", frozenset()
         self.costs.reset()
         self._undelivered, self._dropped, self._is_over, self._until = {}, {}, False, inf
         for entry in entries:
@@ -535,6 +536,16 @@ class CallbackManager:
         self._changed()
         if ctx is not None:
             ctx.kept = self._kept()
+
+    def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool) -> None:
+        member = next((each for each in self._members if each.thing is callback), None)
+        if member is None:
+            raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute")
+        named = {as_event(event).value for event in events}
+        muted = member.muted | named if is_muted else member.muted - named
+        if muted != member.muted:
+            member.muted = muted
+            self._changed()
 
     def _kept(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep)

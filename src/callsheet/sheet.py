@@ -42,10 +42,12 @@ class Member:
     failures_in_a_row: int = 0
     is_off: bool = False
     last_failure: str = ""
+    muted: frozenset[str] = frozenset()
+    """Events that it has asked not to be told in the run in progress."""
 
     def is_silent_at(self, event: str) -> bool:
-        """It was switched off; the run's end is told to it all the same, since it may have something to close."""
-        return self.is_off and event not in _LAST_WORDS
+        """It has muted the event, or was switched off; then the run's end is told to it all the same, since it may have something to close."""
+        return (self.is_off and event not in _LAST_WORDS) or event in self.muted
 
     def switch_off(self, failures: int) -> None:
         """Told no more in this run, but its end."""

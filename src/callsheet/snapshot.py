@@ -231,6 +231,12 @@ class Snapshot(Context):
     _inbox: Inbox
     _lane_control: LaneControl
 
+    def mute(self, callback: Any, *events: str) -> None:
+        """Refused."""
+        raise RequestRefused("the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline")
+
+    unmute = mute
+
     def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; see `Context.log`."""
         self._inbox.put(

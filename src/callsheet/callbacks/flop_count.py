@@ -99,6 +99,11 @@ class StepFlops:
         self.trouble = ""
         self.is_guessing = False
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether only batches are to be told from now on, and neither steps nor forwards."""
+        return self.is_done and self.counter is None and not self.is_guessing
+
     def fetched(self, batch: Any) -> None:
         """A batch of the next step has come."""
         if self._says is None:

@@ -13,6 +13,8 @@ from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import ConfigError
 
+_SAYS = "report_per_parameter_metrics"  # Composer's name
+
 
 class OptimizerMonitor(Callback):
     """Log the norm of every parameter's gradient and of all of them together, every so many steps.
@@ -52,6 +54,10 @@ class OptimizerMonitor(Callback):
         self._log_optimizer_metrics = log_optimizer_metrics
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
+    def on_train_start(self, ctx: Context) -> None:
+        """See whether the optimizer has something to say."""
+        (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
+
     def on_epoch_start(self, ctx: Context) -> None:
         """Look for the parameters anew: to find them takes longer than their norms."""
         self._parameters = []
@@ -69,16 +75,16 @@ class OptimizerMonitor(Callback):
 
     def on_train_step_end(self, ctx: Context) -> None:
         """The optimizer has a state by now: ask it."""
-        if ctx.step % self._interval or not self._log_optimizer_metrics:
-            return
-        report = getattr(ctx.optimizer, "report_per_parameter_metrics", None)
-        if report is None:
+        if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
         for name, parameter in self._parameters:
             if parameter.grad is not None:
                 metrics = report(parameter, name, metrics)
         ctx.log({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in metrics.items()})
+
+    def _report(self, ctx: Context) -> Any:
+        return getattr(ctx.optimizer, _SAYS, None) if self._log_optimizer_metrics else None
 
     def _log(self, ctx: Context, kind: str, named: list[tuple[str, Tensor]]) -> None:
         if not named:

@@ -56,6 +56,7 @@ class RuntimeEstimator(Callback):
             self._counts, self._seconds, self._progress, self._pauses = counts, 0.0, 0.0, {}
         self._to_skip, self._paused = self._skip_batches, None
         self._since = (time.monotonic(), _progress(ctx.state)) if not self._skip_batches else None
+        (ctx.unmute if self._skip_batches else ctx.mute)(self, "on_train_step_end")
 
     def on_train_step_end(self, ctx: Context) -> None:
         """Count the warm-up."""
@@ -63,6 +64,7 @@ class RuntimeEstimator(Callback):
             self._to_skip -= 1
             if not self._to_skip:
                 self._since = (time.monotonic(), _progress(ctx.state))
+                ctx.mute(self, "on_train_step_end")
 
     def on_log(self, ctx: Context) -> None:
         """Add the estimate to the record that is being told."""

@@ -16,6 +16,8 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
+_COUNTING = ("on_forward_end", "on_forward_backward_end")  # heard until nothing is left to be counted
+
 
 class SpeedMonitor(Callback):
     """Add the speed of training to every record, over a window that rolls along.
@@ -81,16 +83,19 @@ class SpeedMonitor(Callback):
         self._device = device_name(ctx.run.device)
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
+        if self._counts_flops:
+            ctx.unmute(self, *_COUNTING)
+        else:
+            ctx.mute(self, "on_fetch_end", "on_forward_backward_start", *_COUNTING)
 
     def on_fetch_end(self, ctx: Context) -> None:
         """Ask the model, or see how large the batch is."""
-        if self._counts_flops and ctx.batch is not None:
+        if ctx.batch is not None:
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
         """Count the step, if it is the one."""
-        if self._counts_flops:
-            self._flops.begin_step()
+        self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:
         """Where nothing can be counted, the outputs may show the precision."""
@@ -98,9 +103,11 @@ class SpeedMonitor(Callback):
             self._flops.guess(ctx.model, ctx.outputs)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """The step has been counted."""
+        """The step has been counted, and most often that was all."""
         if self._flops.counter is not None:
             self._flops.end_step()
+        if self._flops.is_settled:
+            ctx.mute(self, *_COUNTING)
 
     def on_log(self, ctx: Context) -> None:
         """Add the rates to the record that is being told."""
