@@ -138,15 +138,24 @@ class Narrator:
             return
         parent = place.parent
         if parent is not None:
-            if self._open[-1] is not parent and not self._arrive(parent):
-                return  # what it stands in is over: a forward, say, behind the optimizer's step
+            if not parent.is_open:
+                self.start(parent.name)
+                if not parent.is_open:
+                    return  # it is over: a forward, say, behind the optimizer's step
+            while self._open[-1] is not parent:
+                self._pop()
             if (index := place.index) is not None:
                 if index != parent.done:
                     if index < parent.done and not place.is_repeated:
                         return  # told already: a second forward, say, of one microbatch
                     self._make_up(parent, index)
                 parent.done = index + 1
-        self._push(place)
+        if place.act_at_start is not None:
+            place.act_at_start()
+        self._open.append(place)
+        place.is_open, place.done = True, 0
+        if place.span.starts is not None:
+            place.span.__enter__()
 
     def end(self, name: str) -> None:
         """The loop leaves a span, and with it what is open inside; nothing where it is not open."""
@@ -176,23 +185,6 @@ class Narrator:
         while len(self._open) > 1:
             self._open.pop().is_open = False
 
-    def _arrive(self, place: _Place) -> bool:
-        """Make it the innermost span; False where it is over, and may not begin again."""
-        if place.is_open:
-            while self._open[-1] is not place:
-                self._pop()
-        else:
-            self.start(place.name)
-        return place.is_open
-
-    def _push(self, place: _Place) -> None:
-        if place.act_at_start is not None:
-            place.act_at_start()
-        self._open.append(place)
-        place.is_open, place.done = True, 0
-        if place.span.starts is not None:
-            place.span.__enter__()
-
     def _pop(self) -> None:
         place = self._open[-1]
         if place.done < place.needed:
@@ -209,8 +201,7 @@ class Narrator:
     def _make_up(self, parent: _Place, until: int) -> None:
         """What comes in the innermost span before that place in its sequence, and was not told."""
         for place in parent.sequence[parent.done : until]:
-            parent.done += 1
             if not place.is_quiet:
                 self.made_up.add(place.name)
-                self._push(place)
+                self.start(place.name)
                 self._pop()

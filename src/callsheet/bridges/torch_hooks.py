@@ -55,18 +55,16 @@ class ModelHooks(StaysBehind):
         elif self._handles and not is_heard:
             self.remove()
 
-    def _is_the_loop_s(self) -> bool:
-        return self._model.training and torch.is_grad_enabled() and self._narrator.is_open("microbatch")
-
     def _begins(self, model: nn.Module, inputs: Any) -> None:
-        if self._is_the_loop_s():
+        if model.training and torch.is_grad_enabled() and self._narrator.is_open("microbatch"):
             self._narrator.start("forward")
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
-        if self._narrator.is_open("forward"):
+        narrator = self._narrator
+        if narrator.is_open("forward"):
             ctx = self._ctx
             ctx.outputs = outputs
-            self._narrator.start("loss")  # which ends the forward
+            narrator.start("loss")  # which ends the forward
             return ctx.outputs
         return outputs
 
