@@ -540,7 +540,9 @@ class CallbackManager:
     def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool) -> None:
         member = next((each for each in self._members if each.thing is callback), None)
         if member is None:
-            raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute")
+            raise RegistrationError(
+                f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute"
+            )
         named = {as_event(event).value for event in events}
         muted = member.muted | named if is_muted else member.muted - named
         if muted != member.muted:

@@ -233,7 +233,9 @@ class Snapshot(Context):
 
     def mute(self, callback: Any, *events: str) -> None:
         """Refused."""
-        raise RequestRefused("the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline")
+        raise RequestRefused(
+            "the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline"
+        )
 
     unmute = mute
 
