@@ -107,7 +107,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         try:
             if self._datasets.done and method.__name__ not in _OF_EVALUATION:
                 self._end_evaluation(run)
-            method(self, run=run, args=args, state=state, **given)
+            method(self, run, args, state, given)  # which is much, so that it is handed on as it is
         except BaseException as error:
             self._fail(error)
             raise
@@ -192,7 +192,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             run.narrator.start("round")
 
     @_in_a_run
-    def on_train_end(self, run: HostedRun, **_: Any) -> None:
+    def on_train_end(self, run: HostedRun, *_: Any) -> None:
         """End it."""
         run.finish()
         self._let_go()
@@ -209,24 +209,24 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     # --- epochs and steps ---
 
     @_in_a_run
-    def on_epoch_begin(self, run: HostedRun, **_: Any) -> None:
+    def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
         """An epoch begins."""
         run.narrator.start("epoch")
 
     @_in_a_run
-    def on_step_begin(self, run: HostedRun, **_: Any) -> None:
+    def on_step_begin(self, run: HostedRun, *_: Any) -> None:
         """The first batch of a step comes; it is told once the model is called with it."""
         run.narrator.listen()
         run.counted = (0, 0)
         self._watch.total, self._watch.is_on = None, True
 
     @_in_a_run
-    def on_substep_end(self, run: HostedRun, **_: Any) -> None:
+    def on_substep_end(self, run: HostedRun, *_: Any) -> None:
         """A batch is through, and its step is not."""
         run.narrator.end("microbatch")
 
     @_in_a_run
-    def on_pre_optimizer_step(self, run: HostedRun, **_: Any) -> None:
+    def on_pre_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         """The gradients are there, and clipped."""
         narrator = run.narrator
         narrator.start("train_step")
@@ -234,7 +234,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         narrator.start("optimizer_step")
 
     @_in_a_run
-    def on_optimizer_step(self, run: HostedRun, **_: Any) -> None:
+    def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         """The parameters have moved; the gradients are there for a moment."""
         run.step_skipped = bool(self._skips is not None and self._skips.step_was_skipped)
         run.narrator.end("optimizer_step")
@@ -242,7 +242,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         run.narrator.end("train_step")
 
     @_in_a_run
-    def on_step_end(self, run: HostedRun, **_: Any) -> None:
+    def on_step_end(self, run: HostedRun, *_: Any) -> None:
         """What may be between steps."""
         is_first = run.state.timestamp.batch == run.state.baseline.batch + 1
         run.end_step()
@@ -253,7 +253,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             self._stop_if_asked(run)
 
     @_in_a_run
-    def on_epoch_end(self, run: HostedRun, state: TrainerState, **_: Any) -> None:
+    def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """The epoch is over, or left."""
         run.end_epoch(is_whole=state.epoch is not None and float(state.epoch).is_integer())
         self._is_due_told = True
@@ -266,9 +266,9 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     # --- records, evaluations, checkpoints ---
 
     @_in_a_run
-    def on_log(self, run: HostedRun, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+    def on_log(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """What the Trainer logs goes into the next record; the loss, the rate and evaluations are told in their own ways."""
-        values = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+        values = {name: value for name, value in (given.get("logs") or {}).items() if isinstance(value, (int, float))}
         if "grad_norm" in values:
             run.ctx.log({"train/grad_norm": values.pop("grad_norm")}, across="same")
         rest = {
@@ -280,14 +280,14 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             run.ctx.log(rest, across="same")
 
     @_in_a_run
-    def on_prediction_step(self, run: HostedRun, **_: Any) -> None:
+    def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
         """A batch of an evaluation is through."""
         run.eval_narrator.end("eval_step")
 
     @_in_a_run
-    def on_evaluate(self, run: HostedRun, metrics: Mapping[str, Any] | None = None, **_: Any) -> None:
+    def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """A dataset is through, and with the last one the evaluation."""
-        name, found = by_dataset(metrics or {}, self._datasets.names)
+        name, found = by_dataset(given.get("metrics") or {}, self._datasets.names)
         if not run.eval_narrator.is_open("eval"):  # the model was not called
             run.begin_evaluation(name or ALONE)
         run.end_dataset(name or ALONE, found)
@@ -303,7 +303,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         self._stop_if_asked(run)
 
     @_in_a_run
-    def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, **_: Any) -> None:
+    def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """A checkpoint has been written: add the callbacks' states to it."""
         if not self._is_due_told:
             run.boundaries.tell_checkpoint_due("step")

@@ -217,8 +217,8 @@ class Teller:
         run.go_to(context)
         self._is_between = False
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
+        run.listen()
         narrator = run.narrator
-        narrator.listen()
         narrator.tell("fetch")
         narrator.start("train_step")
 

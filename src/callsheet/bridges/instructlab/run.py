@@ -72,6 +72,7 @@ class HookedRun:
         """When the step in hand did, by the clock of this thread."""
         self._totals = (context.total_samples, 0)
         self._found: dict[str, float] = {}
+        self._hears_parts = True
 
     # --- beginning and end ---
 
@@ -142,10 +143,14 @@ class HookedRun:
         self._since = samples, tokens, seconds
         self.narrator.end("train_step")
 
+    def listen(self) -> None:
+        """Before a step: leave out what nobody hears."""
+        if self.narrator.listen():
+            self._hears_parts = any(map(self.narrator.hears, ("forward_backward", "clip_gradients", "optimizer_step")))
+
     def is_heard(self) -> bool:
         """Whether anybody hears the step's loss."""
-        parts = ("forward_backward", "clip_gradients", "optimizer_step")
-        return self.manager.heard.on_train_step_end or any(map(self.narrator.hears, parts))
+        return self.manager.heard.on_train_step_end or self._hears_parts
 
     def _loss_is_known(self) -> None:
         if self.loss is not None:
