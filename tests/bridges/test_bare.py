@@ -495,3 +495,21 @@ def test_results_without_a_dataset_are_refused() -> None:
     with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
         with pytest.raises(ConfigError, match="by the dataset's name"):
             run.evaluated({"loss": 1.2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("hears_more", [False, True])
+def test_what_is_known_of_a_step_that_was_skipped_does_not_depend_on_who_else_listens(hears_more: bool) -> None:
+    manager, seen = CallbackManager(), list[tuple[bool, Any, float]]()
+    manager.register("on_train_step_end", lambda ctx: seen.append((ctx.step_skipped, ctx.grad_norm, ctx.learning_rate)))
+    if hears_more:
+        manager.register("on_optimizer_step_start", lambda ctx: None)
+    model, optimizer, data = parts()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with attach(model=model, optimizer=optimizer, callbacks=manager, scaler=scaler) as run:
+        for step, (inputs, targets) in enumerate(run.steps(data)):
+            loss = nn.functional.mse_loss(model(inputs), targets) * (float("inf") if step == 0 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert seen == [(True, None, 0.05)] + [(False, None, 0.05)] * (BATCHES - 1)
