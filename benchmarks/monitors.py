@@ -1,22 +1,23 @@
 """What all the built-in monitors together add to a step of about 10 ms, and what taking the callbacks' time adds.
 
-The step is a small Llama-shaped model's on bytes, forward to optimizer step, sized to about 10 ms on this machine's one thread. Every turn
-trains the same few hundred steps with nobody on the call sheet and with the monitors, one after the other. What comes once a run, before
-the fifth step and after the last, such as counting the FLOPs of a step, is told apart: it is not the steps'.
+The step is a small Llama-shaped model's on bytes, forward to optimizer step, sized to about 10 ms on this machine's one thread. All is
+measured within one run, since two runs never have the same weather: every ten steps, which is the log interval, the monitors are muted
+or told again, or their time is taken or not, and what a stretch took is held against its neighbours. A record is made in all of them. The
+step after each change is left out, and so are the first stretches, in which the FLOPs of a step are counted.
 
-    python benchmarks/monitors.py [--turns 12]
+    python benchmarks/monitors.py [--stretches 300]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from callsheet import Callback, CallbackManager, Trainer, callbacks
+from callsheet import Callback, CallbackManager, Context, Trainer, callbacks
 from callsheet.costs import PATH_EVENTS
-from timing import difference, in_turns, machine
+from callsheet.lifecycle import EVENTS
+from timing import machine
 
-STEPS = 400
-FIRST = 4  # steps that are left out at the beginning
+STRETCH = 10
+SETTLING = 3  # stretches of each state that are left out at the beginning
 TARGET_SECONDS = 0.010
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,
@@ -63,114 +65,138 @@ MONITORS: dict[str, Callable[[], Callback]] = {
     "SystemMetricsMonitor": callbacks.SystemMetricsMonitor,
 }
 """All that watch and log; what changes or stops training, and what writes pictures, is not among them."""
-ALL_TAKEN = "all monitors, everybody's time taken"
+NOBODY, TOLD, ALL_TAKEN = "nobody", "all monitors", "all monitors, all time taken"
+STEP_EVENTS = [event for event in EVENTS if event in PATH_EVENTS or event == "on_log"]
 
 
 class Bytes:
-    """The same batches for everybody; a step's length is set by how many sequences a batch has."""
+    """Random bytes; a step's length is set by how many sequences a batch has."""
 
-    def __init__(self, sequences: int) -> None:
-        self.began = self.ended = 0.0  # of the steps that count
+    def __init__(self, sequences: int, steps: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.batches = [torch.randint(0, 256, (sequences, 64), generator=generator) for _ in range(STEPS)]
+        batches = [torch.randint(0, 256, (sequences, 64), generator=generator) for _ in range(50)]
+        self._batches = [{"input_ids": batch, "labels": batch} for batch in batches]
+        self._steps = steps
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for i, batch in enumerate(self.batches):
-            if i == FIRST:
-                self.began = time.thread_time()
-            yield {"input_ids": batch, "labels": batch}
-        self.ended = time.thread_time()
+        for step in range(self._steps):
+            yield self._batches[step % len(self._batches)]
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self._steps
 
 
-def fit(sequences: int, manager: CallbackManager, folder: Path) -> tuple[float, float]:
-    """Microseconds a step; and of the whole run, without as much for each step: of the training thread's own time, since a machine that
-    serves others as well makes more of a difference to the clock on the wall than all monitors do."""
+class Switch(Callback):
+    """Goes from one state of the monitors to the next every `STRETCH` steps, and takes the time of each stretch."""
+
+    phase = "change"
+
+    def __init__(self, monitors: list[Callback], states: Iterable[str]) -> None:
+        self.monitors = monitors
+        self.stretches: list[tuple[str, float]] = []
+        """The state, and microseconds of the training thread a step."""
+        self.manager: Any = None
+        self._states = itertools.cycle(states)
+        self._muted_by_itself: dict[Any, frozenset[str]] = {}
+        self._state, self._began = "", 0.0
+
+    def on_fetch_start(self, ctx: Context) -> None:
+        step = ctx.step
+        if step % STRETCH == 0:
+            if self._state:
+                self.stretches.append((self._state, (time.thread_time() - self._began) / (STRETCH - 1) * 1e6))
+            self._state = next(self._states)
+            self.manager.costs.mode = "all" if self._state == ALL_TAKEN else "off"
+            for member in self.manager._members:  # whose own mutes stay
+                if member.thing in self.monitors:
+                    is_muted = member in self._muted_by_itself
+                    if self._state == NOBODY and not is_muted:
+                        self._muted_by_itself[member] = member.muted
+                        member.muted |= frozenset(STEP_EVENTS)
+                    elif self._state != NOBODY and is_muted:
+                        member.muted = self._muted_by_itself.pop(member)
+            self.manager._changed()
+        elif step % STRETCH == 1:
+            self._began = time.thread_time()
+
+    def on_log(self, ctx: Context) -> None:
+        """So that a record is made in every state."""
+
+
+def fit(shape: dict[str, Any], sequences: int, stretches: int, folder: Path, states: Iterable[str]) -> Switch:
+    """A run of so many stretches."""
     torch.manual_seed(0)
-    data = Bytes(sequences)
+    monitors = [kind() for kind in MONITORS.values()]
+    switch = Switch(monitors, states)
+    switch.manager = CallbackManager([switch, *monitors], costs="off")
     with Trainer(
-        LlamaForCausalLM(LlamaConfig(**SHAPE)),
-        train_dataloader=data,
+        LlamaForCausalLM(LlamaConfig(**shape)),
+        train_dataloader=Bytes(sequences, (stretches + 1) * STRETCH),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         max_duration="1ep",
+        log_interval=f"{STRETCH}ba",
         device="cpu",
-        callbacks=manager,
+        callbacks=switch.manager,
         run_name=f"run-{time.monotonic_ns()}",
         runs_folder=folder,
     ) as trainer:
-        began = time.thread_time()
         trainer.fit()
-        whole = time.thread_time() - began
-    step = (data.ended - data.began) / (STEPS - FIRST)
-    return step * 1e6, (whole - step * STEPS) * 1e6
+    return switch
 
 
-def sized(folder: Path) -> int:
-    """How many sequences make a step of about 10 ms here."""
-    for sequences in range(1, 65):
-        if fit(sequences, CallbackManager(), folder)[0] >= TARGET_SECONDS * 1e6 * 0.95:
-            return sequences
-    return 64
+def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
+    """The largest of these models and batches whose step takes about 10 ms here, and how long that is in microseconds."""
+    found = SHAPE, 1, 0.0
+    for layers, sequences in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (4, 8), (4, 16)):
+        shape = SHAPE | {"num_hidden_layers": layers}
+        took = statistics.median(each for _, each in fit(shape, sequences, 12, folder, [NOBODY]).stretches)
+        if took > TARGET_SECONDS * 1e6 * 1.1:
+            break
+        found = shape, sequences, took
+    return found
+
+
+def mean(differences: list[float]) -> tuple[float, float]:
+    """Their mean and its standard error, the most extreme twentieth on each side cut to what is next to it."""
+    ordered = sorted(differences)
+    cut = len(ordered) // 20
+    held = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
+    return statistics.fmean(held), statistics.stdev(held) / len(held) ** 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--each", action="store_true", help="every monitor alone as well")
+    parser.add_argument("--stretches", type=int, default=300, help="of each of the three states")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("callsheet").setLevel(logging.ERROR)
-
-    def made(kinds: Iterable[Callable[[], Callback]], **options: Any) -> CallbackManager:
-        return CallbackManager([kind() for kind in kinds], **options)
-
+    states = (NOBODY, TOLD, ALL_TAKEN)
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        runs = Path(folder)
-        sequences = sized(runs)
-        once: dict[str, list[float]] = {}
-        handlers: dict[str, list[float]] = {}  # their share of the step, of every turn whose time was all taken
-
-        def turn(name: str, make: Callable[[], CallbackManager]) -> float:
-            manager = make()
-            step, rest = fit(sequences, manager, runs)
-            once.setdefault(name, []).append(rest)
-            if name == ALL_TAKEN:
-                shares = dict.fromkeys(MONITORS, 0.0)
-                for cost in manager.cost_report(STEPS).costs:
-                    if cost.event in PATH_EVENTS or cost.event == "on_log":
-                        shares[cost.callback] += cost.seconds / STEPS * 1e6 / step
-                for callback, share in {**shares, "(all)": sum(shares.values())}.items():
-                    handlers.setdefault(callback, []).append(share)
-            return step
-
-        subjects: dict[str, Callable[[], CallbackManager]] = {
-            "nobody": CallbackManager,
-            "all monitors": lambda: made(MONITORS.values()),
-            "all monitors, nobody's time taken": lambda: made(MONITORS.values(), costs="off"),
-            ALL_TAKEN: lambda: made(MONITORS.values(), costs="all"),
-        }
-        if arguments.each:
-            subjects |= {name: (lambda kind=kind: made([kind])) for name, kind in MONITORS.items()}  # type: ignore[misc]
-        figures = in_turns({name: partial(turn, name, make) for name, make in subjects.items()}, arguments.turns)
-    step = statistics.median(figures["nobody"])
+        shape, sequences, _ = sized(Path(folder))
+        switch = fit(shape, sequences, len(states) * (arguments.stretches + SETTLING), Path(folder), states)
+    took = [each for _, each in switch.stretches[len(states) * SETTLING :]]
+    rounds = [took[i : i + 3] for i in range(0, len(took) - 2, 3)]
+    step = statistics.median(nobody for nobody, _, _ in rounds)
+    all_steps = sum(state == ALL_TAKEN for state, _ in switch.stretches) * STRETCH
+    shares = dict.fromkeys(MONITORS, 0.0)
+    for cost in switch.manager.cost_report(1).costs:
+        if cost.event in STEP_EVENTS and cost.callback in shares:
+            shares[cost.callback] += cost.seconds / all_steps * 1e6 / step
     print(
-        f"{machine()}; medians over {arguments.turns} turns of {STEPS} steps of {step / 1000:.1f} ms of the training thread's time\n"
+        f"{machine()}; {arguments.stretches} stretches of {STRETCH} steps in each state; a step of {step / 1000:.1f} ms of the training "
+        f"thread's time ({shape['num_hidden_layers']} layers, {sequences} sequences)\n"
     )
     print(f"All monitors: {', '.join(MONITORS)}.\n")
-    print("| on the call sheet | µs a step over nobody | of the step | ms once a run |\n| --- | --- | --- | --- |")
-    for name in subjects:
-        if name != "nobody":
-            added = difference(figures, name, "nobody")
-            print(f"| {name} | {added:+.0f} | {added / step:+.2%} | {difference(once, name, 'nobody') / 1000:+.0f} |")
-    print("\n| by the cost accounting of the runs whose time was all taken: handlers of | of the step |\n| --- | --- |")
-    for name, shares in sorted(handlers.items(), key=lambda item: -statistics.median(item[1])):
-        print(f"| {name} | {statistics.median(shares):.2%} |")
-    print("\n| what taking the time adds to all monitors | µs a step | of the step |\n| --- | --- | --- |")
-    for name in ("all monitors", ALL_TAKEN):
-        added = difference(figures, name, "all monitors, nobody's time taken")
-        print(f"| {'in windows, the default' if name == 'all monitors' else 'all of it'} | {added:+.0f} | {added / step:+.2%} |")
+    print("| what is added | µs a step, and its standard error | of the step |\n| --- | --- | --- |")
+    for name, differences in (
+        ("all monitors", [told - nobody for nobody, told, _ in rounds]),
+        ("taking the time of all that they are told", [taken - told for _, told, taken in rounds]),
+    ):
+        added, error = mean(differences)
+        print(f"| {name} | {added:+.0f} ± {error:.0f} | {added / step:+.2%} |")
+    print("\n| by the cost accounting: handlers of | of the step |\n| --- | --- |")
+    for name, share in sorted({**shares, "(all)": sum(shares.values())}.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {share:.2%} |")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from callsheet.background import END_SECONDS, inner
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.lanes import Lane, close
-from callsheet.sheet import Entry, Member, isolated
+from callsheet.sheet import Entry, Member, failed, isolated
 from callsheet.snapshot import DeviceNumbers, Inbox, Taker, copied
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class CallbackLane:
         try:
             if self._process is not None:
                 self._process.tell(handler.__name__, snapshot, payload)
-                return
-            result = handler(snapshot, **payload)
-            if result is not None and inspect.isawaitable(result):
+            elif (result := handler(snapshot, **payload)) is not None and inspect.isawaitable(result):
                 self._await(result)
         except Exception:
             raise
@@ -95,9 +93,9 @@ class Handover:
     def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
         self.event: object = entry.event
         self._event = str(entry.event)
-        self._member, self._call = entry.member, partial(lane.call, entry.handler)
+        self._member, self._handler, self._call = entry.member, entry.handler, lane.call
         self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._take, self._put = self._taker.take, lane.lane.put
+        self._take, self._put, self._build = self._taker.take, lane.lane.put, self._taker.build
 
     def __call__(self, ctx: Context) -> None:
         """On the training thread."""
@@ -106,18 +104,22 @@ class Handover:
         try:
             taken = self._take(ctx)
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
-            _count(error, self._member, self._event, ctx)
+            failed(self._member, self._event, ctx, error)
         else:
             self._put((self, taken))
 
     def done(self, taken: tuple[Any, ...]) -> None:
-        """On the lane's thread."""
+        """On the lane's thread: what `isolated` does, without its calls."""
+        member, ctx = self._member, taken[0]
+        if member.is_off and member.is_silent_at(self._event):
+            return
         try:
-            snapshot = self._taker.build(taken)
+            ctx = self._build(taken)
+            self._call(self._handler, ctx)
         except Exception as error:
-            _count(error, self._member, self._event, taken[0])
+            failed(member, self._event, ctx, error)
         else:
-            isolated(self._call, self._member, self._event, snapshot)
+            member.failures_in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +141,7 @@ class LoggerCall:
         try:
             item = cls(method, handler, copied(payload, {}), lane, taker), taker.take(ctx)
         except Exception as error:
-            _count(error, lane.member, method, ctx)
+            failed(lane.member, method, ctx, error)
         else:
             lane.lane.put(item)
 
@@ -147,15 +149,6 @@ class LoggerCall:
         """On the lane's thread."""
         call = partial(self.lane.call, self.method, **self.payload)
         isolated(call, self.lane.member, self.event, self.taker.build(taken))
-
-
-def _count(error: Exception, member: Member, event: str, ctx: Context) -> None:
-    """An error that came before the callback could be called is one of its failures."""
-
-    def fail(ctx: Context) -> None:
-        raise error
-
-    isolated(fail, member, event, ctx)
 
 
 def _do(item: tuple[Handover | LoggerCall, tuple[Any, ...]]) -> None:

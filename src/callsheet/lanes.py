@@ -30,6 +30,7 @@ _IDLE_LOOK_SECONDS = 0.4  # to which that grows while no lane has anything to do
 _WAIT_SECONDS = 0.002  # between the looks of somebody who waits
 _BUSY_SHARE = 0.02  # of the wall clock that a lane may spend holding the interpreter
 _BUSY_AFTER_SECONDS = 5.0  # until which nobody is named
+_LOOK_EVERY = 64  # so many items, in a lane that is never empty, is it looked whether to name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class Lane:
         """Seconds that the end has waited for it."""
         self._limit = self.options.queue
         self._looked_from = 0  # how many wait when whoever puts looks by itself; half of the queue, once the thread runs
-        self._items: deque[_Waiting] = deque()
+        self._items: deque[Any] = deque()  # with `latest` each as a `_Waiting`
+        self._forgets_kinds = self.options.overflow == "latest"
         self._run = run
         self._kind = kind
         self._finish = finish
@@ -129,7 +131,7 @@ class Lane:
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
-            self._items.append(_Waiting(item))
+            self._items.append(_Waiting(item) if self._forgets_kinds else item)
 
     @property
     def waiting(self) -> int:
@@ -189,7 +191,7 @@ class Lane:
 
     def _make_room(self, item: Any) -> bool:
         """The queue is full: whether `item` may be put."""
-        if self.options.overflow == "latest":
+        if self._forgets_kinds:
             newer = {self._kind(item)}
             for waiting in reversed(list(self._items)):
                 if (kind := self._kind(waiting.item)) in newer:
@@ -241,27 +243,31 @@ class Lane:
         self._finish()
 
     def _work_off(self) -> None:
-        while self._items:
+        items, run = self._items, self._run
+        while items:
             self._in_hand = True  # before it leaves the queue: at every moment it is in one of the two
             try:
-                item = self._items.popleft().item
+                item = items.popleft()
             except IndexError:  # dropped meanwhile
                 self._in_hand = False
                 continue
             try:
-                self._run(item)
+                run(item.item if self._forgets_kinds else item)
             except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
                 logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
             finally:
                 del item  # nothing is held while it waits
                 self.done += 1
                 self._in_hand = False
-            if not self._is_named and time.monotonic() - self._looked_at[0] >= _BUSY_AFTER_SECONDS:
+            if not self._is_named and (self.done % _LOOK_EVERY == 0 or not items):
                 self._name_if_busy()
 
     def _name_if_busy(self) -> None:
         """A thread that computes takes the interpreter from the training thread: say who does, by its last seconds."""
-        (began, burnt), now = self._looked_at, (time.monotonic(), time.thread_time())
+        began, burnt = self._looked_at
+        if time.monotonic() - began < _BUSY_AFTER_SECONDS:
+            return
+        now = time.monotonic(), time.thread_time()
         seconds = now[0] - began
         self._looked_at = now
         if now[1] - burnt >= _BUSY_SHARE * seconds:

@@ -255,27 +255,32 @@ def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None
     try:
         handler(ctx)
     except Exception as error:
-        member.failures += 1
-        member.failures_in_a_row += 1
-        where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
-        kind = type(error).__name__
-        member.last_failure = f"{kind}: {error} (at {where})"
-        logger.error(
-            "callback %s (%s) failed at %s; training goes on: %s: %s",
-            member.label,
-            member.source,
-            where,
-            kind,
-            error,
-            exc_info=error,
-        )
-        if member.failures_in_a_row == FAILURES_ALLOWED:
-            if ctx.control.is_shared:
-                ctx.control.switch_off(member.label, member.number, member.failures_in_a_row)  # on all ranks together
-            else:
-                member.switch_off(member.failures_in_a_row)
+        failed(member, event, ctx, error)
     else:
         member.failures_in_a_row = 0
+
+
+def failed(member: Member, event: str, ctx: Context, error: Exception) -> None:
+    """An isolated callback has raised `error`: report it, and switch it off when that was too often in a row."""
+    member.failures += 1
+    member.failures_in_a_row += 1
+    where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
+    kind = type(error).__name__
+    member.last_failure = f"{kind}: {error} (at {where})"
+    logger.error(
+        "callback %s (%s) failed at %s; training goes on: %s: %s",
+        member.label,
+        member.source,
+        where,
+        kind,
+        error,
+        exc_info=error,
+    )
+    if member.failures_in_a_row == FAILURES_ALLOWED:
+        if ctx.control.is_shared:
+            ctx.control.switch_off(member.label, member.number, member.failures_in_a_row)  # on all ranks together
+        else:
+            member.switch_off(member.failures_in_a_row)
 
 
 def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Context) -> NoReturn:

@@ -361,6 +361,7 @@ class Taker:
         ]
         self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
         self._get = attrgetter(*_STILL, *self._names)
+        self._placed = tuple(enumerate(self._names, len(_STILL)))
         self._changing = tuple(place for place, name in enumerate(self._names, len(_STILL)) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
         self._run: Any = None
@@ -386,18 +387,16 @@ class Taker:
         if self._run is None or self.event is Event.RUN_END:
             self._run = copy.copy(ctx.run)
         control = self._control
-        if control is None or not control.is_of(ctx.control):
+        if control is None or control._control is not ctx.control:
             self._control = control = LaneControl(ctx.control, self._inbox, self._by)
         made = _new(Snapshot)
-        made._inbox, made._lane_control = self._inbox, control
-        made.control = control  # type: ignore[assignment]  # the part of it that a lane has
+        made._inbox = self._inbox
+        made._lane_control = made.control = control  # type: ignore[assignment]  # the part of it that a lane has
         made.event, made.run = self.event, self._run
-        made.step, made.epoch = values[0], values[1]
-        made.state = TrainState(*values[2:_OF_ALL])
-        place = _OF_ALL
-        for name in self._names:
+        made.step, made.epoch, *state = values[:_OF_ALL]
+        made.state = TrainState(*state)
+        for place, name in self._placed:
             value = values[place]
-            place += 1
             if type(value) in _PLAIN:
                 setattr(made, name, value)
             elif value is not _NOT_TOLD:

@@ -85,3 +85,25 @@ def test_an_evaluations_record_has_no_rate(tmp_path: Path) -> None:
     ) as trainer:
         trainer.fit()
     assert seen.records == [{"lr/SGD/0": 0.5}, {}] * 2
+
+
+class Grows(Callback):
+    """Gives the optimizer a second group after the first step."""
+
+    phase = "change"
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 1:
+            ctx.optimizer.add_param_group({"params": list(ctx.model[1].parameters()), "lr": 0.5})
+
+
+def test_one_group_is_as_the_record_says_and_a_group_that_comes_later_is_told_too(tmp_path: Path) -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
+    with Trainer(
+        model, nn.functional.mse_loss, data, optimizer=optimizer, callbacks=[LRMonitor(), Grows(), seen], log_interval=1,
+        runs_folder=tmp_path, device="cpu",
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert seen.records == [{"lr/SGD/0": 1.0}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}]

@@ -7,6 +7,8 @@ from typing import Any
 from callsheet.callback import Callback
 from callsheet.context import Context
 
+_RECORDED = "train/learning_rate"  # of every record of training: the first group's
+
 
 class LRMonitor(Callback):
     """Add the learning rate of every parameter group to every record.
@@ -19,14 +21,22 @@ class LRMonitor(Callback):
         self._rates: list[Any] = []
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Keep the rates, before the scheduler moves on. A tensor it would overwrite where it stands."""
+        """Keep the rates of several groups, before the scheduler moves on. A tensor it would overwrite where it stands."""
+        groups = ctx.optimizer.param_groups
+        if len(groups) == 1:
+            ctx.mute(self, "on_optimizer_step_end")  # the record says it
+            return
         self._rates = [
-            rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone()
-            for group in ctx.optimizer.param_groups
+            rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
         ]
 
     def on_log(self, ctx: Context) -> None:
         """Add them to the record that is being told."""
+        groups, values = ctx.optimizer.param_groups, ctx.record.values
         rates, self._rates = self._rates, []  # none are left for an evaluation's record
-        for i, (group, rate) in enumerate(zip(ctx.optimizer.param_groups, rates, strict=False)):
-            ctx.record.values[f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}"] = float(rate)
+        if len(groups) > 1:
+            ctx.unmute(self, "on_optimizer_step_end")  # there may have been one until now
+        if not rates and _RECORDED in values:
+            rates = [values[_RECORDED]]
+        for i, (group, rate) in enumerate(zip(groups, rates, strict=False)):
+            values[f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}"] = float(rate)
