@@ -2,7 +2,10 @@
 
 The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 20 steps. The time is the training
 thread's own; that of a step is the difference between a run of many steps and one of few, so that a framework's start and end do not
-count.
+count. Of all turns the best counts: what disturbs only adds.
+
+Microseconds move with the machine, so what is added is held against the floor of `benchmarks/trainer.py`, the step of a bare loop over a
+small MLP, which takes its turn here too. It took 350 µs where the promises were made: 20 µs are 5.7 % of it, and 50 µs are 14.3 %.
 
     python benchmarks/bridges.py [--turns 15] [--homes lightning,ignite]
 """
@@ -24,8 +27,9 @@ from typing import Any
 
 import torch
 
+import trainer as peers
 from callsheet import Callback, Context
-from timing import difference, in_turns, machine
+from timing import in_turns, least, machine
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 MANY, FEW = 600, 60
@@ -71,10 +75,10 @@ def main() -> None:
     sys.path.insert(0, str(TESTS))
     job = importlib.import_module("bridges.homes.job")
     points = replace(job.POINTS, log_every=20)
-    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
+    found = sorted((path.stem for path in (TESTS / "bridges" / "homes").glob("*.py")), key=lambda name: name != "composer")
     names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
     lines, missing = [], []
-    for name in names:
+    for name in names:  # Composer's first: it declares what torchvision asks for
         try:
             home = importlib.import_module(f"bridges.homes.{name}")
         except ModuleNotFoundError:
@@ -82,19 +86,22 @@ def main() -> None:
             continue
         print(name, file=sys.stderr, flush=True)
         subjects = {
+            "bare": peers.bare,
             "empty": a_step(home, points, lambda: job.EMPTY),
             NO_LISTENERS: a_step(home, points, list),
             TEN: a_step(home, points, lambda: [Nothing() for _ in range(10)]),
         }
         figures = in_turns(subjects, given.turns)
-        added = [difference(figures, each, "empty") for each in (NO_LISTENERS, TEN)]
-        middle = sorted(figures["empty"])[given.turns // 2]
-        lines.append(f"| {home.NAME} {home.VERSION} | {middle:.0f} | {added[0]:+.0f} | {added[1]:+.0f} |")
-    print(f"# {machine()}; medians over {given.turns} turns of {MANY} steps less {FEW}, one thread, its own time\n")
+        floor, empty = least(figures, "bare"), least(figures, "empty")
+        added = [least(figures, each) - empty for each in (NO_LISTENERS, TEN)]
+        shown = " | ".join(f"{each:+.0f} | {each / floor:+.1%}" for each in added)
+        lines.append(f"| {home.NAME} {home.VERSION} | {floor:.0f} | {empty:.0f} | {shown} |")
+    print(f"# {machine()}; the best of {given.turns} turns of {MANY} steps less {FEW}, one thread, its own time\n")
+    print("Promised: no more than 5.7 % of a bare step with nobody who listens, and 14.3 % with ten callbacks of four events.\n")
     print(
-        "| host | µs a step with an empty callback of its own | µs more, nobody listens | µs more, ten callbacks of four events |"
+        "| host | µs, a bare step | µs, a step with an empty callback of its own | µs more, nobody | | µs more, ten callbacks | |"
     )
-    print("| --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     print("\n".join(lines))
     if missing:
         print(f"\nNot installed here: {', '.join(missing)}.")

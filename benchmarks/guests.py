@@ -274,7 +274,15 @@ def megatron_bridge() -> Framework:
     return Framework("Megatron Bridge", ", ".join(hooks), doing_nothing(package.Callback, *hooks), dispatch, guest)
 
 
-FRAMEWORKS = (huggingface, lightning, ignite, torchtnt, keras, composer, megatron_bridge)
+FRAMEWORKS = (
+    composer,
+    huggingface,
+    lightning,
+    ignite,
+    torchtnt,
+    keras,
+    megatron_bridge,
+)  # the first declares what torchvision asks for
 
 
 def at_home(step: Callable[[], Any]) -> Callable[[], float]:

@@ -158,7 +158,7 @@ def growth() -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=40)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("callsheet").setLevel(logging.CRITICAL)
