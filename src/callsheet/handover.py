@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class CallbackLane:
         owner = member.thing if isinstance(member.thing, Callback) else Callback
         self.needs: tuple[str, ...] = owner.needs
         self.inbox = inbox
-        self.lane = Lane(member.label, _do, owner.lane_options, kind=_kind, finish=self._finish)
+        self.lane = Lane(member.label, operator.call, owner.lane_options, kind=_kind, finish=self._finish)
         self._runner: asyncio.Runner | None = None
         self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
         if self._process is not None:
@@ -52,17 +53,27 @@ class CallbackLane:
         if self._process is not None:
             self._process.join(seconds)
 
+    @property
+    def is_here(self) -> bool:
+        """The callback runs in this process."""
+        return self._process is None
+
     def call(self, handler: Callable[..., Any], snapshot: Any, **payload: Any) -> None:
-        """On the lane's thread: call a handler, here or in its process, and await it where it is to be awaited."""
+        """On the lane's thread: call a handler, here or in its process."""
         try:
             if self._process is not None:
                 self._process.tell(handler.__name__, snapshot, payload)
-            elif (result := handler(snapshot, **payload)) is not None and inspect.isawaitable(result):
-                self._await(result)
+            elif (answer := handler(snapshot, **payload)) is not None:
+                self.answered(answer)
         except Exception:
             raise
         except BaseException as error:
-            raise LaneExit(f"{type(error).__name__}: {error}") from error
+            raise as_failure(error) from error
+
+    def answered(self, answer: Any) -> None:
+        """A handler has returned something: await it, where it is to be awaited."""
+        if inspect.isawaitable(answer):
+            self._await(answer)
 
     def _await(self, result: Any) -> None:
         import asyncio
@@ -93,31 +104,35 @@ class Handover:
     def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
         self.event: object = entry.event
         self._event = str(entry.event)
-        self._member, self._handler, self._call = entry.member, entry.handler, lane.call
-        self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._take, self._put, self._build = self._taker.take, lane.lane.put, self._taker.build
+        self._member, self._lane = entry.member, lane
+        self._handler = entry.handler if lane.is_here else partial(lane.call, entry.handler)
+        taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        self._take, self._build, self._put, self._done = taker.take, taker.build, lane.lane.put, self.done
 
     def __call__(self, ctx: Context) -> None:
         """On the training thread."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
-            taken = self._take(ctx)
+            values = self._take(ctx)
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
             failed(self._member, self._event, ctx, error)
         else:
-            self._put((self, taken))
+            self._put(partial(self._done, ctx, values))
 
-    def done(self, taken: tuple[Any, ...]) -> None:
-        """On the lane's thread: what `isolated` does, without its calls."""
-        member, ctx = self._member, taken[0]
+    def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
+        """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""
+        member = self._member
         if member.is_off and member.is_silent_at(self._event):
             return
         try:
-            ctx = self._build(taken)
-            self._call(self._handler, ctx)
+            ctx = self._build(ctx, values)
+            if (answer := self._handler(ctx)) is not None:
+                self._lane.answered(answer)
         except Exception as error:
             failed(member, self._event, ctx, error)
+        except BaseException as error:
+            failed(member, self._event, ctx, as_failure(error))
         else:
             member.failures_in_a_row = 0
 
@@ -139,23 +154,26 @@ class LoggerCall:
         handler = getattr(inner(lane.member.thing), method)
         taker = Taker(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
         try:
-            item = cls(method, handler, copied(payload, {}), lane, taker), taker.take(ctx)
+            call = cls(method, handler, copied(payload, {}), lane, taker)
+            values = taker.take(ctx)
         except Exception as error:
             failed(lane.member, method, ctx, error)
         else:
-            lane.lane.put(item)
+            lane.lane.put(partial(call.done, ctx, values))
 
-    def done(self, taken: tuple[Any, ...]) -> None:
+    def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
         """On the lane's thread."""
         call = partial(self.lane.call, self.method, **self.payload)
-        isolated(call, self.lane.member, self.event, self.taker.build(taken))
+        isolated(call, self.lane.member, self.event, self.taker.build(ctx, values))
 
 
-def _do(item: tuple[Handover | LoggerCall, tuple[Any, ...]]) -> None:
-    what, taken = item
-    what.done(taken)
+def as_failure(error: BaseException) -> LaneExit:
+    """What would have ended a program, as a failure of the callback."""
+    failure = LaneExit(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
-def _kind(item: tuple[Handover | LoggerCall, tuple[Any, ...]]) -> object:
-    what = item[0]
+def _kind(item: partial[None]) -> object:
+    what = item.func.__self__  # type: ignore[attr-defined]  # a bound method of one of these two
     return what.event if isinstance(what, Handover) else (what.event, what.payload.get("name"))

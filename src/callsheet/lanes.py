@@ -1,8 +1,8 @@
 """Lanes: queues with a thread each, for what should not run on the training thread.
 
-The training thread only appends to a bounded deque: waking a sleeping thread would cost a step tens of microseconds. One dispatcher looks
-at all queues twenty times a second, less often while all are empty, and wakes the threads that have something to do. This file
-knows nothing of callbacks: an item is whatever the lane's function takes.
+The training thread only appends to a bounded deque: waking a sleeping thread would cost a step tens of microseconds. A lane's thread looks at its
+queue ten times a second, as long as it finds something there; then it sleeps, until a dispatcher wakes it, which looks at all queues as often, and
+less often while all are empty or looked at. This file knows nothing of callbacks: an item is whatever the lane's function takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 OVERFLOWS = ("block", "drop_oldest", "latest")
 
 _starting = threading.RLock()  # of lanes' threads
-_LOOK_SECONDS = 0.05  # a thread that wakes up costs the training thread a fifth of a millisecond, however little it does
+_LOOK_SECONDS = 0.1  # a thread that wakes up costs the training thread a fifth of a millisecond, however little it does
 _IDLE_LOOK_SECONDS = 0.4  # to which that grows while no lane has anything to do
 _WAIT_SECONDS = 0.002  # between the looks of somebody who waits
 _BUSY_SHARE = 0.02  # of the wall clock that a lane may spend holding the interpreter
@@ -105,6 +105,8 @@ class Lane:
         """It takes nothing any more: it was closed, or belongs to the process that this one was forked from."""
         self.waited = 0.0
         """Seconds that the end has waited for it."""
+        self.looks_itself = False
+        """It has just had something to do, and its thread looks whether there is more: the dispatcher need not."""
         self._limit = self.options.queue
         self._looked_from = 0  # how many wait when whoever puts looks by itself; half of the queue, once the thread runs
         self._items: deque[Any] = deque()  # with `latest` each as a `_Waiting`
@@ -237,9 +239,11 @@ class Lane:
     def _work(self) -> None:
         self._looked_at = time.monotonic(), time.thread_time()
         while not self.is_inert:
-            self._wake.wait()
+            done = self.done
+            self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
             self._work_off()
+            self.looks_itself = self.done > done
         self._finish()
 
     def _work_off(self) -> None:
@@ -341,8 +345,9 @@ class _Dispatcher:
                     return
             is_idle = True
             for lane in lanes:
-                is_idle = is_idle and lane.is_idle
-                lane.look()
+                if not lane.looks_itself:
+                    is_idle = is_idle and lane.is_idle
+                    lane.look()
             pause = min(2 * pause, _IDLE_LOOK_SECONDS) if is_idle else _LOOK_SECONDS
             del lane, lanes  # one that nobody holds any more may go
 

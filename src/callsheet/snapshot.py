@@ -368,7 +368,7 @@ class Taker:
         self._control: LaneControl | None = None
 
     def take(self, ctx: Context) -> tuple[Any, ...]:
-        """On the training thread: what is told now."""
+        """On the training thread: what is told now, for `build`."""
         try:
             values = self._get(ctx)
         except FieldNotTold:  # a loop that does not tell all
@@ -379,11 +379,10 @@ class Taker:
             if type(values[place]) not in _PLAIN:
                 values = self._frozen(values, ctx)
                 break
-        return ctx, values
+        return values
 
-    def build(self, taken: tuple[Any, ...]) -> Snapshot:
+    def build(self, ctx: Context, values: tuple[Any, ...]) -> Snapshot:
         """On the lane's thread: a snapshot of what was taken."""
-        ctx, values = taken
         if self._run is None or self.event is Event.RUN_END:
             self._run = copy.copy(ctx.run)
         control = self._control
@@ -393,8 +392,8 @@ class Taker:
         made._inbox = self._inbox
         made._lane_control = made.control = control  # type: ignore[assignment]  # the part of it that a lane has
         made.event, made.run = self.event, self._run
-        made.step, made.epoch, *state = values[:_OF_ALL]
-        made.state = TrainState(*state)
+        made.step, made.epoch = values[0], values[1]
+        made.state = TrainState(*values[2:_OF_ALL])
         for place, name in self._placed:
             value = values[place]
             if type(value) in _PLAIN:
