@@ -26,6 +26,7 @@ from callsheet import Background, Callback, CallbackManager, Context, RunInfo
 from timing import difference, in_turns, machine
 
 STEPS = 1000
+LONG_STEPS = 300  # of those of 1 ms: many short turns, since the weather changes within a second
 MILLION = 1_000_000
 
 
@@ -66,7 +67,7 @@ def work_of(seconds: float) -> Callable[[], None]:
     return lambda: work(pieces)
 
 
-def ours(work: Callable[[], None], made: Callable[[], list[Callback]]) -> float:
+def ours(work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = STEPS) -> float:
     """Microseconds a step, with these callbacks on the call sheet."""
     manager = CallbackManager(made(), costs="off")
     ctx = Context(RunInfo("benchmark"))
@@ -74,13 +75,13 @@ def ours(work: Callable[[], None], made: Callable[[], list[Callback]]) -> float:
     spans = manager.spans(ctx)
     ctx.learning_rate, ctx.step_skipped = 0.1, False
     began = time.perf_counter()
-    for ctx.step in range(1, STEPS + 1):
+    for ctx.step in range(1, steps + 1):
         with spans.train_step:
             work()
             ctx.state.timestamp = ctx.state.timestamp.next_batch()
     took = time.perf_counter() - began
     manager.close()
-    return took / STEPS * 1e6
+    return took / steps * 1e6
 
 
 def instructlabs(work: Callable[[], None], module: Any) -> float:
@@ -177,16 +178,16 @@ def main() -> None:
             "short": lambda: ours(short, list),
             "one callback in a lane": lambda: ours(short, lambda: [Background(TenFields())]),
             **({"one callback in InstructLab's": lambda: instructlabs(short, module)} if module is not None else {}),
-            "long": lambda: ours(long, list),
+            "long": lambda: ours(long, list, LONG_STEPS),
             "one that sleeps 50 ms a step, drop_oldest": lambda: ours(
-                long, lambda: [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
+                long, lambda: [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)], LONG_STEPS
             ),
-            "ten idle lanes": lambda: ours(long, ten_idle),
+            "ten idle lanes": lambda: ours(long, ten_idle, LONG_STEPS),
         },
         arguments.turns,
     )
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
-    print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
+    print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
     print(f"| handing one event over, in a step of {short_step:.0f} µs | µs added |\n| --- | --- |")
     for name in figures:
         if name.startswith("one callback"):

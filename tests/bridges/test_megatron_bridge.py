@@ -580,6 +580,29 @@ def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp
     assert manager.user_state == {"n": 1}
 
 
+def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path) -> None:
+    seen: dict[str, list[Any]] = {}
+
+    class Sees(ours.Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_train_step_end(self, context: ours.CallbackContext) -> None:
+            context.user_state[self.name] = context.state.train_state.step
+            seen.setdefault(self.name, []).append(context)
+
+    manager = ours.CallbackManager()
+    manager.add(Sees("apart"))
+    with trainer(
+        tmp_path, [guest(Sees("one"), name="one"), guest(manager), guest(Sees("two"), name="two")], max_duration="2ba"
+    ) as trained:
+        trained.fit()
+    assert [one is two for one, two in zip(seen["one"], seen["two"], strict=True)] == [True, True]
+    assert seen["one"][-1].user_state == {"one": 1, "two": 1}
+    assert manager.user_state == {"apart": 1}
+    assert seen["apart"][-1].state is not seen["one"][-1].state
+
+
 def test_an_error_of_one_comes_out_and_stops_the_rest(tmp_path: Path) -> None:
     manager, told = ours.CallbackManager(), list[Any]()
     manager.register("on_train_step_end", lambda context: 1 // 0)
