@@ -1,0 +1,181 @@
+"""What hosts and trainers add to a step, in instructions, which no other tenant of the machine can disturb.
+
+Valgrind counts the instructions of forty steps, two records among them, of the training process with all its threads. What a host adds is
+what its run takes more than the same loop with one empty callback of the host's framework; it is given as a multiple of what Ignite's
+engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step where the promises were made: 20 µs are 2 of
+it, 50 µs are 5, and the Trainer was to add no more than Ignite does.
+
+    python benchmarks/instructions.py [--homes lightning,ignite]
+
+It needs `valgrind`, and takes about three minutes a home.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+IN_A_VENV_OF_ITS_OWN = {"composer": ROOT / ".venv-composer" / "bin" / "python"}  # made by tools/composer_venv.py
+WARM, COUNTED = 30, 40  # steps that are passed over, and those whose instructions are counted
+RECORD_EVERY = 20
+PEERS = "peers"
+
+
+# --- within valgrind ---
+
+
+class Forwards:
+    """Counts the forwards of a model, which are steps, and has valgrind collect during those that matter."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def noted(self) -> None:
+        import torch
+
+        self.seen += 1
+        if self.seen == WARM:
+            torch._C._valgrind_toggle()
+        elif self.seen == WARM + COUNTED:
+            torch._C._valgrind_toggle_and_dump_stats()
+
+    def watching(self, kind: Any) -> Any:
+        """That class of models, telling its forwards here."""
+        forwards = self
+
+        class Watched(kind):  # type: ignore[misc]  # any class of the tests
+            def forward(self, *args: Any) -> Any:
+                forwards.noted()
+                return kind.forward(self, *args)
+
+        return Watched
+
+
+def run_a_home(name: str) -> None:
+    """Train with an empty callback of its own, with a host of nothing, and with a host of ten."""
+    sys.path.insert(0, str(TESTS))
+    job, home = importlib.import_module("bridges.homes.job"), importlib.import_module(f"bridges.homes.{name}")
+    nothing = hearing_four()
+    made: Iterable[Callable[[], Any]] = (lambda: job.EMPTY, list, lambda: [nothing() for _ in range(10)])
+    collecting()
+    for make in made:
+        points = replace(job.POINTS, model=Forwards().watching(job.POINTS.model), log_every=RECORD_EVERY)
+        folder = tempfile.mkdtemp()
+        home.train(points, Path(folder), make(), strict=False, epochs=1, steps_an_epoch=WARM + COUNTED + 8, evaluate=False)
+        shutil.rmtree(folder)
+
+
+def hearing_four() -> Any:
+    """A class of callbacks that hear four events of a step, and do nothing."""
+    from callsheet import Callback
+
+    def nothing(self: Any, ctx: Any) -> None: ...
+
+    events = ("on_train_step_start", "on_forward_end", "on_optimizer_step_end", "on_train_step_end")
+    return type("Nothing", (Callback,), dict.fromkeys(events, nothing))
+
+
+def run_peers() -> None:
+    """The bare loop, and the trainers over it."""
+    from torch import nn
+
+    import trainer as peers
+
+    parts = peers.parts
+
+    def watched() -> Any:
+        model, batches, optimizer = parts()
+        model.__class__ = Forwards().watching(nn.Sequential)
+        return model, batches, optimizer
+
+    peers.parts = watched
+    peers.STEPS = WARM + COUNTED + 8
+    collecting()
+    for run in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
+        run()
+
+
+def collecting() -> None:
+    """From here on valgrind counts where it is asked to; until here it would only have taken long."""
+    subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+
+
+# --- around it ---
+
+
+def counted(what: str) -> list[float]:
+    """Instructions a step, of every run of the child."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
+                *(
+                    f"--callgrind-out-file={folder}/out",
+                    str(IN_A_VENV_OF_ITS_OWN.get(what, sys.executable)),
+                    __file__,
+                    "--child",
+                    what,
+                ),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{what}: {done.stderr[-2000:]}")
+        files = sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))
+        totals = [int(re.findall(r"^totals: (\d+)", path.read_text(), re.M)[-1]) for path in files]
+    return [total / COUNTED for total in totals]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--homes", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        import torch
+
+        torch.set_num_threads(1)
+        run_peers() if given.child == PEERS else run_a_home(given.child)
+        return
+    from timing import machine
+
+    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
+    homes = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
+    bare, ignite, ignite_ten, ours, ours_ten = counted(PEERS)
+    unit = ignite - bare
+    print(f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare:,.0f} instructions, and Ignite adds {unit:,.0f}\n")
+    print("| trainer | instructions a step over the bare loop | of Ignite's | with ten callbacks of two events | of Ignite's |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, none, ten in (("Ignite", ignite, ignite_ten), ("callsheet", ours, ours_ten)):
+        print(f"| {name} | {none - bare:,.0f} | {(none - bare) / unit:.1f} | {ten - bare:,.0f} | {(ten - bare) / unit:.1f} |")
+    print("\n| host | instructions a step more, nobody listens | of Ignite's | ten callbacks of four events | of Ignite's |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    sys.path.insert(0, str(TESTS))
+    for name in homes:
+        label = re.search(r'^NAME = "(.*)"', (TESTS / "bridges" / "homes" / f"{name}.py").read_text(), re.M)
+        empty, nobody, ten = counted(name)
+        added = [each - empty for each in (nobody, ten)]
+        shown = " | ".join(f"{each:,.0f} | {each / unit:.1f}" for each in added)
+        print(f"| {label[1] if label is not None else name} | {shown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
