@@ -1,13 +1,16 @@
-"""What hosts and trainers add to a step, in instructions, which no other tenant of the machine can disturb.
+"""What hosts, guests and trainers add to a step, in instructions, which no other tenant of the machine can disturb.
 
 Valgrind counts the instructions of forty steps, two records among them, of the training process with all its threads. What a host adds is
 what its run takes more than the same loop with one empty callback of the host's framework; it is given as a multiple of what Ignite's
 engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step where the promises were made: 20 µs are 2 of
 it, 50 µs are 5, and the Trainer was to add no more than Ignite does.
 
-    python benchmarks/instructions.py [--homes lightning,ignite]
+A guest is held against its own framework's dispatch: see `guests.py`.
 
-It needs `valgrind`, and takes about three minutes a home.
+    python benchmarks/instructions.py hosts [--of lightning,ignite]
+    python benchmarks/instructions.py guests [--of lightning,ignite]
+
+It needs `valgrind`, and takes about three minutes a host, and one a guest.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +36,8 @@ TESTS = ROOT / "tests"
 IN_A_VENV_OF_ITS_OWN = {"composer": ROOT / ".venv-composer" / "bin" / "python"}  # made by tools/composer_venv.py
 WARM, COUNTED = 30, 40  # steps that are passed over, and those whose instructions are counted
 RECORD_EVERY = 20
-PEERS = "peers"
+HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
+FRAMEWORKS = ("composer", "huggingface", "ignite", "keras", "lightning", "megatron_bridge", "torchtnt")
 
 
 # --- within valgrind ---
@@ -109,6 +114,44 @@ def run_peers() -> None:
         run()
 
 
+class Clock:
+    """In the place of a clock that is read at the beginning and at the end of what matters."""
+
+    def __init__(self) -> None:
+        self._is_running = False
+
+    def __call__(self) -> float:
+        import torch
+
+        self._is_running = not self._is_running
+        if self._is_running:
+            torch._C._valgrind_toggle()
+        else:
+            torch._C._valgrind_toggle_and_dump_stats()
+        return 0.0
+
+
+def run_a_framework(name: str) -> None:
+    """Tell ten of its callbacks at home; then nobody, and ten guests, here."""
+    import guests
+
+    framework = getattr(guests, name)()
+    made = [framework.made() for _ in range(guests.GUESTS)]
+    dispatch = framework.dispatch(made)
+
+    def all_three() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            guests.at_home(dispatch)()
+            guests.here(list, folder)()
+            guests.here(lambda: [framework.guest(framework.made(), name=str(place)) for place in range(guests.GUESTS)], folder)()
+
+    guests.STEPS = COUNTED
+    all_three()
+    vars(guests)["time"] = SimpleNamespace(thread_time=Clock())
+    collecting()
+    all_three()
+
+
 def collecting() -> None:
     """From here on valgrind counts where it is asked to; until here it would only have taken long."""
     subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
@@ -117,8 +160,8 @@ def collecting() -> None:
 # --- around it ---
 
 
-def counted(what: str) -> list[float]:
-    """Instructions a step, of every run of the child."""
+def counted(what: str, whose: str) -> list[float]:
+    """Instructions a step, of every run of a child."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
@@ -136,7 +179,7 @@ def counted(what: str) -> list[float]:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{what}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{whose}: {done.stderr[-2000:]}")
         files = sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))
         totals = [int(re.findall(r"^totals: (\d+)", path.read_text(), re.M)[-1]) for path in files]
     return [total / COUNTED for total in totals]
@@ -144,7 +187,8 @@ def counted(what: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--homes", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("what", choices=(HOSTS, GUESTS))
+    parser.add_argument("--of", default="", help="such as lightning,ignite; all that are installed")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -153,13 +197,27 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-        run_peers() if given.child == PEERS else run_a_home(given.child)
+        if given.child == PEERS:
+            run_peers()
+        elif given.what == GUESTS:
+            run_a_framework(given.child)
+        else:
+            run_a_home(given.child)
         return
+    wanted = [name for name in given.of.split(",") if name]
+    if given.what == GUESTS:
+        print_guests(wanted)
+    else:
+        print_hosts(wanted)
+
+
+def print_hosts(wanted: list[str]) -> None:
+    """Of trainers too."""
     from timing import machine
 
     found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
-    homes = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
-    bare, ignite, ignite_ten, ours, ours_ten = counted(PEERS)
+    homes = wanted or [name for name in found if name not in ("__init__", "job", "trainer")]
+    bare, ignite, ignite_ten, ours, ours_ten = counted(HOSTS, PEERS)
     unit = ignite - bare
     print(f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare:,.0f} instructions, and Ignite adds {unit:,.0f}\n")
     print("| trainer | instructions a step over the bare loop | of Ignite's | with ten callbacks of two events | of Ignite's |")
@@ -168,13 +226,23 @@ def main() -> None:
         print(f"| {name} | {none - bare:,.0f} | {(none - bare) / unit:.1f} | {ten - bare:,.0f} | {(ten - bare) / unit:.1f} |")
     print("\n| host | instructions a step more, nobody listens | of Ignite's | ten callbacks of four events | of Ignite's |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    sys.path.insert(0, str(TESTS))
     for name in homes:
-        label = re.search(r'^NAME = "(.*)"', (TESTS / "bridges" / "homes" / f"{name}.py").read_text(), re.M)
-        empty, nobody, ten = counted(name)
+        empty, nobody, ten = counted(HOSTS, name)
         added = [each - empty for each in (nobody, ten)]
         shown = " | ".join(f"{each:,.0f} | {each / unit:.1f}" for each in added)
-        print(f"| {label[1] if label is not None else name} | {shown} |", flush=True)
+        print(f"| {name} | {shown} |", flush=True)
+
+
+def print_guests(wanted: list[str]) -> None:
+    """Of each framework."""
+    from timing import machine
+
+    print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
+    print("| a callback of | instructions a step at home | instructions a step as a guest | |")
+    print("| --- | --- | --- | --- |", flush=True)
+    for name in wanted or FRAMEWORKS:
+        home, none, ten = (each / 10 for each in counted(GUESTS, name))
+        print(f"| {name} | {home:,.0f} | {ten - none:,.0f} | {(ten - none) / home:.2f} x |", flush=True)
 
 
 if __name__ == "__main__":
