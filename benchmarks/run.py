@@ -29,6 +29,8 @@ def main() -> int:
         ("recipes", ["recipes.py"]),
         ("bridges", ["bridges.py"]),
         ("guests", ["guests.py"]),
+        ("instructions", ["instructions.py", "hosts"]),
+        ("guest-instructions", ["instructions.py", "guests"]),
     ):
         print(f"\n{name}", flush=True)
         python = subprocess.check_output([sys.executable, HERE.parent / "tools" / "composer_venv.py"], text=True).split()[-1]

@@ -110,6 +110,8 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "scale",
             "monitors",
             "lanes",
+            "instructions",
+            "guest-instructions",
             "recipes",
             "bridges",
             "guests",
