@@ -168,10 +168,11 @@ def counted(what: str, whose: str) -> list[float]:
                 *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
                 *(
                     f"--callgrind-out-file={folder}/out",
-                    str(IN_A_VENV_OF_ITS_OWN.get(what, sys.executable)),
+                    str(IN_A_VENV_OF_ITS_OWN.get(whose, sys.executable)),
                     __file__,
-                    "--child",
                     what,
+                    "--child",
+                    whose,
                 ),
             ],
             capture_output=True,
