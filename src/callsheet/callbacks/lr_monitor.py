@@ -19,6 +19,11 @@ class LRMonitor(Callback):
 
     def __init__(self) -> None:
         self._rates: list[Any] = []
+        self._told_at = 0  # the step of the last record that was told them
+
+    def on_train_start(self, ctx: Context) -> None:
+        """What an earlier run has told does not count."""
+        self._told_at = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
         """Keep the rates of several groups, before the scheduler moves on. A tensor it would overwrite where it stands."""
@@ -36,7 +41,9 @@ class LRMonitor(Callback):
         rates, self._rates = self._rates, []  # none are left for an evaluation's record
         if len(groups) > 1:
             ctx.unmute(self, "on_optimizer_step_end")  # there may have been one until now
-        if not rates and _RECORDED in values:
+        if not rates and _RECORDED in values and ctx.step != self._told_at:  # else nothing was trained since
             rates = [values[_RECORDED]]
+        if rates:
+            self._told_at = ctx.step
         for i, (group, rate) in enumerate(zip(groups, rates, strict=False)):
             values[f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}"] = float(rate)
