@@ -205,6 +205,8 @@ def main() -> None:
         else:
             run_a_home(given.child)
         return
+    if shutil.which("valgrind") is None:
+        parser.error("valgrind is not here; it is a package of that name in most distributions")
     wanted = [name for name in given.of.split(",") if name]
     if given.what == GUESTS:
         print_guests(wanted)

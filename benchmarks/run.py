@@ -15,6 +15,8 @@ WITH_COMPOSER = ("bridges", "guests")  # in the venv that sees all of this one, 
 
 def main() -> int:
     status = 0
+    made = subprocess.check_output([sys.executable, HERE.parent / "tools" / "composer_venv.py"], text=True)
+    with_composer = made.splitlines()[-1]
     (HERE / "results").mkdir(exist_ok=True)
     for name, command in (
         ("dispatch", ["dispatch.py"]),
@@ -33,9 +35,13 @@ def main() -> int:
         ("guest-instructions", ["instructions.py", "guests"]),
     ):
         print(f"\n{name}", flush=True)
-        python = subprocess.check_output([sys.executable, HERE.parent / "tools" / "composer_venv.py"], text=True).split()[-1]
-        interpreter = python if name in WITH_COMPOSER else sys.executable
-        done = subprocess.run([interpreter, *command], stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)
+        done = subprocess.run(
+            [with_composer if name in WITH_COMPOSER else sys.executable, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=HERE,
+        )
         print(done.stdout, end="", flush=True)
         if done.returncode == 0:
             (HERE / "results" / f"{name}.md").write_text(done.stdout)

@@ -103,10 +103,6 @@ class LaneControl:
     def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
         self._control, self._inbox, self.by = control, inbox, by
 
-    def is_of(self, control: Control) -> bool:
-        """It speaks for this control."""
-        return self._control is control
-
     @property
     def able(self) -> frozenset[str]:
         """What the loop can do now."""

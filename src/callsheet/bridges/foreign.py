@@ -86,6 +86,7 @@ class Guest(Callback):
     OWN: ClassVar[Mapping[str, str]] = {}
     """Our event, and the guest's own method that is called at it before those."""
     COMMON: ClassVar[type[Common] | None] = None
+    """What keeps for all guests of a call sheet what their framework keeps for all callbacks; None: nothing is."""
     NEVER: ClassVar[tuple[str, ...]] = ()
     """Foreign methods that are told nowhere here."""
 
@@ -108,7 +109,11 @@ class Guest(Callback):
                 if self.hears(theirs)
             ]
             handler = _in_turn(tuple(handlers)) if len(handlers) > 1 else next(iter(handlers), None)
-            if self.COMMON is not None and hasattr(self.COMMON, event) and (handler or event not in self.COMMON.ONLY_HEARD):
+            if (
+                self.COMMON is not None
+                and hasattr(self.COMMON, event)
+                and (handler is not None or event not in self.COMMON.ONLY_HEARD)
+            ):
                 setattr(self, event, InTurn(self, event, handler))
             elif handler is not None:
                 setattr(self, event, handler)
