@@ -158,7 +158,10 @@ class Ends(Callback):
     phase = "report"
 
     def __init__(self) -> None:
-        self.outcome, self.has_ended = "", threading.Event()
+        self.outcome, self.has_begun, self.has_ended = "", threading.Event(), threading.Event()
+
+    def on_run_start(self, ctx: Context) -> None:
+        self.has_begun.set()
 
     def on_run_end(self, ctx: Context) -> None:
         self.outcome = str(ctx.run.outcome)
@@ -185,6 +188,7 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: P
     loop.validate_every = 2
 
     def breaks() -> dict[str, float]:
+        assert ends.has_begun.wait(60)  # a manager that is closed drops the hooks that its thread has not come to, the first among them
         raise ZeroDivisionError
 
     loop.validate = breaks  # type: ignore[method-assign]
