@@ -5,6 +5,7 @@ The host is told through the package's own interface where that is installed, an
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import math
@@ -662,7 +663,8 @@ def test_a_guest_does_what_it_does_at_home(make: type[ours.Callback], tmp_path: 
     assert manager.user_state == pytest.approx(at_home.user_state, rel=1e-4)
 
 
-def test_a_step_that_is_moved_for_another_end_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
+def test_a_step_that_is_moved_for_another_end_is_refused(config: Any, tmp_path: Path) -> None:
     def jump(context: ours.CallbackContext) -> None:
         context.state.train_state.step += 2
 
@@ -670,9 +672,25 @@ def test_a_step_that_is_moved_for_another_end_is_refused(tmp_path: Path) -> None
     manager.register("on_train_step_end", jump)
     with (
         pytest.raises(NotCarried, match="that can end training now, and nothing else"),
-        trainer(tmp_path, [guest(manager)]) as made,
+        trainer(tmp_path, [guest(manager, config=config)]) as made,
     ):
         made.fit()
+
+
+def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
+    """And a number that was put back, neither."""
+
+    def looks_ahead(context: ours.CallbackContext) -> None:
+        later = copy.deepcopy(context.state)
+        later.train_state.step += 2
+        later.cfg.train.train_iters += 2
+        context.state.train_state.step = context.state.train_state.step  # which somebody hears
+
+    manager = ours.CallbackManager()
+    manager.register("on_train_step_end", looks_ahead)
+    with trainer(tmp_path, [guest(manager), guest(StopsByStep())], max_duration="3ba") as trained:
+        trained.fit()
+    assert trained.state.timestamp.batch == 3
 
 
 def test_what_is_not_here_is_refused_by_name(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class MegatronBridgeGuest(Guest):
         self._is_live = self.manager is foreign  # more may be registered with it while the run lasts
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
+        self._is_told = state is None  # of what its callbacks write
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:
             self.common = MegatronBridgeRun(state, self.manager.user_state)
@@ -68,22 +69,13 @@ class MegatronBridgeGuest(Guest):
         told = getattr(self._alone, theirs) if self._alone is not None else partial(_tell_all, self.manager, theirs)
 
         def tell(ctx: Context) -> None:
-            run = self.common
-            told(run.context)
-            if run.steps["step"] != run.step or run.train.train_iters != run.length:
-                self._drive(ctx)
+            told(self.common.context)
 
-        return tell
+        def tell_and_look(ctx: Context) -> None:
+            told(self.common.context)
+            self.common.drive()
 
-    def _drive(self, ctx: Context) -> None:
-        """The callback has moved the step or the length: either ends training, or is nothing that can be done here."""
-        step, train_iters, done = self.common.steps["step"], self.common.train.train_iters, ctx.state.timestamp.batch
-        if train_iters is not None and max(done, step) < train_iters:
-            raise NotCarried(
-                f"{self.name} has set train_state.step to {step} and cfg.train.train_iters to {train_iters} after {done} steps: here that "
-                "can end training now, and nothing else"
-            )
-        ctx.control.stop("train_state.step or cfg.train.train_iters was set")
+        return tell if self._is_told else tell_and_look
 
     def state_dict(self) -> Mapping[str, Any]:
         """What is plain data of `user_state`, the samples that were evaluated on, and the foreign callback's own state where it has any."""

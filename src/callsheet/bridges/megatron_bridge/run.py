@@ -8,8 +8,9 @@ from typing import Any
 from callsheet.bridges.foreign import Common
 from callsheet.bridges.hosted_run import counts_of
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
-from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext
+from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
 from callsheet.context import Context
+from callsheet.errors import NotCarried
 from callsheet.time import Time, TimeUnit
 
 LM_LOSS = "lm loss"
@@ -38,6 +39,9 @@ class MegatronBridgeRun(Common):
         """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
         self._longest: Time | None = None
+        self._ctx: Context | None = None
+        if state is None:  # else its configuration may be Megatron's, and each guest looks
+            tell_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
         """With what trains."""
@@ -76,9 +80,25 @@ class MegatronBridgeRun(Common):
         self.on_eval_start(ctx)
         self.context.optimizer = ctx.optimizer
 
+    def drive(self) -> None:
+        """If a callback has moved the step or the length: either ends training, or is nothing that can be done here.
+
+        Raises:
+            NotCarried: training would not end by it.
+        """
+        ctx, step, train_iters = self._ctx, self.steps["step"], self.train.train_iters
+        if ctx is None or (step == self.step and train_iters == self.length):
+            return
+        if train_iters is not None and max(done := ctx.state.timestamp.batch, step) < train_iters:
+            raise NotCarried(
+                f"train_state.step was set to {step} and cfg.train.train_iters to {train_iters} after {done} steps: here that can end "
+                "training now, and nothing else"
+            )
+        ctx.control.stop("train_state.step or cfg.train.train_iters was set")
+
     def _at(self, ctx: Context, step: int) -> Any:
         """Say where the run is; returns the model in chunks."""
-        progress, train = ctx.state, self.train
+        self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
@@ -86,7 +106,7 @@ class MegatronBridgeRun(Common):
         if progress.max_duration is not self._longest:
             self._longest = longest = progress.max_duration
             if longest is not None and longest.unit is TimeUnit.BATCH and isinstance(self.state.cfg, Config):
-                train.train_iters = int(longest.value)
+                train.__dict__["train_iters"] = int(longest.value)  # which is told nobody
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,11 +12,27 @@ from callsheet.bridges.foreign import Facade, NotOnTheList
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
-class TrainState(Facade):
+class _Moved(Facade):
+    """A facade with a number by which a callback may end training: who is to know of that is told when it is written."""
+
+    _MOVES: ClassVar[str]
+    __slots__ = ("_tells",)  # not among what a callback finds in `vars`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == self._MOVES and (tells := getattr(self, "_tells", None)) is not None:
+            tells()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)  # a copy tells nobody
+
+
+class TrainState(_Moved):
     """How far training is. A callback may end training as it would at home, by a `step` that is not below `cfg.train.train_iters`."""
 
     OF = "Megatron Bridge's TrainState"
     WRITABLE = frozenset({"step", "do_valid", "do_test"})
+    _MOVES = "step"
 
     def __init__(self) -> None:
         self.flops_per_sample = 0.0  # where they are known
@@ -80,11 +97,12 @@ class Timers:
         return self._timers.setdefault(name, Timer())
 
 
-class Training(Facade):
+class Training(_Moved):
     """What is known of the length of training where there is no configuration of Megatron's."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
+    _MOVES = "train_iters"
 
     def __init__(self) -> None:
         self.train_iters: int | None = None
@@ -125,6 +143,13 @@ class GlobalState(Facade):
         if name in self.FIXED:
             super().__setattr__(name, value)  # which refuses it
         self.__dict__[name] = value
+
+
+def tell_when_moved(state: GlobalState, told: Callable[[], object]) -> None:
+    """Call `told` whenever a callback writes `train_state.step` or `cfg.train.train_iters`. Of a configuration that is not ours nobody hears."""
+    for each in (state.train_state, state.cfg.train):
+        if isinstance(each, _Moved):
+            object.__setattr__(each, "_tells", told)
 
 
 class StepContext(CallbackContext):
