@@ -102,7 +102,10 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         self.last_event_name = event_name
         for handler, args, kwargs in known[1]:
             if args and type(args[0]) is ReferenceType:  # to this engine
-                handler(self, *event_args, *args[1:], **kwargs)
+                if len(args) == 1 and not (kwargs or event_args):
+                    handler(self)
+                else:
+                    handler(self, *event_args, *args[1:], **kwargs)
             else:
                 handler(*event_args, *args, **kwargs)
 

@@ -32,6 +32,7 @@ class TorchTNTRun(Common):
         self.was_stopped = False
         self.progress: Mapping[str, Progress] = {phase: Progress() for phase in PHASES}
         self.phases: Mapping[str, GuestPhase] = {phase: GuestPhase() for phase in PHASES}
+        self._count_step = self.progress["train"].increment_step
         self._asked_at: float | None = None
         self._began_at = 0.0
         self._timer = self.phases["train"].iteration_timer  # of the loop in hand
@@ -69,8 +70,6 @@ class TorchTNTRun(Common):
 
     def on_fetch_start(self, ctx: Context) -> None:
         """It waits for its batch from here; of several for a step, from the first."""
-        if self._late is not None:
-            self._write_time()
         if self._asked_at is None:
             self._asked_at = perf_counter()
 
@@ -79,14 +78,21 @@ class TorchTNTRun(Common):
         if self.phase != "train":  # there was an evaluation within the epoch
             self._turn_to("train")
         self._began_at = now = perf_counter()
-        if self._asked_at is not None:  # torchtnt writes it down behind the hook of the batch; nothing reads it there
-            self._add("data_wait_time", now - self._asked_at)
+        durations = self._timer.recorded_durations
+        if (late := self._late) is not None:  # torchtnt writes it down behind the hooks of the step's end
+            self._late = None
+            durations["train_iteration_time"].append(late)
+        if (asked := self._asked_at) is not None:  # and this behind the hook of the batch, where nothing reads it
             self._asked_at = None
+            waits = durations["data_wait_time"]
+            waits.append(now - asked)
+            if len(waits) > _MOST_TIMES:
+                self._shorten()
 
     def on_train_step_end(self, ctx: Context) -> None:
         """A step is completed."""
         self._late = perf_counter() - self._began_at
-        self.progress["train"].increment_step()
+        self._count_step()
 
     def on_epoch_end(self, ctx: Context) -> None:
         """An epoch is."""
@@ -153,7 +159,11 @@ class TorchTNTRun(Common):
         times = self._timer.recorded_durations[name]
         times.append(seconds)
         if len(times) > _MOST_TIMES:
-            del times[: _MOST_TIMES // 2]
+            self._shorten()
+
+    def _shorten(self) -> None:
+        for times in self._timer.recorded_durations.values():
+            del times[: -_MOST_TIMES // 2]
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
