@@ -9,6 +9,7 @@ is installed, `pip install --no-deps instructlab-training`; of it only the file 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import importlib.util
 import logging
@@ -117,6 +118,8 @@ def instructlabs(work: Callable[[], None], module: Any) -> float:
             world_size=1,
         )
     took = time.perf_counter() - began
+    while len(asyncio.all_tasks(manager._loop)) or manager._loop._ready:  # else it drops them, and others pay for the rubbish
+        time.sleep(0.01)
     manager.close()
     return took / STEPS * 1e6
 
