@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from callsheet import Callback, CallbackManager, Trainer, callbacks, loggers
 from callsheet.loggers import InMemoryLogger, Logger
-from callsheet.testing import Subject, small_trainer
+from callsheet.testing import Subject, run_ranks, small_trainer
 from callsheet.testing.scene import MakesTrainer
 from callsheet.trainer.tasks import Losses, Task
 
@@ -28,6 +28,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "SpeedMonitor": [{"peak_flops": 1e12}],
 }
 """Options with which more is logged."""
+
+BETWEEN_RANKS = ("SlowRankDetector",)
+"""Those that log where there are several ranks."""
 
 NOT_EVERYWHERE = ("MemoryMonitor", "SystemMetricsMonitor")
 """Those that tell more where there is a CUDA device, or a system that tells it; of what is not told here, the source is looked at."""
@@ -162,6 +165,11 @@ def logged(trainer: MakesTrainer, folder: Path, *held: Callback) -> set[str]:
     return {name for record in memory.records for name in record.values}
 
 
+def logged_on_a_rank(built_in: str, folder: str) -> set[str]:
+    """The same, on one of several ranks."""
+    return logged(small_trainer, Path(folder), getattr(callbacks, built_in)())
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What the Trainer itself logs."""
@@ -200,6 +208,8 @@ def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
     for i, options in enumerate(VARIANTS.get(built_in, [])):
         for j, trainer in enumerate(trainers):
             found |= logged(trainer, tmp_path / f"{i}-{j}", partial(subject.make, **options)())
+    if built_in in BETWEEN_RANKS:
+        found |= run_ranks(logged_on_a_rank, 2, built_in, str(tmp_path / "ranks"))[0]
     own = sorted(name for name in found - plain if name != "looked/step")  # which is what a function of `Lambda` logs here
     assert [name for name in own if not any(row.tells(name) for row in told)] == []
     kind: type[Callback] = getattr(callbacks, built_in)

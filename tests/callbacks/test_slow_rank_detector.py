@@ -144,14 +144,21 @@ def test_the_count_goes_on_across_a_resume(tmp_path: Path) -> None:
     assert "(step 12)" in told[0]  # two records before it, one after
 
 
-def test_one_rank_alone_is_never_slow_and_evaluations_say_nothing(tmp_path: Path) -> None:
+def evaluating_on_ranks(folder: str) -> Result:
     other = SlowRankDetector()
     other.name = "slow_rank/again"
-    records, told = fit(tmp_path, Slow(0, "forward"), SlowRankDetector(patience=1), other, eval_interval="4ba")
-    assert told == []
+    return fit(folder, Slow(1, "forward"), SlowRankDetector(), other, eval_interval="4ba")
+
+
+def test_evaluations_say_nothing(tmp_path: Path) -> None:
+    (records, _), _ = run_ranks(evaluating_on_ranks, 2, str(tmp_path))
     assert [len(record) for record in records[:4]] == [12, 0, 12, 0]
-    assert records[0]["slow_rank/forward/ratio"] == 1.0
-    assert records[0]["slow_rank/forward/seconds"] == pytest.approx(0.05)
+
+
+def test_one_rank_alone_is_compared_with_nobody(tmp_path: Path) -> None:
+    records, told = fit(tmp_path, Slow(0, "forward"), SlowRankDetector(patience=1))
+    assert told == []
+    assert records == [{}] * 5
 
 
 def test_refuses_what_cannot_be() -> None:

@@ -17,6 +17,7 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _STAGES = ("fetch", "forward")
+_COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_end", "on_log")
 
 
 class SlowRankDetector(Callback):
@@ -30,7 +31,8 @@ class SlowRankDetector(Callback):
     `name` of its own it logs under that instead of `slow_rank`. A rank that is beyond `factor` in `patience` records in a row is
     named in a warning, and again when it was well in between; that count goes on across a resume.
 
-    Nothing waits for the device: on CUDA the forward is timed by events, which are read at log boundaries.
+    Nothing waits for the device: on CUDA the forward is timed by events, which are read at log boundaries. One rank alone is compared with
+    nobody: there it does nothing.
 
     Args:
         factor: of the median, with two ranks of the faster.
@@ -58,6 +60,7 @@ class SlowRankDetector(Callback):
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
+        (ctx.mute if ctx.run.world_size == 1 else ctx.unmute)(self, *_COMPARING)
 
     def on_fetch_start(self, ctx: Context) -> None:
         """It waits for data from here."""
