@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class CallbackLane:
         owner = member.thing if isinstance(member.thing, Callback) else Callback
         self.needs: tuple[str, ...] = owner.needs
         self.inbox = inbox
-        self.lane = Lane(member.label, operator.call, owner.lane_options, kind=_kind, finish=self._finish)
+        self.lane = Lane(member.label, _do, owner.lane_options, kind=_kind, finish=self._finish)
         self._runner: asyncio.Runner | None = None
         self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
         if self._process is not None:
@@ -107,7 +106,7 @@ class Handover:
         self._member, self._lane = entry.member, lane
         self._handler = entry.handler if lane.is_here else partial(lane.call, entry.handler)
         taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._take, self._build, self._put, self._done = taker.take, taker.build, lane.lane.put, self.done
+        self._take, self._build, self._put = taker.take, taker.build, lane.lane.put
 
     def __call__(self, ctx: Context) -> None:
         """On the training thread."""
@@ -118,7 +117,7 @@ class Handover:
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
             failed(self._member, self._event, ctx, error)
         else:
-            self._put(partial(self._done, ctx, values))
+            self._put((self, ctx, values))
 
     def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
         """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""
@@ -159,7 +158,7 @@ class LoggerCall:
         except Exception as error:
             failed(lane.member, method, ctx, error)
         else:
-            lane.lane.put(partial(call.done, ctx, values))
+            lane.lane.put((call, ctx, values))
 
     def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
         """On the lane's thread."""
@@ -174,6 +173,14 @@ def as_failure(error: BaseException) -> LaneExit:
     return failure
 
 
-def _kind(item: partial[None]) -> object:
-    what = item.func.__self__  # type: ignore[attr-defined]  # a bound method of one of these two
+_Item = tuple[Handover | LoggerCall, Context, tuple[Any, ...]]
+
+
+def _do(item: _Item) -> None:
+    what, ctx, values = item
+    what.done(ctx, values)
+
+
+def _kind(item: _Item) -> object:
+    what = item[0]
     return what.event if isinstance(what, Handover) else (what.event, what.payload.get("name"))
