@@ -1,23 +1,27 @@
 """What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
 
-The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 20 steps. The time is the training
-thread's own, from one forward of the model to the next, so that a framework's start and end do not count. Runs take turns; of all their
-stretches of 20 steps, each of which has a record in it, the lower quartile counts: what disturbs only adds.
+The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 20 steps. Four trainings stand side by
+side, each in a process of its own, and pass a baton: a bare loop, the framework with its empty callback, with a host that nobody listens to,
+and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one forward of the model to the next, and the others
+wait: so all have the same weather, which lasts longer than that, and what is added is the mean of the differences within a round. The first
+three steps with the baton do not count. The time is the training thread's own.
 
 Microseconds move with the machine, so what is added is held against the floor of `benchmarks/trainer.py`, the step of a bare loop over a
-small MLP, which takes its turn here too. It took 350 µs where the promises were made: 20 µs are 5.7 % of it, and 50 µs are 14.3 %.
+small MLP. It took 350 µs where the promises were made: 20 µs are 5.7 % of it, and 50 µs are 14.3 %.
 
-    python benchmarks/bridges.py [--turns 15] [--homes lightning,ignite]
+    python benchmarks/bridges.py [--rounds 400] [--homes lightning,ignite]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
+import json
 import logging
-import shutil
+import os
+import select
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,16 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import trainer as peers
 from callsheet import Callback, Context
-from timing import machine
+from timing import held_mean, machine
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-STEPS, STRETCH = 600, 20
-BARE, EMPTY, NO_LISTENERS, TEN = "bare loop", "empty", "with nothing in it", "with ten callbacks"
-moments: list[float] = []
-"""When the model's forward began."""
+STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not count
+WARM = 70  # steps before the first; records are in the midst of stretches
+BARE, EMPTY, NOBODY, TEN = RUNNERS = ("bare", "empty", "nobody", "ten")
+PROMISED = {NOBODY: 20 / 350, TEN: 50 / 350}  # of a bare step
 
 
 class Nothing(Callback):
@@ -52,72 +57,156 @@ class Nothing(Callback):
     def on_train_step_end(self, ctx: Context) -> None: ...
 
 
-def stretches(home: Any, job: Any, callbacks: Any) -> list[float]:
-    """Microseconds a step, in each stretch of a run but the first ones."""
-    moments.clear()
-    folder = tempfile.mkdtemp()
-    try:
-        home.train(job, Path(folder), callbacks, strict=False, epochs=1, steps_an_epoch=STEPS, evaluate=False)
-    finally:
-        shutil.rmtree(folder)
-    marks = moments[3 * STRETCH :: STRETCH]
-    return [(end - begin) / STRETCH * 1e6 for begin, end in itertools.pairwise(marks)]
+# --- one who runs ---
 
 
-def timed(kind: Any) -> Any:
-    """That class of models, noting when the forward is called."""
+class Baton:
+    """Waits at a forward for its turn, takes the time of its stretch, and passes on.
 
-    class Timed(kind):  # type: ignore[misc]  # any class of the tests
-        def forward(self, *args: Any) -> Any:
-            moments.append(time.thread_time())
-            return kind.forward(self, *args)
+    Args:
+        turn: the descriptor from which the baton comes.
+        following: that to which it goes.
+        ready: where to say that the first stretch may begin.
+        rounds: stretches.
+    """
 
-    return Timed
+    def __init__(self, turn: int, following: int, ready: int, rounds: int) -> None:
+        self.took: list[float] = []
+        """Microseconds a step, of each stretch."""
+        self._turn, self._following, self._ready, self._last = turn, following, ready, rounds * STRETCH
+        self.steps = -(-(WARM + self._last + 2) // 6) * 6
+        """That the training has to have, in whole epochs of the tests' data."""
+        self._place, self._began = -WARM, 0.0
+
+    def forward(self) -> None:
+        """The model's forward begins."""
+        place, self._place = self._place, self._place + 1
+        if not 0 <= place <= self._last:
+            return
+        if place % STRETCH == COLD:
+            self._began = time.thread_time()
+        elif place % STRETCH == 0:
+            if place:
+                self.took.append((time.thread_time() - self._began) / (STRETCH - COLD) * 1e6)
+                os.write(self._following, b".")
+            else:
+                os.write(self._ready, b".")
+            if place < self._last:
+                os.read(self._turn, 1)
+
+    def watched(self, kind: Any) -> Any:
+        """That class of models, telling its forwards here."""
+        baton = self
+
+        class Watched(kind):  # type: ignore[misc]  # any class of the tests
+            def forward(self, *args: Any) -> Any:
+                baton.forward()
+                return kind.forward(self, *args)
+
+        return Watched
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--homes", default="")
-    given = parser.parse_args()
+def run(runner: str, name: str, baton: Baton, steps: int) -> None:
+    """Train so many steps."""
+    if runner == BARE:
+        model, batches, optimizer = peers.parts()
+        model.__class__ = baton.watched(nn.Sequential)
+        peers.parts = lambda: (model, batches * (steps // len(batches) + 1), optimizer)
+        peers.bare()
+        return
+    job, home = importlib.import_module("bridges.homes.job"), importlib.import_module(f"bridges.homes.{name}")
+    made: dict[str, Callable[[], Any]] = {EMPTY: lambda: job.EMPTY, NOBODY: list, TEN: lambda: [Nothing() for _ in range(10)]}
+    points = replace(job.POINTS, model=baton.watched(job.POINTS.model), log_every=STRETCH)
+    with tempfile.TemporaryDirectory() as folder:
+        home.train(points, Path(folder), made[runner](), strict=False, epochs=1, steps_an_epoch=steps, evaluate=False)
+
+
+def be_a_runner(runner: str, name: str, baton: Baton) -> None:
+    """A child's whole life; what it took goes to the standard output, in one line."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sys.path.insert(0, str(TESTS))
-    job = importlib.import_module("bridges.homes.job")
-    points = replace(job.POINTS, model=timed(job.POINTS.model), log_every=STRETCH)
+    said, sys.stdout = sys.stdout, sys.stderr  # frameworks print
+    run(runner, name, baton, baton.steps)
+    print(json.dumps(baton.took), file=said)
+
+
+# --- around them ---
+
+
+def raced(name: str, rounds: int) -> dict[str, list[float]]:
+    """What each of the four took, round by round.
+
+    Raises:
+        RuntimeError: one of them has failed; with the end of what it said.
+    """
+    pipes, (is_ready, ready) = [os.pipe() for _ in RUNNERS], os.pipe()
+    runners, said = [], tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
+    for i, runner in enumerate(RUNNERS):
+        descriptors = pipes[i][0], pipes[(i + 1) % len(pipes)][1], ready
+        command = [sys.executable, __file__, "--child", runner, "--homes", name, "--rounds", str(rounds)]
+        command += ["--descriptors", ",".join(map(str, descriptors))]
+        runners.append(
+            subprocess.Popen(
+                command,
+                pass_fds=descriptors,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        )
+    try:
+        waiting = 0
+        while waiting < len(RUNNERS):
+            if select.select([is_ready], [], [], 1.0)[0]:
+                waiting += len(os.read(is_ready, len(RUNNERS)))
+            elif any(each.poll() for each in runners):
+                said.seek(0)
+                raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
+        os.write(pipes[0][1], b".")
+        printed = [each.communicate()[0].decode().splitlines() for each in runners]
+        return {runner: json.loads(lines[-1]) for runner, lines in zip(RUNNERS, printed, strict=True)}
+    finally:
+        for each in runners:
+            each.kill()
+        for descriptor in (is_ready, ready, *(end for pipe in pipes for end in pipe)):
+            os.close(descriptor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--homes", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--child", choices=RUNNERS, help=argparse.SUPPRESS)
+    parser.add_argument("--descriptors", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        turn, following, ready = map(int, given.descriptors.split(","))
+        be_a_runner(given.child, given.homes, Baton(turn, following, ready, given.rounds))
+        return
+    sys.path.insert(0, str(TESTS))
     found = sorted((path.stem for path in (TESTS / "bridges" / "homes").glob("*.py")), key=lambda name: name != "composer")
     names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
-    lines, missing = [], []
+    print(f"# {machine()}; {given.rounds} rounds of {STRETCH} steps, one thread, its own time\n")
+    shares = f"{PROMISED[NOBODY]:.1%} with nobody who listens, and {PROMISED[TEN]:.1%} with ten callbacks of four events"
+    print(f"Promised, of a bare step: no more than {shares}.\n")
+    heads = ("host", "µs, a bare step", "an empty callback of its own", "µs more, nobody", "", "µs more, ten callbacks", "")
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
+    missing = []
     for name in names:  # Composer's first: it declares what torchvision asks for
         try:
             home = importlib.import_module(f"bridges.homes.{name}")
         except ModuleNotFoundError:
             missing.append(name)  # its framework
             continue
-        print(name, file=sys.stderr, flush=True)
-        made: dict[str, Callable[[], Any]] = {
-            EMPTY: lambda: job.EMPTY,
-            NO_LISTENERS: list,
-            TEN: lambda: [Nothing() for _ in range(10)],
-        }
-        steps: dict[str, list[float]] = {BARE: [], **{subject: [] for subject in made}}
-        for _ in range(given.turns):
-            steps[BARE].append(peers.bare())
-            for subject, make in made.items():
-                steps[subject] += stretches(home, points, make())
-        quartiles = {subject: statistics.quantiles(found, n=4)[0] for subject, found in steps.items()}
-        floor, empty = quartiles[BARE], quartiles[EMPTY]
-        added = [quartiles[each] - empty for each in (NO_LISTENERS, TEN)]
-        shown = " | ".join(f"{each:+.0f} | {each / floor:+.1%}" for each in added)
-        lines.append(f"| {home.NAME} {home.VERSION} | {floor:.0f} | {empty:.0f} | {shown} |")
-    print(f"# {machine()}; the lower quartile of {given.turns} turns of {STEPS} steps, one thread, its own time\n")
-    print("Promised: no more than 5.7 % of a bare step with nobody who listens, and 14.3 % with ten callbacks of four events.\n")
-    print(
-        "| host | µs, a bare step | µs, a step with an empty callback of its own | µs more, nobody | | µs more, ten callbacks | |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    print("\n".join(lines))
+        took = raced(name, given.rounds)
+        floor = statistics.median(took[BARE])
+        cells = [f"{home.NAME} {home.VERSION}", f"{floor:.0f}", f"{statistics.median(took[EMPTY]):.0f}"]
+        for runner in (NOBODY, TEN):
+            added, error = held_mean([more - less for more, less in zip(took[runner], took[EMPTY], strict=True)])
+            cells += [f"{added:+.0f} ± {error:.0f}", f"{added / floor:+.1%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
     if missing:
         print(f"\nNot installed here: {', '.join(missing)}.")
 

@@ -31,7 +31,7 @@ import trainer as peers
 from callsheet import Callback, CallbackManager, Context, Trainer, callbacks
 from callsheet.costs import PATH_EVENTS
 from callsheet.lifecycle import EVENTS
-from timing import machine
+from timing import held_mean, machine
 
 STRETCH = 10
 SETTLING = 3  # stretches of each state that are left out at the beginning
@@ -158,14 +158,6 @@ def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
     return *found, bare
 
 
-def mean(differences: list[float]) -> tuple[float, float]:
-    """Their mean and its standard error, the most extreme twentieth on each side cut to what is next to it."""
-    ordered = sorted(differences)
-    cut = len(ordered) // 20
-    held = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
-    return statistics.fmean(held), statistics.stdev(held) / len(held) ** 0.5
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stretches", type=int, default=300, help="of each of the three states")
@@ -194,7 +186,7 @@ def main() -> None:
         ("all monitors", [told - nobody for nobody, told, _ in rounds]),
         ("taking the time of all that they are told", [taken - told for _, told, taken in rounds]),
     ):
-        added, error = mean(differences)
+        added, error = held_mean(differences)
         print(f"| {name} | {added:+.0f} ± {error:.0f} | {added / step:+.2%} |")
     print("\n| by the cost accounting: handlers of | of the step |\n| --- | --- |")
     for name, share in sorted({**shares, "(all)": sum(shares.values())}.items(), key=lambda item: -item[1]):

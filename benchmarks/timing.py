@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 Turn = Callable[[], float]
 
@@ -38,6 +38,14 @@ def timed(statement: Callable[[int], None], times: int) -> Turn:
 def difference(figures: Mapping[str, list[float]], subject: str, floor: str) -> float:
     """The median over turns of the subject's figure less the floor's of the same turn."""
     return statistics.median(a - b for a, b in zip(figures[subject], figures[floor], strict=True))
+
+
+def held_mean(differences: Sequence[float]) -> tuple[float, float]:
+    """Their mean and its standard error, the most extreme twentieth on each side cut to what is next to it."""
+    ordered = sorted(differences)
+    cut = len(ordered) // 20
+    held = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
+    return statistics.fmean(held), statistics.stdev(held) / len(held) ** 0.5
 
 
 def least(figures: Mapping[str, list[float]], subject: str) -> float:
