@@ -6,7 +6,7 @@ reading it raises `FieldNotTold`: nothing stale is ever read, and a field that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -344,11 +344,13 @@ class Context:
 
     def close(self, event: str) -> None:
         """For the loop: `event` has been told, and the windows that end with it are shut."""
-        for name, keeps in _CLOSED_BY.get(event, ()):
-            if keeps and name in self.kept:
-                continue  # a listener wants it as long as can be
-            setattr(self, name, None)  # an empty slot, of what was not told this time, cannot be emptied
-            delattr(self, name)
+        if self.kept:
+            for name, keeps in _CLOSED_BY.get(event, ()):
+                if not (keeps and name in self.kept):  # a listener wants it as long as can be
+                    setattr(self, name, None)
+                    delattr(self, name)
+        elif (shut := _SHUTS.get(event)) is not None:
+            shut(self)
 
     def close_all(self, *, before: str = "") -> None:
         """For the loop: every window is shut, as after an exception; those that end with the event `before` stay open."""
@@ -385,3 +387,15 @@ for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
         _keeps = _event == _field.windows[0][1]  # where a listener may ask that it be kept
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
+
+
+def _shutting(names: Iterable[str]) -> Callable[[Context], None]:
+    """Empties these slots, one after the other: every step does, and a loop over names takes three times as long."""
+    empty = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # a slot that is empty cannot be emptied
+    scope: dict[str, Any] = {}
+    exec(f"def shut(ctx):\n{empty}", scope)  # of names in the lifecycle's table
+    shut: Callable[[Context], None] = scope["shut"]
+    return shut
+
+
+_SHUTS = {event: _shutting(name for name, _ in fields) for event, fields in _CLOSED_BY.items()}

@@ -72,9 +72,10 @@ class Span:
 class Spans:
     """The spans of one context, as attributes of their names."""
 
-    __slots__ = ("ctx", *SPANS)
+    __slots__ = ("ctx", "links", *SPANS)
 
     ctx: Context
+    links: int
     # generated: spans
     run: Span
     checkpoint_load: Span
@@ -106,11 +107,14 @@ class Spans:
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
+        self.links = 0
+        """How often they were pointed at another call sheet."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx))
 
     def link(self, told: Callable[[str], Told | None]) -> None:
         """Point every span at the handlers that a new call sheet has for its edges."""
+        self.links += 1
         for name, span in SPANS.items():
             linked: Span = getattr(self, name)
             linked.starts, linked.ends = told(span.start_event), told(span.end_event)

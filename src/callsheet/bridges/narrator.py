@@ -81,6 +81,7 @@ class Narrator:
 
     def __init__(self, spans: Spans, before: Mapping[str, Act]) -> None:
         self._ctx: Context = spans.ctx
+        self._spans = spans
         self._places = places = {name: _Place(getattr(spans, name), before) for name in SPANS}
         for name, parent in PARENT.items():
             places[name].parent = places[parent]
@@ -89,7 +90,7 @@ class Narrator:
             for index, each in enumerate(sequence):
                 places[each].index = index
         self._groups = [[places[name] for name in names] for names in _STEP_GROUPS]
-        self._has_listened = False
+        self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [places["run"]]  # the innermost last; the run's own edges are told by its lifetime
         places["run"].is_open = True
         self.made_up: set[str] = set()
@@ -104,7 +105,9 @@ class Narrator:
 
         Whether that is other parts than in the step before: only then need a host ask what is heard, and put up its hooks.
         """
-        is_news, self._has_listened = not self._has_listened, True
+        if self._heard_at == self._spans.links:
+            return False
+        is_news, self._heard_at = self._heard_at < 0, self._spans.links
         for group in self._groups:
             for place in group:
                 span = place.span
