@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,11 +220,12 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _leading_length(batch: Any) -> int:
-    if isinstance(batch, (list, tuple)):
-        for value in batch:
-            if length := _leading_length(value):
-                return length
-        return 0
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    return _leading_length(list(batch.values())) if isinstance(batch, Mapping) else 0
+    values: Iterable[Any] = batch if isinstance(batch, (list, tuple)) else batch.values() if isinstance(batch, Mapping) else ()
+    for value in values:
+        if (
+            length := value.size(0) if type(value) is Tensor and value.ndim else _leading_length(value)
+        ):  # most often the first is one
+            return length
+    return 0
