@@ -250,7 +250,7 @@ def _checking_randomness(handler: Handler, entry: Entry, ctx: Context) -> None:
 
 def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None:
     """Call a handler whose errors are reported and do not come out; switch it off when it fails too often in a row."""
-    if member.is_silent_at(event):
+    if (member.is_off or member.muted) and member.is_silent_at(event):
         return
     try:
         handler(ctx)
