@@ -38,7 +38,10 @@ import trainer as peers
 from callsheet import Callback, Context
 from timing import held_mean, machine
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+IN_A_VENV_OF_ITS_OWN = {"composer": ROOT / ".venv-composer" / "bin" / "python"}  # made by tools/composer_venv.py
+MISSING = 3  # a child's status, where the framework is not installed
 STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not count
 WARM = 70  # steps before the first; records are in the midst of stretches
 BARE, EMPTY, NOBODY, TEN = RUNNERS = ("bare", "empty", "nobody", "ten")
@@ -106,15 +109,16 @@ class Baton:
         return Watched
 
 
-def run(runner: str, name: str, baton: Baton, steps: int) -> None:
-    """Train so many steps."""
+def run(runner: str, home: Any, baton: Baton) -> None:
+    """Train."""
+    steps = baton.steps
     if runner == BARE:
         model, batches, optimizer = peers.parts()
         model.__class__ = baton.watched(nn.Sequential)
         peers.parts = lambda: (model, batches * (steps // len(batches) + 1), optimizer)
         peers.bare()
         return
-    job, home = importlib.import_module("bridges.homes.job"), importlib.import_module(f"bridges.homes.{name}")
+    job = importlib.import_module("bridges.homes.job")
     made: dict[str, Callable[[], Any]] = {EMPTY: lambda: job.EMPTY, NOBODY: list, TEN: lambda: [Nothing() for _ in range(10)]}
     points = replace(job.POINTS, model=baton.watched(job.POINTS.model), log_every=STRETCH)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,24 +132,38 @@ def be_a_runner(runner: str, name: str, baton: Baton) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(TESTS))
     said, sys.stdout = sys.stdout, sys.stderr  # frameworks print
-    run(runner, name, baton, baton.steps)
-    print(json.dumps(baton.took), file=said)
+    try:
+        home = importlib.import_module(f"bridges.homes.{name}")
+    except ModuleNotFoundError:
+        sys.exit(MISSING)
+    run(runner, home, baton)
+    print(json.dumps({"host": f"{home.NAME} {home.VERSION}", "took": baton.took}), file=said)
 
 
 # --- around them ---
 
 
-def raced(name: str, rounds: int) -> dict[str, list[float]]:
-    """What each of the four took, round by round.
+def raced(name: str, rounds: int) -> tuple[str, dict[str, list[float]]]:
+    """The host, and what each of the four took, round by round.
 
     Raises:
+        ModuleNotFoundError: the framework is not installed.
         RuntimeError: one of them has failed; with the end of what it said.
     """
     pipes, (is_ready, ready) = [os.pipe() for _ in RUNNERS], os.pipe()
     runners, said = [], tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
     for i, runner in enumerate(RUNNERS):
         descriptors = pipes[i][0], pipes[(i + 1) % len(pipes)][1], ready
-        command = [sys.executable, __file__, "--child", runner, "--homes", name, "--rounds", str(rounds)]
+        command = [
+            str(IN_A_VENV_OF_ITS_OWN.get(name, sys.executable)),
+            __file__,
+            "--child",
+            runner,
+            "--homes",
+            name,
+            "--rounds",
+            str(rounds),
+        ]
         command += ["--descriptors", ",".join(map(str, descriptors))]
         runners.append(
             subprocess.Popen(
@@ -161,12 +179,15 @@ def raced(name: str, rounds: int) -> dict[str, list[float]]:
         while waiting < len(RUNNERS):
             if select.select([is_ready], [], [], 1.0)[0]:
                 waiting += len(os.read(is_ready, len(RUNNERS)))
-            elif any(each.poll() for each in runners):
+            elif MISSING in (ended := {each.poll() for each in runners}):
+                raise ModuleNotFoundError(name)
+            elif ended - {None}:
                 said.seek(0)
                 raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
         os.write(pipes[0][1], b".")
         printed = [each.communicate()[0].decode().splitlines() for each in runners]
-        return {runner: json.loads(lines[-1]) for runner, lines in zip(RUNNERS, printed, strict=True)}
+        found = [json.loads(lines[-1]) for lines in printed]
+        return found[0]["host"], {runner: each["took"] for runner, each in zip(RUNNERS, found, strict=True)}
     finally:
         for each in runners:
             each.kill()
@@ -185,8 +206,7 @@ def main() -> None:
         turn, following, ready = map(int, given.descriptors.split(","))
         be_a_runner(given.child, given.homes, Baton(turn, following, ready, given.rounds))
         return
-    sys.path.insert(0, str(TESTS))
-    found = sorted((path.stem for path in (TESTS / "bridges" / "homes").glob("*.py")), key=lambda name: name != "composer")
+    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
     names = given.homes.split(",") if given.homes else [name for name in found if name not in ("__init__", "job", "trainer")]
     print(f"# {machine()}; {given.rounds} rounds of {STRETCH} steps, one thread, its own time\n")
     shares = f"{PROMISED[NOBODY]:.1%} with nobody who listens, and {PROMISED[TEN]:.1%} with ten callbacks of four events"
@@ -194,15 +214,14 @@ def main() -> None:
     heads = ("host", "µs, a bare step", "an empty callback of its own", "µs more, nobody", "", "µs more, ten callbacks", "")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     missing = []
-    for name in names:  # Composer's first: it declares what torchvision asks for
+    for name in names:
         try:
-            home = importlib.import_module(f"bridges.homes.{name}")
-        except ModuleNotFoundError:
-            missing.append(name)  # its framework
+            host, took = raced(name, given.rounds)
+        except (ModuleNotFoundError, FileNotFoundError):
+            missing.append(name)
             continue
-        took = raced(name, given.rounds)
         floor = statistics.median(took[BARE])
-        cells = [f"{home.NAME} {home.VERSION}", f"{floor:.0f}", f"{statistics.median(took[EMPTY]):.0f}"]
+        cells = [host, f"{floor:.0f}", f"{statistics.median(took[EMPTY]):.0f}"]
         for runner in (NOBODY, TEN):
             added, error = held_mean([more - less for more, less in zip(took[runner], took[EMPTY], strict=True)])
             cells += [f"{added:+.0f} ± {error:.0f}", f"{added / floor:+.1%}"]

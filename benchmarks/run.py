@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WITH_COMPOSER = ("bridges", "guests")  # in the venv that sees all of this one, and has Composer
+WITH_COMPOSER = ("guests",)  # in the venv that sees all of this one, and has Composer
 
 
 def main() -> int:
