@@ -94,8 +94,8 @@ class Baton:
                 os.write(self._following, b".")
             else:
                 os.write(self._ready, b".")
-            if place < self._last:
-                os.read(self._turn, 1)
+            if place < self._last and not os.read(self._turn, 1):
+                sys.exit("the one before this has failed")
 
     def watched(self, kind: Any) -> Any:
         """That class of models, telling its forwards here."""
@@ -185,13 +185,18 @@ def raced(name: str, rounds: int) -> tuple[str, dict[str, list[float]]]:
                 said.seek(0)
                 raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
         os.write(pipes[0][1], b".")
+        for _, end in pipes:  # else nobody would hear that another has ended
+            os.close(end)
         printed = [each.communicate()[0].decode().splitlines() for each in runners]
+        if any(each.returncode for each in runners):
+            said.seek(0)
+            raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
         found = [json.loads(lines[-1]) for lines in printed]
         return found[0]["host"], {runner: each["took"] for runner, each in zip(RUNNERS, found, strict=True)}
     finally:
         for each in runners:
             each.kill()
-        for descriptor in (is_ready, ready, *(end for pipe in pipes for end in pipe)):
+        for descriptor in (is_ready, ready, *(beginning for beginning, _ in pipes)):
             os.close(descriptor)
 
 
