@@ -390,7 +390,7 @@ for _field in FIELDS.values():
 
 
 def _shutting(names: Iterable[str]) -> Callable[[Context], None]:
-    """Empties these slots, one after the other: every step does, and a loop over names takes three times as long."""
+    """Empties these slots, one after the other: every step does, and a loop over names takes twice as long."""
     empty = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # a slot that is empty cannot be emptied
     scope: dict[str, Any] = {}
     exec(f"def shut(ctx):\n{empty}", scope)  # of names in the lifecycle's table

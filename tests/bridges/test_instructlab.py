@@ -188,9 +188,8 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: P
     loop.validate_every = 2
 
     def breaks() -> dict[str, float]:
-        assert ends.has_begun.wait(
-            60
-        )  # a manager that is closed drops the hooks that its thread has not come to, the first among them
+        # A manager that is closed drops the hooks that its thread has not come to, the first among them.
+        assert ends.has_begun.wait(60)
         raise ZeroDivisionError
 
     loop.validate = breaks  # type: ignore[method-assign]

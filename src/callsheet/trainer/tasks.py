@@ -224,8 +224,7 @@ def _leading_length(batch: Any) -> int:
         return batch.size(0) if batch.ndim else 1
     values: Iterable[Any] = batch if isinstance(batch, (list, tuple)) else batch.values() if isinstance(batch, Mapping) else ()
     for value in values:
-        if (
-            length := value.size(0) if type(value) is Tensor and value.ndim else _leading_length(value)
-        ):  # most often the first is one
+        length = value.size(0) if type(value) is Tensor and value.ndim else _leading_length(value)
+        if length:
             return length
     return 0
