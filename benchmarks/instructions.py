@@ -16,24 +16,22 @@ It needs `valgrind`, and takes about three minutes a host, and one a guest.
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
-IN_A_VENV_OF_ITS_OWN = {"composer": ROOT / ".venv-composer" / "bin" / "python"}  # made by tools/composer_venv.py
+import torch
+
+import homes
+import trainer as peers
+from timing import machine
+
 WARM, COUNTED = 30, 40  # steps that are passed over, and those whose instructions are counted
 RECORD_EVERY = 20
 HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
@@ -50,68 +48,26 @@ class Forwards:
         self.seen = 0
 
     def noted(self) -> None:
-        import torch
-
         self.seen += 1
         if self.seen == WARM:
             torch._C._valgrind_toggle()
         elif self.seen == WARM + COUNTED:
             torch._C._valgrind_toggle_and_dump_stats()
 
-    def watching(self, kind: Any) -> Any:
-        """That class of models, telling its forwards here."""
-        forwards = self
-
-        class Watched(kind):  # type: ignore[misc]  # any class of the tests
-            def forward(self, *args: Any) -> Any:
-                forwards.noted()
-                return kind.forward(self, *args)
-
-        return Watched
-
 
 def run_a_home(name: str) -> None:
     """Train with an empty callback of its own, with a host of nothing, and with a host of ten."""
-    sys.path.insert(0, str(TESTS))
-    job, home = importlib.import_module("bridges.homes.job"), importlib.import_module(f"bridges.homes.{name}")
-    nothing = hearing_four()
-    made: Iterable[Callable[[], Any]] = (lambda: job.EMPTY, list, lambda: [nothing() for _ in range(10)])
+    homes.home(name)
     collecting()
-    for make in made:
-        points = replace(job.POINTS, model=Forwards().watching(job.POINTS.model), log_every=RECORD_EVERY)
-        folder = tempfile.mkdtemp()
-        home.train(points, Path(folder), make(), strict=False, epochs=1, steps_an_epoch=WARM + COUNTED + 8, evaluate=False)
-        shutil.rmtree(folder)
-
-
-def hearing_four() -> Any:
-    """A class of callbacks that hear four events of a step, and do nothing."""
-    from callsheet import Callback
-
-    def nothing(self: Any, ctx: Any) -> None: ...
-
-    events = ("on_train_step_start", "on_forward_end", "on_optimizer_step_end", "on_train_step_end")
-    return type("Nothing", (Callback,), dict.fromkeys(events, nothing))
+    for having in homes.WITH:
+        homes.train(name, having, Forwards().noted, steps=WARM + COUNTED + 8, log_every=RECORD_EVERY)
 
 
 def run_peers() -> None:
     """The bare loop, and the trainers over it."""
-    from torch import nn
-
-    import trainer as peers
-
-    parts = peers.parts
-
-    def watched() -> Any:
-        model, batches, optimizer = parts()
-        model.__class__ = Forwards().watching(nn.Sequential)
-        return model, batches, optimizer
-
-    peers.parts = watched
-    peers.STEPS = WARM + COUNTED + 8
     collecting()
-    for run in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
-        run()
+    for loop in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
+        homes.train_a_peer(loop, Forwards().noted, steps=WARM + COUNTED + 8)
 
 
 class Clock:
@@ -121,8 +77,6 @@ class Clock:
         self._reads = 0
 
     def __call__(self) -> float:
-        import torch
-
         self._reads += 1
         if self._reads % 2:
             torch._C._valgrind_toggle()
@@ -166,14 +120,7 @@ def counted(what: str, whose: str) -> list[float]:
         done = subprocess.run(
             [
                 *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
-                *(
-                    f"--callgrind-out-file={folder}/out",
-                    str(IN_A_VENV_OF_ITS_OWN.get(whose, sys.executable)),
-                    __file__,
-                    what,
-                    "--child",
-                    whose,
-                ),
+                *(f"--callgrind-out-file={folder}/out", homes.python_of(whose), __file__, what, "--child", whose),
             ],
             capture_output=True,
             text=True,
@@ -195,8 +142,6 @@ def main() -> None:
     if given.child:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        import torch
-
         torch.set_num_threads(1)
         if given.child == PEERS:
             run_peers()
@@ -216,10 +161,6 @@ def main() -> None:
 
 def print_hosts(wanted: list[str]) -> None:
     """Of trainers too."""
-    from timing import machine
-
-    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
-    homes = wanted or [name for name in found if name not in ("__init__", "job", "trainer")]
     bare, ignite, ignite_ten, ours, ours_ten = counted(HOSTS, PEERS)
     unit = ignite - bare
     print(f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare:,.0f} instructions, and Ignite adds {unit:,.0f}\n")
@@ -229,7 +170,7 @@ def print_hosts(wanted: list[str]) -> None:
         print(f"| {name} | {none - bare:,.0f} | {(none - bare) / unit:.1f} | {ten - bare:,.0f} | {(ten - bare) / unit:.1f} |")
     print("\n| host | instructions a step more, nobody listens | of Ignite's | ten callbacks of four events | of Ignite's |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    for name in homes:
+    for name in wanted or homes.names():
         empty, nobody, ten = counted(HOSTS, name)
         added = [each - empty for each in (nobody, ten)]
         shown = " | ".join(f"{each:,.0f} | {each / unit:.1f}" for each in added)
@@ -238,8 +179,6 @@ def print_hosts(wanted: list[str]) -> None:
 
 def print_guests(wanted: list[str]) -> None:
     """Of each framework."""
-    from timing import machine
-
     print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
     print("| a callback of | instructions a step at home | instructions a step as a guest | |")
     print("| --- | --- | --- | --- |", flush=True)
