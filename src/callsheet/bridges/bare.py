@@ -236,14 +236,19 @@ class AttachedRun:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
+        is_quiet = narrator.parts["fetch"].is_quiet
         for _ in range(self._accumulate):
-            narrator.start("fetch")
-            ctx.batch = next(batches, None)
-            narrator.end("fetch")
-            if ctx.batch is None:
+            if is_quiet:
+                ctx.batch = batch = next(batches, None)
+            else:
+                narrator.start("fetch")
+                ctx.batch = next(batches, None)
+                narrator.end("fetch")
+                batch = ctx.batch
+            if batch is None:
                 self._place.is_exhausted = True
                 break
-            group.append(ctx.batch)
+            group.append(batch)
         return group
 
     def _end_step(self) -> None:
@@ -288,7 +293,7 @@ class AttachedRun:
             self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer)
             self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
             self._hooks = [self._model_hooks, self._optimizer_hooks, self._backward]
-            run.losses = lambda: self._backward.total
+            run.losses = self._backward.mean_loss
             run.signals.__enter__()
         except BaseException as error:
             run.fail(error)

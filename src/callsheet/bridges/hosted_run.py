@@ -429,17 +429,10 @@ class HostedRun:
         else:
             self.records.tally.samples += self.counted[0]
             self.records.tally.tokens += self.counted[1]
-        if self.step_skipped:  # and with the optimizer's step, perhaps, what stands before its edges
-            self._note_what_was_skipped()
-        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-
-    def _note_what_was_skipped(self) -> None:
-        ctx = self.ctx
-        ctx.step_skipped = True
-        if not ctx.has("grad_norm"):
-            self._clipped()
-        if not ctx.has("learning_rate"):
+        ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
+        if self.step_skipped and not ctx.has("learning_rate"):
             self._optimizer_begins()
+        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
 
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})

@@ -48,7 +48,7 @@ _STEP_GROUPS = (
 Act = Callable[[], None]
 
 
-class _Place:
+class Part:
     """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
 
     __slots__ = (
@@ -63,10 +63,10 @@ class _Place:
         self.act_at_end = before.get(SPANS[name].end_event)
         self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING else None
         self.is_repeated = name in _REPEATED
-        self.parent: _Place | None = None
-        self.sequence: list[_Place] = []
+        self.parent: Part | None = None
+        self.sequence: list[Part] = []
         self.needed = 0  # how many of them have to be told before its end
-        self.index: int | None = None  # in the parent's sequence
+        self.index = -1  # in the parent's sequence, where it has one
         self.is_open = self.is_quiet = False
         self.done = 0  # how many of its sequence have been told
 
@@ -82,23 +82,25 @@ class Narrator:
     def __init__(self, spans: Spans, before: Mapping[str, Act]) -> None:
         self._ctx: Context = spans.ctx
         self._spans = spans
-        self._places = places = {name: _Place(getattr(spans, name), before) for name in SPANS}
+        self.parts: Mapping[str, Part] = {name: Part(getattr(spans, name), before) for name in SPANS}
+        """Every span, by its name."""
+        parts = self.parts
         for name, parent in PARENT.items():
-            places[name].parent = places[parent]
+            parts[name].parent = parts[parent]
         for name, sequence in SEQUENCE.items():
-            places[name].sequence, places[name].needed = [places[each] for each in sequence], len(sequence)
+            parts[name].sequence, parts[name].needed = [parts[each] for each in sequence], len(sequence)
             for index, each in enumerate(sequence):
-                places[each].index = index
-        self._groups = [[places[name] for name in names] for names in _STEP_GROUPS]
+                parts[each].index = index
+        self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
         self._heard_at = -1  # which call sheet it was that was last looked at
-        self._open = [places["run"]]  # the innermost last; the run's own edges are told by its lifetime
-        places["run"].is_open = True
+        self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
+        parts["run"].is_open = True
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
     def is_open(self, name: str) -> bool:
-        """Whether the loop is inside such a span."""
-        return self._places[name].is_open
+        """Whether the loop is inside such a span. Where a step asks, its own `part.is_open` is the shorter way."""
+        return self.parts[name].is_open
 
     def listen(self) -> bool:
         """Before a step: of its parts, leave out what nobody hears, events and places both; what stands before their edges is done.
@@ -109,8 +111,8 @@ class Narrator:
             return False
         is_news, self._heard_at = self._heard_at < 0, self._spans.links
         for group in self._groups:
-            for place in group:
-                span = place.span
+            for part in group:
+                span = part.span
                 if span.starts is not None or span.ends is not None:
                     is_quiet = False
                     break
@@ -118,28 +120,28 @@ class Narrator:
                 is_quiet = True
             if group[0].is_quiet is not is_quiet:
                 is_news = True
-                for place in group:
-                    place.is_quiet = is_quiet
+                for part in group:
+                    part.is_quiet = is_quiet
         if is_news:
-            step = self._places["train_step"]
-            step.needed = max((at for at, place in enumerate(step.sequence, 1) if not place.is_quiet), default=0)
+            step = self.parts["train_step"]
+            step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.is_quiet), default=0)
         return is_news
 
     def hears(self, name: str) -> bool:
         """Whether anybody hears this part of the step, or another that is left out with it."""
-        return not self._places[name].is_quiet
+        return not self.parts[name].is_quiet
 
     def start(self, name: str) -> None:
         """The loop enters a span: whatever has to be open around it or told before it is. Nothing where it is open, unless it can stand
         several times in a row: then the next begins."""
-        place = self._places[name]
-        if place.is_quiet:
-            if place.act_at_start is not None:
-                place.act_at_start()
+        part = self.parts[name]
+        if part.is_quiet:
+            if part.act_at_start is not None:
+                part.act_at_start()
             return
-        if place.is_open and not place.is_repeated:
+        if part.is_open and not part.is_repeated:
             return
-        parent = place.parent
+        parent = part.parent
         if parent is not None:
             if not parent.is_open:
                 self.start(parent.name)
@@ -147,38 +149,38 @@ class Narrator:
                     return  # it is over: a forward, say, behind the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
-            if (index := place.index) is not None:
+            if (index := part.index) >= 0:
                 if index != parent.done:
-                    if index < parent.done and not place.is_repeated:
+                    if index < parent.done and not part.is_repeated:
                         return  # told already: a second forward, say, of one microbatch
                     self._make_up(parent, index)
                 parent.done = index + 1
-        if place.act_at_start is not None:
-            place.act_at_start()
-        self._open.append(place)
-        place.is_open, place.done = True, 0
-        if place.span.starts is not None:
-            place.span.__enter__()
+        if part.act_at_start is not None:
+            part.act_at_start()
+        self._open.append(part)
+        part.is_open, part.done = True, 0
+        if part.span.starts is not None:
+            part.span.__enter__()
 
     def end(self, name: str) -> None:
         """The loop leaves a span, and with it what is open inside; nothing where it is not open."""
-        place = self._places[name]
-        if place.is_quiet:
-            if place.act_at_end is not None:
-                place.act_at_end()
-        elif place.is_open:
-            while self._open[-1] is not place:
+        part = self.parts[name]
+        if part.is_quiet:
+            if part.act_at_end is not None:
+                part.act_at_end()
+        elif part.is_open:
+            while self._open[-1] is not part:
                 self._pop()
             self._pop()
 
     def tell(self, name: str) -> None:
         """The loop has been in a span, or is passing it by: both of its edges."""
-        place = self._places[name]
-        if place.is_quiet:
-            if place.act_at_start is not None:
-                place.act_at_start()
-            if place.act_at_end is not None:
-                place.act_at_end()
+        part = self.parts[name]
+        if part.is_quiet:
+            if part.act_at_start is not None:
+                part.act_at_start()
+            if part.act_at_end is not None:
+                part.act_at_end()
         else:
             self.start(name)
             self.end(name)
@@ -189,22 +191,23 @@ class Narrator:
             self._open.pop().is_open = False
 
     def _pop(self) -> None:
-        place = self._open[-1]
-        if place.done < place.needed:
-            self._make_up(place, place.needed)
-        if place.act_at_end is not None:
-            place.act_at_end()
+        part = self._open[-1]
+        if part.done < part.needed:
+            self._make_up(part, part.needed)
+        if part.act_at_end is not None:
+            part.act_at_end()
         self._open.pop()
-        place.is_open = False
-        if place.span.ends is not None:
-            place.span.__exit__(None, None, None)
-        if place.closes is not None:
-            self._ctx.close(place.closes)
+        part.is_open = False
+        if part.span.ends is not None:
+            part.span.__exit__(None, None, None)
+        if part.closes is not None:
+            self._ctx.close(part.closes)
 
-    def _make_up(self, parent: _Place, until: int) -> None:
-        """What comes in the innermost span before that place in its sequence, and was not told."""
-        for place in parent.sequence[parent.done : until]:
-            if not place.is_quiet:
-                self.made_up.add(place.name)
-                self.start(place.name)
-                self._pop()
+    def _make_up(self, parent: Part, until: int) -> None:
+        """What comes in the innermost span before that part in its sequence, and was not told; of what is left out, what stands before
+        its edges is done: fields that are read behind it are set there."""
+        for part in parent.sequence[parent.done : until]:
+            if not part.is_quiet:
+                self.made_up.add(part.name)
+            self.tell(part.name)
+            parent.done = part.index + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,21 +119,26 @@ class OptimizerHooks:
     """Tells the optimizer's step; all of the gradients are there when it begins."""
 
     def __init__(self, narrator: Narrator, optimizer: Optimizer) -> None:
-        self._narrator = narrator
+        self._listen_to(narrator)
         self._handles = [optimizer.register_step_pre_hook(self._begins), optimizer.register_step_post_hook(self._ends)]
+
+    def _listen_to(self, narrator: Narrator) -> None:
+        self._narrator = narrator
+        self._step, self._clip, self._own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
         """Since this was last set to False."""
 
     def _begins(self, *_: Any) -> None:
-        narrator = self._narrator
-        if narrator.is_open("train_step"):
-            narrator.tell("clip_gradients")  # whether or not the loop has clipped them
-            narrator.start("optimizer_step")
+        if self._step.is_open:
+            if not self._clip.is_quiet:
+                self._narrator.tell("clip_gradients")  # whether or not the loop has clipped them
+            self._narrator.start("optimizer_step")
 
     def _ends(self, *_: Any) -> None:
-        if self._narrator.is_open("train_step"):
+        if self._step.is_open:
             self.has_stepped = True
-            self._narrator.end("optimizer_step")
+            if not self._own.is_quiet:
+                self._narrator.end("optimizer_step")
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
@@ -154,6 +160,7 @@ class BackwardWatch:
         self._narrator = narrator
         self._ctx = ctx
         self._scaler = scaler
+        self._backward = narrator.parts["backward"]
         self._thread = threading.get_ident()
         self.is_on = False
         """Whether the loop is within a step."""
@@ -161,6 +168,11 @@ class BackwardWatch:
         """The sum of the losses since this was last set to None, detached."""
         _watches.append(self)
         Tensor.backward = _watched_backward  # type: ignore[method-assign]
+
+    @property
+    def mean_loss(self) -> Callable[[], Tensor | None]:
+        """Gives the total; no function of Python's own, since every step calls it."""
+        return partial(getattr, self, "total")
 
     def remove(self) -> None:
         """Put back what was there; may be called twice."""
@@ -171,14 +183,14 @@ class BackwardWatch:
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's; whether it was."""
-        if not self.is_on or loss.dim() or threading.get_ident() != self._thread:
+        if loss.dim() or threading.get_ident() != self._thread:
             return False
-        narrator, ctx, scaler = self._narrator, self._ctx, self._scaler
+        scaler, is_heard = self._scaler, not self._backward.is_quiet
         scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
         told = loss if scale is None else loss / scale
-        is_heard = narrator.hears("backward")
         if is_heard:
-            if not narrator.is_open("microbatch") or narrator.is_open("backward"):
+            narrator, ctx = self._narrator, self._ctx
+            if not narrator.is_open("microbatch") or self._backward.is_open:
                 return False
             narrator.start("loss")
             ctx.loss = told
@@ -190,12 +202,12 @@ class BackwardWatch:
         self.total = value if self.total is None else self.total + value
         _backward(loss, *args, **options)
         if is_heard:
-            narrator.end("backward")
+            self._narrator.end("backward")
         return True
 
 
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
     for watch in reversed(_watches):
-        if watch.run(self, *args, **options):
+        if watch.is_on and watch.run(self, *args, **options):
             return
     _backward(self, *args, **options)

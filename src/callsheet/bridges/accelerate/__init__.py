@@ -257,10 +257,13 @@ class AcceleratedRun(AttachedRun):
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        narrator.start("fetch")
-        ctx.batch = next(batches, None)
-        narrator.end("fetch")
-        batch = ctx.batch
+        if narrator.parts["fetch"].is_quiet:
+            ctx.batch = batch = next(batches, None)
+        else:
+            narrator.start("fetch")
+            ctx.batch = next(batches, None)
+            narrator.end("fetch")
+            batch = ctx.batch
         if batch is not None:
             run.counted = (0, 0)
             self._optimizer_hooks.has_stepped, self._backward.total = False, None

@@ -197,7 +197,7 @@ class AutoModelHost(AutoModelCallback):
             places = [Path(given), output / given] if isinstance(given, str) else []
             run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         self._called = CalledModel(run, watch, scheduler, model, sets)
         self._ends = weakref.finalize(self, _end, run, [watch, self._called, OptimizerHooks(run.narrator, optimizer)])
         try:
@@ -265,7 +265,7 @@ class AutoModelHost(AutoModelCallback):
             self._watch.total = torch.as_tensor(measured["loss"], dtype=torch.float32)
         run.other_losses = {name: torch.as_tensor(measured[name]) for name in ("ce_loss", "kd_loss") if name in measured}
         if "grad_norm" in measured and run.narrator.is_open("train_step"):
-            run.ctx.grad_norm = torch.as_tensor(measured["grad_norm"], dtype=torch.float32)
+            run.grad_norm = torch.as_tensor(measured["grad_norm"], dtype=torch.float32)
         if heard.on_log:
             for name, value in measured.items():
                 if name not in _TOLD_ELSEWHERE:

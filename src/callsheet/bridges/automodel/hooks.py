@@ -66,7 +66,8 @@ class CalledModel(StaysBehind):
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
         ctx.batch = batch
         if is_first:
-            narrator.tell("fetch")
+            if not narrator.parts["fetch"].is_quiet:
+                narrator.tell("fetch")
             narrator.start("train_step")
         if self._watch.is_on:
             narrator.end("microbatch")  # the one before, whose fields are gone with it
@@ -76,7 +77,7 @@ class CalledModel(StaysBehind):
             given = ctx.microbatch
         else:
             given = ctx.batch
-        return _replaced(given, batch, args)
+        return None if given is batch else _replaced(given, args)
 
     def _begin_step(self, run: HostedRun) -> None:
         narrator, watch = run.narrator, self._watch
@@ -84,7 +85,8 @@ class CalledModel(StaysBehind):
             if narrator.is_open("epoch"):  # its end did not show: nobody knew how long the data is
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
-        narrator.start("epoch")
+        if not narrator.parts["epoch"].is_open:
+            narrator.start("epoch")
         if narrator.listen():
             self._hears_forward = narrator.hears("forward")
         self._is_in_step = True
@@ -127,7 +129,8 @@ class CalledModel(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
-        return _replaced(run.eval_ctx.batch, batch, args)
+        given = run.eval_ctx.batch
+        return None if given is batch else _replaced(given, args)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -135,8 +138,6 @@ class CalledModel(StaysBehind):
         self._listen(False)
 
 
-def _replaced(given: Any, batch: Any, args: Any) -> Any:
-    """What a pre-hook returns: nothing where the batch is as it was."""
-    if given is batch:
-        return None
+def _replaced(given: Any, args: Any) -> Any:
+    """What a pre-hook returns for another batch."""
     return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

@@ -175,7 +175,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             run.state.epoch_batches = -(-len(train_dataloader) // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         self._hooks = ForwardHooks(run, watch, self._datasets, model)
         self._ends = weakref.finalize(self, _end, run, self._watch, self._hooks)
         try:
@@ -230,16 +230,16 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """The gradients are there, and clipped."""
         narrator = run.narrator
         narrator.start("train_step")
-        narrator.tell("clip_gradients")
+        if not narrator.parts["clip_gradients"].is_quiet:
+            narrator.tell("clip_gradients")
         narrator.start("optimizer_step")
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         """The parameters have moved; the gradients are there for a moment."""
         run.step_skipped = bool(self._skips is not None and self._skips.step_was_skipped)
-        run.narrator.end("optimizer_step")
         self._watch.is_on = False
-        run.narrator.end("train_step")
+        run.narrator.end("train_step")  # and the optimizer's
 
     @_in_a_run
     def on_step_end(self, run: HostedRun, *_: Any) -> None:

@@ -63,14 +63,15 @@ class ForwardHooks(StaysBehind):
             return self._evaluates(run.eval_narrator, batch, args, kwargs)
         if not torch.is_grad_enabled() or not self._watch.is_on:
             return None
-        narrator, ctx = run.narrator, run.ctx
+        narrator, ctx, parts = run.narrator, run.ctx, run.narrator.parts
         samples, tokens = counts_of(batch)
         run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
         ctx.batch = batch
-        if not narrator.is_open("train_step"):
-            narrator.tell("fetch")
+        if not parts["train_step"].is_open:
+            if not parts["fetch"].is_quiet:
+                narrator.tell("fetch")
             narrator.start("train_step")
-        if narrator.hears("forward"):
+        if not parts["forward"].is_quiet:
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
             narrator.start("forward")
@@ -86,7 +87,7 @@ class ForwardHooks(StaysBehind):
                 run.eval_ctx.outputs = outputs
                 run.eval_narrator.end("eval_forward")
                 return run.eval_ctx.outputs
-        elif run.narrator.is_open("forward"):
+        elif run.narrator.parts["forward"].is_open:
             run.ctx.outputs = outputs
             run.narrator.start("loss")
             return run.ctx.outputs

@@ -125,7 +125,7 @@ class IgniteHost:
         self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer)
         hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         run.mends = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_TOLD + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
@@ -212,12 +212,13 @@ class IgniteHost:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        narrator.start("fetch")
-        run.ctx.batch = None
+        if not narrator.parts["fetch"].is_quiet:
+            narrator.start("fetch")
+            run.ctx.batch = None
 
     def _get_batch_completed(self, trainer: Engine) -> None:
         run = self._run
-        if run is None or self._microbatches:
+        if run is None or self._microbatches or run.narrator.parts["fetch"].is_quiet:
             return
         run.ctx.batch = batch = trainer.state.batch
         run.narrator.end("fetch")
@@ -230,17 +231,19 @@ class IgniteHost:
             return
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
         watch.is_on = True
-        if not self._microbatches:
-            if trainer.state.dataloader is None:  # the function makes its own
-                self._get_batch_started(trainer)
-                self._get_batch_completed(trainer)
-            run.counted = (0, 0)
-            watch.total, self._optimizer_hooks.has_stepped = None, False
-            narrator.start("train_step")
+        is_first = not self._microbatches
+        if is_first and trainer.state.dataloader is None:  # the function makes its own
+            self._get_batch_started(trainer)
+            self._get_batch_completed(trainer)
         self._microbatches += 1
         ctx.batch = batch = trainer.state.batch
-        samples, tokens = counts_of(batch)
-        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+        if is_first:
+            run.counted = counts_of(batch)
+            watch.total, self._optimizer_hooks.has_stepped = None, False
+            narrator.start("train_step")
+        else:
+            samples, tokens = counts_of(batch)
+            run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
         if self._hears_microbatch:
             ctx.microbatch = batch
             narrator.start("microbatch")

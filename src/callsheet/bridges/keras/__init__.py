@@ -173,7 +173,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         self._is_epoch_open = False
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, self._hooks)
@@ -235,9 +235,12 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        narrator.start("fetch")
-        (ctx.batch,) = data
-        narrator.end("fetch")
+        if narrator.parts["fetch"].is_quiet:
+            (ctx.batch,) = data
+        else:
+            narrator.start("fetch")
+            (ctx.batch,) = data
+            narrator.end("fetch")
         narrator.start("train_step")
         run.counted = counts_of(ctx.batch)
         watch.total, watch.is_on = None, True

@@ -19,15 +19,18 @@ class Steps:
         self._optimizer = optimizer
         self.has_stepped = False
         narrator, apply = run.narrator, optimizer.apply
+        step, clip, own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
 
         def applied(*args: Any, **named: Any) -> Any:
-            if not narrator.is_open("train_step"):
+            if not step.is_open:
                 return apply(*args, **named)
-            narrator.tell("clip_gradients")  # which Keras does within `apply`
+            if not clip.is_quiet:
+                narrator.tell("clip_gradients")  # which Keras does within `apply`
             narrator.start("optimizer_step")
             result = apply(*args, **named)
             self.has_stepped = True
-            narrator.end("optimizer_step")
+            if not own.is_quiet:
+                narrator.end("optimizer_step")
             return result
 
         optimizer.apply = applied

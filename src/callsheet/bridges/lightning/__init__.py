@@ -184,7 +184,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self._is_moving = False  # the optimizer's step has begun
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         self._forward = StepHooks(run.narrator, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]
@@ -221,18 +221,20 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
         samples, tokens = counts_of(batch)
         ctx.batch = batch
-        if narrator.is_open("train_step"):
+        parts = narrator.parts
+        if parts["train_step"].is_open:
             counted = run.counted
             run.counted = counted[0] + samples, counted[1] + tokens
         else:
             run.counted = samples, tokens
-            if not narrator.is_open("epoch"):
+            if not parts["epoch"].is_open:
                 self._start_epoch(trainer)
             if narrator.listen():
                 self._hears_microbatch = narrator.hears("microbatch")
                 self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
                 self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
-            narrator.tell("fetch")
+            if not parts["fetch"].is_quiet:
+                narrator.tell("fetch")
             narrator.start("train_step")
             watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
         watch.is_on = True
@@ -249,21 +251,24 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         if self._is_moving:  # again in this step: a closure that the optimizer calls several times, or another optimizer
             return
         self._is_moving, self._watch.is_on = True, False
-        self._run.narrator.start("clip_gradients")
+        if not self._run.narrator.parts["clip_gradients"].is_quiet:
+            self._run.narrator.start("clip_gradients")
         if not self._clip.is_on:
             self._clipped()
 
     def _clipped(self) -> None:
-        narrator = self._run.narrator
-        if narrator.is_open("train_step") and not narrator.is_open("optimizer_step"):
-            narrator.end("clip_gradients")
+        narrator, parts = self._run.narrator, self._run.narrator.parts
+        if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
+            if not parts["clip_gradients"].is_quiet:
+                narrator.end("clip_gradients")
             narrator.start("optimizer_step")
 
     def _stepped(self, *_: Any) -> None:
         run = self._run
         if run is not None and self._is_moving and run.step_skipped:
             run.step_skipped = False
-            run.narrator.end("optimizer_step")
+            if not run.narrator.parts["optimizer_step"].is_quiet:
+                run.narrator.end("optimizer_step")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is through, and with it perhaps the step."""

@@ -236,6 +236,7 @@ class MegatronBridgeHost:
         settings, narrator = self._settings, run.narrator
         interval, step = settings.save_interval, settings.step
         settings.restore_interval()
+        settings.loss = None
         if step is not None and step != run.state.timestamp.batch:
             move(run, step)  # over iterations that are left out
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
@@ -256,7 +257,7 @@ class MegatronBridgeHost:
         """The parameters have moved, and the scheduler."""
         settings, narrator, ctx = self._settings, run.narrator, run.ctx
         self._forward.in_step = False
-        if not narrator.is_open("train_step"):
+        if not narrator.parts["train_step"].is_open:
             narrator.made_up.add("fetch")
             narrator.tell("fetch")
             narrator.start("train_step")
@@ -265,10 +266,9 @@ class MegatronBridgeHost:
         if run.step_skipped:  # torch's optimizer was not called
             narrator.tell("clip_gradients")
             narrator.tell("optimizer_step")
-        ctx.step_skipped = run.step_skipped
         norm = context.grad_norm
         if run.spans.train_step.ends is not None:  # somebody hears it
-            ctx.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.tensor(norm)
+            run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.tensor(norm)
         if norm is not None and run.manager.heard.on_log:
             run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
         run.end_step()

@@ -118,9 +118,9 @@ class StepHooks(OptimizerHooks):
     """Of Megatron's optimizer, which wraps one of torch or several: from the first one's step to the last one's."""
 
     def __init__(self, run: HostedRun, optimizers: list[Optimizer]) -> None:
-        self._run, self._narrator, self._optimizers = run, run.narrator, optimizers
+        self._listen_to(run.narrator)
+        self._run, self._optimizers = run, optimizers
         self._handles = []
-        self.has_stepped = False
 
     def listen(self, is_heard: bool) -> bool:
         """Stand in the optimizers, or leave them as they were; whether they are heard."""

@@ -153,7 +153,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
-        run.losses = lambda: watch.total
+        run.losses = watch.mean_loss
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
         self._batch: Any = None
@@ -212,23 +212,25 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
-        is_first = not narrator.is_open("train_step")
-        if is_first:  # the further batches of a step come within it
+        is_told = not narrator.parts["train_step"].is_open
+        if is_told:  # the further batches of a step come within it
             if narrator.listen():
                 self._hears_forward = narrator.hears("forward")
                 self._model_hooks.listen(self._hears_forward)
-            narrator.start("fetch")
+            is_told = not narrator.parts["fetch"].is_quiet
+            if is_told:
+                narrator.start("fetch")
         ctx.batch = None
         try:
             ctx.batch = fetch(state, batches)
         except StopIteration:
             self._is_exhausted = True
-            if is_first:
+            if is_told:
                 narrator.end("fetch")
             raise
         if ctx.batch is batches:
             raise NotCarried("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
-        if is_first:
+        if is_told:
             narrator.end("fetch")
         place.taken += 1
         return ctx.batch
@@ -248,7 +250,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         assert run is not None
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
         counted = counts_of(ctx.batch)
-        if narrator.is_open("train_step"):
+        if narrator.parts["train_step"].is_open:
             run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
         else:
             narrator.start("train_step")
