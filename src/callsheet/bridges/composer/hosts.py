@@ -31,6 +31,9 @@ _INSIDE = (
 )
 """What an optimizer repeats that calls its closure several times."""
 
+_FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
+"""What is not listened to where nobody hears the parts of a microbatch; the loss is, for records."""
+
 
 class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
     """See `callsheet.bridges.composer.host`."""
@@ -61,6 +64,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
         }
         self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
+        self._forward = {event: self._all[event] for event in _FORWARD}
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of the three is in force
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
@@ -172,9 +176,18 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
     def _before_dataloader(self, state: Any) -> None:
         self._look_for_checkpoint()
         narrator = self._run.narrator
-        narrator.listen()
+        if narrator.listen():
+            self._listen(is_heard=narrator.hears("forward"))
         if not narrator.is_open("fetch"):  # else Composer passes over batches that were trained on before
             narrator.start("fetch")
+
+    def _listen(self, *, is_heard: bool) -> None:
+        """To the events of the forward and what belongs to it, or not."""
+        for event, handler in self._forward.items():
+            if is_heard:
+                self._all[event] = handler
+            else:
+                self._all.pop(event, None)
 
     def _after_dataloader(self, state: Any) -> None:
         run = self._run
@@ -232,10 +245,11 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._run.narrator.end("microbatch")
 
     def _after_train_batch(self, state: Any) -> None:
-        narrator = self._run.narrator
-        narrator.end("forward_backward")
-        narrator.start("clip_gradients")  # whether or not an algorithm has clipped them
-        narrator.end("clip_gradients")
+        narrator, parts = self._run.narrator, self._run.narrator.parts
+        if not parts["forward_backward"].is_quiet:
+            narrator.end("forward_backward")
+        if not parts["clip_gradients"].is_quiet:
+            narrator.tell("clip_gradients")  # whether or not an algorithm has clipped them
         narrator.start("optimizer_step")
 
     def _stepped(self, *_: Any) -> None:
