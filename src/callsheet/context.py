@@ -239,7 +239,7 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.kept: frozenset[str] = frozenset()
-        self.muting: Callable[[Callback, tuple[str, ...], bool], None] | None = None
+        self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
         """For the manager: what `mute` and `unmute` call."""
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
@@ -301,10 +301,14 @@ class Context:
         """Give a file that was written to every logger that can store one."""
         self._to_loggers("log_file", name=name, path=Path(path))
 
-    def mute(self, callback: Callback, *events: str) -> None:
+    def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
         """Tell the callback these events no more, from the next one on and until the run's end: then they cost it nothing.
 
         For what is only needed now and then: `ctx.mute(self, "on_forward_end")`.
+
+        Args:
+            until: the step from whose beginning on they are told again. A loop that does not say when its steps have ended goes on telling them,
+                so that the callback looks at `ctx.step` all the same.
 
         Raises:
             UnknownEventError: no such event.
@@ -312,12 +316,12 @@ class Context:
             RequestRefused: in a lane.
         """
         if self.muting is not None:
-            self.muting(callback, events, True)
+            self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
         """Tell them to it again; see `mute`."""
         if self.muting is not None:
-            self.muting(callback, events, False)
+            self.muting(callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in the order of ranks. A collective: every rank must reach it.

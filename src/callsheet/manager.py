@@ -57,6 +57,7 @@ _BEFORE_THE_END = 0.8  # of the lanes' last seconds, for what came before the ru
 _BEFORE_LOGGERS_END = 0.9  # and for what they say at it
 _WORDS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 _SETTLE_SECONDS = 0.2  # that the last record waits for what lanes log
+_LEAST_PAUSE = 20  # steps for which it pays to be muted and told again
 _GRACE_SHARE = 1 / 3  # of what is left after a signal, that callbacks in lanes may delay a checkpoint
 
 
@@ -109,6 +110,7 @@ class CallbackManager:
         self._behind: dict[Member, int] = {}  # lanes that hung when their state was read, and how much they had done by then
         self._slow: dict[Member, int] = {}  # the same of those that the last record did not wait for any longer
         self._until = inf  # when the process will be killed
+        self._wakes: list[tuple[int, Member, frozenset[str]]] = []  # the step before which a member hears events again
         self._handed: dict[Entry, Handover] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
@@ -318,6 +320,7 @@ class CallbackManager:
         for member in self._members:
             member.failures = member.failures_in_a_row = 0
             member.is_off, member.last_failure, member.muted = False, "", frozenset()
+        self._wakes = []
         self.costs.reset()
         self._undelivered, self._dropped, self._is_over, self._until = {}, {}, False, inf
         for entry in entries:
@@ -345,8 +348,17 @@ class CallbackManager:
 
     # --- what it costs ---
 
-    def take_time(self, step: int) -> None:
-        """For a loop: `step` has ended. Called before the first step, and after those that `costs.next_step` names."""
+    @property
+    def next_step(self) -> int:
+        """For a loop: the step after which `between_steps` is to be called; a request that is pending may have changed it."""
+        return min([self.costs.next_step, *(step - 1 for step, _, _ in self._wakes)])
+
+    def between_steps(self, step: int) -> None:
+        """For a loop: `step` has ended. Called before the first step, and after those that `next_step` names."""
+        for wake in [each for each in self._wakes if each[0] <= step + 1]:
+            self._wakes.remove(wake)
+            _, member, events = wake
+            self._set_muted(member, member.muted - events)
         if not self._members:
             self.costs.next_step = sys.maxsize
         elif not self.costs.has_begun:
@@ -537,55 +549,66 @@ class CallbackManager:
         if ctx is not None:
             ctx.kept = self._kept()
 
-    def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool) -> None:
+    def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
         member = next((each for each in self._members if each.thing is callback), None)
         if member is None:
             raise RegistrationError(
                 f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute"
             )
-        named = {as_event(event).value for event in events}
-        muted = member.muted | named if is_muted else member.muted - named
-        if muted != member.muted:
-            member.muted = muted
-            self._changed()
+        named = frozenset(as_event(event).value for event in events)
+        ctx = self._ctx() if self._ctx is not None else None
+        if until is not None and ctx is not None:
+            # A loop that does not come to `between_steps` would wake nobody, and to be woken costs what a few tellings do.
+            if not self.costs.has_begun or until < ctx.step + _LEAST_PAUSE:
+                return
+            self._wakes.append((until, member, named))
+            ctx.control.pending = True  # so that the loop asks anew for `next_step`
+        self._set_muted(member, member.muted | named if is_muted else member.muted - named)
+
+    def _set_muted(self, member: Member, muted: frozenset[str]) -> None:
+        changed, member.muted = member.muted ^ muted, muted
+        if changed:
+            self._changed(*changed)
 
     def _kept(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep)
 
-    def _changed(self) -> None:
-        self._told = self._plain = self._windowed = _NO_TELLING
+    def _changed(self, *events: str) -> None:
+        """The call sheet of these events has; where none is named, of all."""
+        is_compiled = bool(events) and bool(self._plain)
+        if not is_compiled:
+            self._told = self._plain = self._windowed = _NO_TELLING
         if self._spans or self._ranks is not None:  # a run is in progress: it must know from the next event on
-            self._compile()
+            self._compile(events if is_compiled else EVENTS)
 
     def _lookup(self, event: str) -> Told:
         if not self._told:
             self._compile()
         return self._told[event]
 
-    def _compile(self) -> None:
-        self._plain, self._windowed = self._table(in_window=False), _NO_TELLING
-        self.heard.link({event: told for event, told in self._plain.items() if told[0]}.get)
-        self._use_table()
+    def _compile(self, events: Iterable[str] = EVENTS) -> None:
+        self._plain, self._windowed = self._table(self._plain, events, in_window=False), _NO_TELLING
+        self.heard.link(self._plain, events)
+        self._use_table(events)
 
-    def _use_table(self) -> None:
+    def _use_table(self, events: Iterable[str] = EVENTS) -> None:
         """Tell from the table that the costs want now."""
         if self.costs.is_window and not self._windowed:
-            self._windowed = self._table(in_window=True)
+            self._windowed = self._table(_NO_TELLING, EVENTS, in_window=True)
         self._told = self._windowed if self.costs.is_window else self._plain
-        heard = {event: told for event, told in self._told.items() if told[0]}
         for spans in self._spans:
-            spans.link(heard.get)
+            spans.link(self._told, events)
 
-    def _table(self, *, in_window: bool) -> dict[str, Told]:
+    def _table(self, table: Mapping[str, Told], events: Iterable[str], *, in_window: bool) -> dict[str, Told]:
+        """That table with these events as they are now."""
         ranks = self._ranks or read_ranks()
-        table = {}
-        for event, entries in self._entries.items():
+        table = dict(table)
+        for event in events:
             timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
-            table[event] = compiled(event, entries, ranks, checking=self._checking, timed=timed, handed=self._handover)
+            told = compiled(event, self._entries[event], ranks, checking=self._checking, timed=timed, handed=self._handover)
             if event == Event.RUN_END:
-                table[event] = self._heard_out(table[event])
-            if in_window and event not in POINTS:
-                table[event] = marked(table[event], self._mark(event))
+                told = self._heard_out(told)
+            table[event] = marked(told, self._mark(event)) if in_window and event not in POINTS else told
         return table
 
     def _handover(self, entry: Entry) -> Handler:

@@ -227,7 +227,7 @@ class Snapshot(Context):
     _inbox: Inbox
     _lane_control: LaneControl
 
-    def mute(self, callback: Any, *events: str) -> None:
+    def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
         """Refused."""
         raise RequestRefused(
             "the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline"

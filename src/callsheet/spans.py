@@ -9,7 +9,7 @@ callback that is added inside a span hears its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from callsheet.context import Context
@@ -69,6 +69,13 @@ class Span:
         ctx.event = outer
 
 
+_EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
+"""The spans that an event is an edge of, and which: the slot of `Span` that tells it."""
+for _span in SPANS.values():
+    for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
+        _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
+
+
 class Spans:
     """The spans of one context, as attributes of their names."""
 
@@ -112,12 +119,13 @@ class Spans:
         for name in SPANS:
             setattr(self, name, Span(name, ctx))
 
-    def link(self, told: Callable[[str], Told | None]) -> None:
-        """Point every span at the handlers that a new call sheet has for its edges."""
+    def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
+        """Point the spans that these events are the edges of at the handlers that a new call sheet has for them."""
         self.links += 1
-        for name, span in SPANS.items():
-            linked: Span = getattr(self, name)
-            linked.starts, linked.ends = told(span.start_event), told(span.end_event)
+        for event in events:
+            told = table[event]
+            for name, side in _EDGES.get(event, ()):
+                setattr(getattr(self, name), side, told if told[0] else None)
 
 
 class Heard:
@@ -189,7 +197,7 @@ class Heard:
         for event in EVENTS:
             setattr(self, event, False)
 
-    def link(self, told: Callable[[str], Told | None]) -> None:
-        """Take the answers of a new call sheet."""
-        for event in EVENTS:
-            setattr(self, event, told(event) is not None)
+    def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
+        """Take the answers that a new call sheet has for these events."""
+        for event in events:
+            setattr(self, event, bool(table[event][0]))

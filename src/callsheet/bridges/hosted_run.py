@@ -175,7 +175,7 @@ class HostedRun:
         self.narrator.start("data_init")
         if data_is_made:
             self.narrator.end("data_init")
-        self.manager.take_time(ctx.step)
+        self.manager.between_steps(ctx.step)
 
     def tell_the_rest(self) -> None:
         """Training is over, perhaps between two records: tell its end, and what was logged after the last one. `finish` follows."""

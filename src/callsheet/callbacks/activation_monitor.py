@@ -69,10 +69,12 @@ class ActivationMonitor(Callback):
 
     def on_forward_start(self, ctx: Context) -> None:
         """Put the hooks on, in a chosen step; around each forward, since recomputation in the backward would be seen twice."""
-        if ctx.step % self._interval == 0:
-            for name, module in ctx.model.named_modules():
-                if self._is_wanted(name, module):
-                    self._hooks.append(module.register_forward_hook(self._hook(name or _WHOLE)))
+        if ahead := -ctx.step % self._interval:
+            ctx.mute(self, "on_forward_start", "on_forward_end", until=ctx.step + ahead)
+            return
+        for name, module in ctx.model.named_modules():
+            if self._is_wanted(name, module):
+                self._hooks.append(module.register_forward_hook(self._hook(name or _WHOLE)))
 
     def on_forward_end(self, ctx: Context) -> None:
         """Take them off, and log what they saw."""

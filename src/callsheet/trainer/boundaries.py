@@ -61,7 +61,7 @@ class Boundaries:
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with others the agreement's word tells when it is over
             return step + 1
-        steps = [self._agreement.next_step, self._manager.costs.next_step]
+        steps = [self._agreement.next_step, self._manager.next_step]
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))
         for due in (self._records.every, *(schedule.every for schedule in self._evaluation.schedules.values())):
@@ -97,8 +97,8 @@ class Boundaries:
             self._make_way()
         is_over = self.is_over
         self.tell_checkpoint_due(boundary)
-        if boundary == "step" and ctx.step >= self._manager.costs.next_step:
-            self._manager.take_time(ctx.step)
+        if boundary == "step" and ctx.step >= self._manager.next_step:
+            self._manager.between_steps(ctx.step)
         return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
 
     def tell_checkpoint_due(self, boundary: str) -> None:

@@ -348,7 +348,7 @@ class Trainer:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
             self._warn_of_long_intervals()
             with self._signals:
-                self.callbacks.take_time(self.ctx.step)
+                self.callbacks.between_steps(self.ctx.step)
                 self._loop.run()
                 self._boundaries.finish()
             if not self._boundaries.is_making_way:

@@ -89,7 +89,7 @@ class HookedRun:
             each.user_state = self.manager.user_state
         with self.spans.data_init:
             pass
-        self.manager.take_time(ctx.step)
+        self.manager.between_steps(ctx.step)
         self.narrator.start("round")
 
     def finish(self, context: TrainingContext) -> None:
@@ -190,8 +190,8 @@ class HookedRun:
         self._end_record()
 
     def _end_record(self) -> None:
-        if self.ctx.step >= self.manager.costs.next_step:
-            self.manager.take_time(self.ctx.step)
+        if self.ctx.step >= self.manager.next_step:
+            self.manager.between_steps(self.ctx.step)
         self.manager.tell_costs(self.ctx)
 
     def tell_evaluation(self, found: Mapping[str, float]) -> None:

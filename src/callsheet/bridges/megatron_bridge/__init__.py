@@ -255,7 +255,7 @@ class MegatronBridgeHost:
     @_told
     def on_train_step_end(self, run: HostedRun, context: Any) -> None:
         """The parameters have moved, and the scheduler."""
-        settings, narrator, ctx = self._settings, run.narrator, run.ctx
+        settings, narrator = self._settings, run.narrator
         self._forward.in_step = False
         if not narrator.parts["train_step"].is_open:
             narrator.made_up.add("fetch")
