@@ -99,7 +99,6 @@ class Switch(Callback):
         """The state, and microseconds of the training thread a step."""
         self.manager: Any = None
         self._states = itertools.cycle(states)
-        self._muted_by_itself: dict[Any, frozenset[str]] = {}
         self._state, self._began = "", 0.0
 
     def on_fetch_start(self, ctx: Context) -> None:
@@ -109,14 +108,9 @@ class Switch(Callback):
                 self.stretches.append((self._state, (time.thread_time() - self._began) / (STRETCH - 1) * 1e6))
             self._state = next(self._states)
             self.manager.costs.mode = "all" if self._state == ALL_TAKEN else "off"
-            for member in self.manager._members:  # whose own mutes stay
-                if member.thing in self.monitors:
-                    is_muted = member in self._muted_by_itself
-                    if self._state == NOBODY and not is_muted:
-                        self._muted_by_itself[member] = member.muted
-                        member.muted |= frozenset(STEP_EVENTS)
-                    elif self._state != NOBODY and is_muted:
-                        member.muted = self._muted_by_itself.pop(member)
+            for member in self.manager._members:
+                if member.thing in self.monitors:  # whose own mutes stay, and end
+                    member.is_off = self._state == NOBODY
             self.manager._changed()
         elif step % STRETCH == 1:
             self._began = time.thread_time()

@@ -69,8 +69,14 @@ def test_a_narrator_says_when_other_parts_of_a_step_are_heard_than_before() -> N
     assert narrator.listen()
     assert narrator.hears("forward")
     assert narrator.hears("backward")
-    assert not narrator.hears("optimizer_step")
+    assert narrator.hears("optimizer_step")  # with which the backward's end is told
+    assert not narrator.hears("fetch")
     assert not narrator.listen()
     manager.remove(listener)
     assert narrator.listen()
     assert not narrator.hears("forward")
+    assert not narrator.is_heard
+    manager.register("on_train_step_end", lambda ctx: None)
+    assert narrator.listen()
+    assert narrator.is_heard
+    assert not narrator.hears("optimizer_step")

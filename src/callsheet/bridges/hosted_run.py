@@ -342,6 +342,11 @@ class HostedRun:
 
     # --- evaluation ---
 
+    def hears_outputs(self, kind: str) -> bool:
+        """Whether anybody hears, of the steps of an `eval` or `test`, the model's forward, or could read its outputs behind it."""
+        heard = self.manager.heard
+        return any(getattr(heard, f"on_{kind}_{edge}") for edge in ("forward_start", "forward_end", "step_end"))
+
     def begin_evaluations(self, *, standalone: bool = False) -> None:
         """The host begins to evaluate; nothing where it has begun."""
         ctx, narrator = self.eval_ctx, self.eval_narrator

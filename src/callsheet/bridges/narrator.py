@@ -44,6 +44,7 @@ _STEP_GROUPS = (
     ("optimizer_step",),
 )
 """What stands in a step or before it, by what can be left out together where nobody hears it."""
+_BACKWARD, _BEHIND = 1, (2, 3)
 
 Act = Callable[[], None]
 
@@ -95,6 +96,8 @@ class Narrator:
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
+        self.is_heard = False
+        """Whether anybody hears anything of a step, by the last `listen`."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
@@ -110,20 +113,19 @@ class Narrator:
         if self._heard_at == self._spans.links:
             return False
         is_news, self._heard_at = self._heard_at < 0, self._spans.links
-        for group in self._groups:
-            for part in group:
-                span = part.span
-                if span.starts is not None or span.ends is not None:
-                    is_quiet = False
-                    break
-            else:
-                is_quiet = True
+        quiet = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
+        for behind in _BEHIND:  # these end it, where somebody hears it
+            quiet[behind] &= quiet[_BACKWARD]
+        step = self.parts["train_step"]
+        is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
+        is_news |= is_heard is not self.is_heard
+        self.is_heard = is_heard
+        for group, is_quiet in zip(self._groups, quiet, strict=True):
             if group[0].is_quiet is not is_quiet:
                 is_news = True
                 for part in group:
                     part.is_quiet = is_quiet
         if is_news:
-            step = self.parts["train_step"]
             step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.is_quiet), default=0)
         return is_news
 

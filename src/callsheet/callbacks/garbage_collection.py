@@ -48,7 +48,9 @@ class GarbageCollection(Callback):
 
     def on_train_step_end(self, ctx: Context) -> None:
         """Collect, where the step is one of those."""
-        if ctx.step % self._interval == 0:
+        if ahead := -ctx.step % self._interval:
+            ctx.mute(self, "on_train_step_end", until=ctx.step + ahead)
+        else:
             self._collect(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:

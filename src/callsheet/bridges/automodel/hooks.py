@@ -30,7 +30,7 @@ class CalledModel(StaysBehind):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
-        self._hears_forward = True
+        self._hears_forward = self._hears_loss = True
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
@@ -69,7 +69,7 @@ class CalledModel(StaysBehind):
             if not narrator.parts["fetch"].is_quiet:
                 narrator.tell("fetch")
             narrator.start("train_step")
-        if self._watch.is_on:
+        if self._hears_forward:
             narrator.end("microbatch")  # the one before, whose fields are gone with it
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
@@ -89,11 +89,11 @@ class CalledModel(StaysBehind):
             narrator.start("epoch")
         if narrator.listen():
             self._hears_forward = narrator.hears("forward")
+            self._hears_loss = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")  # or what comes before them
         self._is_in_step = True
-        watch.total, watch.is_on = None, self._hears_forward
-        is_heard = self._hears_forward or run.eval_spans.eval_forward.ends is not None
-        if is_heard is not (self._after is not None):
-            self._listen(is_heard)
+        watch.total, watch.is_on = None, self._hears_loss
+        if self._hears_forward is not (self._after is not None):
+            self._listen(self._hears_forward)
 
     def _listen(self, is_heard: bool) -> None:
         if is_heard and self._after is None:
@@ -126,6 +126,7 @@ class CalledModel(StaysBehind):
             return None
         if not narrator.is_open("eval"):
             run.begin_evaluation(self._sets[0])
+            self._listen(self._hears_forward or run.hears_outputs("eval"))
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")

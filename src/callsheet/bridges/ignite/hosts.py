@@ -354,8 +354,7 @@ class IgniteHost:
             return  # between two steps there is one evaluation, and this is another
         self._dataset = name
         self._told.add(name)
-        spans = run.eval_spans.eval_forward
-        self._judging_hooks.listen(spans.starts is not None or spans.ends is not None)
+        self._judging_hooks.listen(run.hears_outputs("eval"))
         run.begin_evaluation(name, standalone=not run.narrator.is_open("train"))
 
     def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:

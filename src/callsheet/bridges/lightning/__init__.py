@@ -346,8 +346,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         run.begin_evaluation(self._names[index], standalone=not run.narrator.is_open("train"))
 
     def _listen(self, run: HostedRun, step: str, span: str) -> None:
-        heard = run.manager.heard
-        self._steps.listen(f"{step}_step", getattr(heard, f"on_{span}_forward_start") or getattr(heard, f"on_{span}_forward_end"))
+        self._steps.listen(f"{step}_step", run.hears_outputs(span))
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

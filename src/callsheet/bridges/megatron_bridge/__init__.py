@@ -242,8 +242,8 @@ class MegatronBridgeHost:
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
             self._states[step] = copy.deepcopy(own_state(run))  # of the checkpoint that is being written
         if narrator.listen():
-            self._hears_forward = not self._is_pipelined and (narrator.hears("fetch") or narrator.hears("forward"))
-            self._hears_step = narrator.hears("optimizer_step") or narrator.hears("clip_gradients")
+            self._hears_step = narrator.is_heard
+            self._hears_forward = self._hears_step and not self._is_pipelined
             self._forward.listen(self._hears_forward)
             self._steps.listen(self._hears_step)
         self._forward.in_step = self._hears_forward
@@ -350,8 +350,7 @@ class MegatronBridgeHost:
             self._let_go()
 
     def _judge(self, run: HostedRun, kind: str) -> None:
-        heard = any(run.manager.has_callbacks(f"on_{kind}_forward_{edge}") for edge in ("start", "end"))
-        if self._forward.listen(heard and not self._is_pipelined):
+        if self._forward.listen(run.hears_outputs(kind) and not self._is_pipelined):
             self._forward.judging = kind
 
     def _end_judging(self) -> None:

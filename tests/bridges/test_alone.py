@@ -1,0 +1,68 @@
+"""A callback that hears one event alone reads there what it would read if everything were heard: hosts leave out what nobody hears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import Callback, Context
+from callsheet.lifecycle import ALWAYS, FIELDS
+
+from .cells import home
+from .homes.job import POINTS
+from .test_matrix import HOMES
+
+EVENTS = (
+    *("on_fetch_end", "on_train_step_start", "on_forward_start", "on_forward_end", "on_backward_end", "on_forward_backward_end"),
+    *(
+        "on_clip_gradients_start",
+        "on_clip_gradients_end",
+        "on_optimizer_step_start",
+        "on_optimizer_step_end",
+        "on_train_step_end",
+    ),
+    *("on_log", "on_eval_step_start", "on_eval_forward_end", "on_eval_step_end"),
+)
+
+Read = dict[str, list[dict[str, Any]]]
+"""By event, at each telling: the fields that could be read, with their values where those are numbers."""
+
+
+def reading(read: Read, *names: str) -> Callback:
+    """A callback that hears these events."""
+
+    def told(self: Callback, ctx: Context) -> None:
+        fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS and ctx.has(name)}
+        shown = {name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")}
+        read.setdefault(str(ctx.event), []).append(shown | {name: name for name in fields if name not in shown})
+
+    made: Callback = type("Reads", (Callback,), dict.fromkeys(names, told))()
+    return made
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return round(float(value), 5)
+    return value if isinstance(value, (int, float, bool)) else type(value).__name__
+
+
+def trained(where: str, folder: Path, *names: str) -> Read:
+    read: Read = {}
+    home(where).train(POINTS, folder, [reading(read, *names)], strict=False)
+    return read
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in HOMES]
+)
+def test_who_hears_one_event_reads_there_what_it_would_beside_others(where: str, tmp_path: Path) -> None:
+    try:
+        whole = trained(where, tmp_path / "whole", *EVENTS)
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed here")
+    assert "on_train_step_end" in whole
+    for event in EVENTS:
+        assert trained(where, tmp_path / event, event).get(event) == whole.get(event), event
