@@ -14,7 +14,8 @@ from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.lanes import Lane, close
 from callsheet.sheet import Entry, Member, failed, isolated
-from callsheet.snapshot import DeviceNumbers, Inbox, Taker, copied
+from callsheet.snapshot import Inbox
+from callsheet.taker import DeviceNumbers, Taker, Values, copied
 
 if TYPE_CHECKING:
     import asyncio
@@ -119,7 +120,7 @@ class Handover:
         else:
             self._put((self, ctx, values))
 
-    def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
+    def done(self, ctx: Context, values: Values) -> None:
         """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""
         member = self._member
         if member.is_off and member.is_silent_at(self._event):
@@ -160,7 +161,7 @@ class LoggerCall:
         else:
             lane.lane.put((call, ctx, values))
 
-    def done(self, ctx: Context, values: tuple[Any, ...]) -> None:
+    def done(self, ctx: Context, values: Values) -> None:
         """On the lane's thread."""
         call = partial(self.lane.call, self.method, **self.payload)
         isolated(call, self.lane.member, self.event, self.taker.build(ctx, values))
@@ -173,7 +174,7 @@ def as_failure(error: BaseException) -> LaneExit:
     return failure
 
 
-_Item = tuple[Handover | LoggerCall, Context, tuple[Any, ...]]
+_Item = tuple[Handover | LoggerCall, Context, Values]
 
 
 def _do(item: _Item) -> None:

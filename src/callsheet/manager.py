@@ -44,8 +44,9 @@ from callsheet.sheet import (
     marked,
     recover,
 )
-from callsheet.snapshot import DeviceNumbers, Inbox
+from callsheet.snapshot import Inbox
 from callsheet.spans import Heard, Spans
+from callsheet.taker import DeviceNumbers
 from callsheet.time import Interval, Time, TimeUnit
 
 logger = logging.getLogger("callsheet")

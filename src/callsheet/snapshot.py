@@ -7,21 +7,17 @@ scheduler are in no snapshot.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import sys
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from callsheet.context import Context, TrainState
+from callsheet.context import Context
 from callsheet.control import Control, Request
 from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
-from callsheet.events import Event, as_event
-from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, fields_told
+from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_told
 
 logger = logging.getLogger("callsheet")
 
@@ -30,20 +26,6 @@ NEVER = ("model", "optimizer", "scheduler")
 
 ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
 """Fields that a snapshot holds only where the callback names them in `needs`: they have to be copied."""
-
-_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
-_STILL = (
-    "step",
-    "epoch",
-    "state.max_duration",
-    "state.timestamp",
-    "state.previous_timestamp",
-    "state.baseline",
-    "state.epoch_batches",
-    "state.evaluators",
-)  # of every snapshot: cannot change
-_STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
-_PLAIN = frozenset({int, float, str, bool, type(None), Event})
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,179 +264,3 @@ def snapshot_of(fields: Mapping[str, Any], control: LaneControl, inbox: Inbox) -
     for name, value in fields.items():
         setattr(made, name, value)
     return made
-
-
-class DeviceNumbers:
-    """The scalar tensors of one event on the host: one copy for all lanes that hear it, which nobody waits for here."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        """The fields that any lane wants."""
-        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: one that was written to is copied anew
-        self._copies: dict[int, Any] = {}
-
-    def of(self, ctx: Context) -> dict[int, Any]:
-        """Copies of the scalars that are told now, by the identity of their tensors; on their way, where they lie on an accelerator."""
-        tensors: list[Any] = []
-        for name in sorted(self.names):
-            if ctx.has(name):
-                _collect(getattr(ctx, name), tensors)
-        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors]
-        known = len(now) == len(self._tensors) and all(
-            a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)
-        )
-        if not known:
-            self._tensors = now
-            self._copies = {id(tensor): made for tensor, made in zip(tensors, _copies(tensors), strict=True)}
-        return self._copies
-
-
-class Pending:
-    """Scalars that are on their way from a device."""
-
-    __slots__ = ("_arrived", "_buffer", "_place", "_type")
-
-    def __init__(self, buffer: Any, arrived: Any, place: int, type_: Any) -> None:
-        self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
-
-    def read(self) -> Any:
-        """The scalar, as a tensor on the host; waits for its copy."""
-        self._arrived.synchronize()
-        return self._buffer[self._place].to(self._type)
-
-
-def _copies(tensors: list[Any]) -> list[Any]:
-    torch = sys.modules["torch"]
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    found: dict[int, Any] = {}
-    for device in devices:
-        here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
-        buffer = torch.empty(len(here), dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(device))
-        found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}
-    return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
-
-
-class Taker:
-    """Takes snapshots at one event for one callback.
-
-    Args:
-        event: at which.
-        needs: the fields that the callback named, or none for those that cost nothing to take.
-        by: the callback's name, for its requests.
-        inbox: where what it says goes.
-        numbers: shared by all takers of the event.
-    """
-
-    def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
-        told = fields_told(event) if event is not None else ()
-        self.event = as_event(event) if event is not None else None
-        self._by, self._inbox, self._numbers = by, inbox, numbers
-        wanted = [
-            name for name in needs or _BY_DEFAULT if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
-        ]
-        self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
-        self._get = attrgetter(*_STILL, *self._names)
-        self._placed = tuple(enumerate(self._names, len(_STILL)))
-        self._changing = tuple(place for place, name in enumerate(self._names, len(_STILL)) if name not in _STILL_FIELDS)
-        numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._run: Any = None
-        self._control: LaneControl | None = None
-
-    def take(self, ctx: Context) -> tuple[Any, ...]:
-        """On the training thread: what is told now, for `build`."""
-        try:
-            values = self._get(ctx)
-        except FieldNotTold:  # a loop that does not tell all
-            values = tuple(
-                attrgetter(name)(ctx) if name in _STILL or ctx.has(name) else _NOT_TOLD for name in (*_STILL, *self._names)
-            )
-        for place in self._changing:
-            if type(values[place]) not in _PLAIN:
-                values = self._frozen(values, ctx)
-                break
-        return values
-
-    def build(self, ctx: Context, values: tuple[Any, ...]) -> Snapshot:
-        """On the lane's thread: a snapshot of what was taken."""
-        if self._run is None or self.event is Event.RUN_END:
-            self._run = copy.copy(ctx.run)
-        control = self._control
-        if control is None or control._control is not ctx.control:
-            self._control = control = LaneControl(ctx.control, self._inbox, self._by)
-        made = _new(Snapshot)
-        made._inbox = self._inbox
-        made._lane_control = made.control = control  # type: ignore[assignment]  # the part of it that a lane has
-        made.event, made.run = self.event, self._run
-        made.step, made.epoch = values[0], values[1]
-        made.state = TrainState(*values[2:_OF_ALL])
-        for place, name in self._placed:
-            value = values[place]
-            if type(value) in _PLAIN:
-                setattr(made, name, value)
-            elif value is not _NOT_TOLD:
-                setattr(made, name, _arrived(value))
-        return made
-
-    def _frozen(self, values: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
-        """With copies of what may change."""
-        numbers = self._numbers.of(ctx)
-        frozen = list(values)
-        for place in self._changing:
-            frozen[place] = copied(values[place], numbers)
-        return tuple(frozen)
-
-
-_NOT_TOLD = object()
-_OF_ALL = len(_STILL)
-_new = object.__new__
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _collect(value: Any, scalars: list[Any]) -> None:
-    """Find the scalar tensors in `value`."""
-    if _is_tensor(value):
-        if value.numel() == 1:
-            scalars.append(value)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            _collect(each, scalars)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _collect(each, scalars)
-
-
-def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
-    """`value`, with its containers and tensors copied; objects of other kinds are copied as they copy themselves."""
-    if type(value) in _PLAIN or value is _NOT_TOLD:
-        return value
-    if _is_tensor(value):
-        return scalars[id(value)] if id(value) in scalars else value.detach().clone()
-    if isinstance(value, Mapping):
-        copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # what Hugging Face's models return is both
-    if type(value) in (list, tuple):
-        return type(value)(copied(each, scalars) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*(copied(each, scalars) for each in value))
-    return copy.deepcopy(value)
-
-
-def _arrived(value: Any) -> Any:
-    """`value`, with what was on its way from a device."""
-    if type(value) is Pending:
-        return value.read()
-    if isinstance(value, Mapping):
-        there = {name: _arrived(each) for name, each in value.items()}
-        return type(value)(**there) if is_dataclass(value) else there
-    if type(value) in (list, tuple):
-        return type(value)(_arrived(each) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*map(_arrived, value))
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 
 from callsheet.lanes import Lane, LaneOptions, close, drain
 from callsheet.loggers.file_names import replace_file
-from callsheet.snapshot import copied
+from callsheet.taker import copied
 
 _OPTIONS = LaneOptions(queue=64, deadline=60.0)  # images wait in memory
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from callsheet.lanes import Lane, LaneOptions, close, drain
-from callsheet.snapshot import copied
+from callsheet.taker import copied
 
 logger = logging.getLogger("callsheet")
 

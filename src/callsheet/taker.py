@@ -1,0 +1,223 @@
+"""Taking snapshots: what a callback off the training thread is to read is noted when an event is told, and built where it is read."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from callsheet.context import Context, TrainState
+from callsheet.errors import FieldNotTold
+from callsheet.events import Event, as_event
+from callsheet.lifecycle import ALWAYS, FIELDS, fields_told
+from callsheet.snapshot import NEVER, ON_REQUEST, Inbox, LaneControl, Snapshot
+
+_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
+_OF_STATE = ("max_duration", "timestamp", "previous_timestamp", "baseline", "epoch_batches", "evaluators")
+"""What every snapshot holds of the state; it is written anew, never changed."""
+_STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
+_PLAIN = frozenset({int, float, str, bool, type(None), Event})
+_NOT_TOLD = object()
+_OF_ALL = 2 + len(_OF_STATE)
+_new = object.__new__
+
+Values = tuple[Any, ...] | list[Any]
+"""What was taken: a tuple of what cannot change, or a list with copies in it."""
+
+
+class DeviceNumbers:
+    """The scalar tensors of one event on the host: one copy for all lanes that hear it, which nobody waits for here."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """The fields that any lane wants."""
+        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: one that was written to is copied anew
+        self._copies: dict[int, Any] = {}
+
+    def of(self, ctx: Context) -> dict[int, Any]:
+        """Copies of the scalars that are told now, by the identity of their tensors; on their way, where they lie on an accelerator."""
+        tensors: list[Any] = []
+        for name in sorted(self.names):
+            if ctx.has(name):
+                _collect(getattr(ctx, name), tensors)
+        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors]
+        known = len(now) == len(self._tensors) and all(
+            a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)
+        )
+        if not known:
+            self._tensors = now
+            self._copies = {id(tensor): made for tensor, made in zip(tensors, _copies(tensors), strict=True)}
+        return self._copies
+
+
+class Pending:
+    """Scalars that are on their way from a device."""
+
+    __slots__ = ("_arrived", "_buffer", "_place", "_type")
+
+    def __init__(self, buffer: Any, arrived: Any, place: int, type_: Any) -> None:
+        self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
+
+    def read(self) -> Any:
+        """The scalar, as a tensor on the host; waits for its copy."""
+        self._arrived.synchronize()
+        return self._buffer[self._place].to(self._type)
+
+
+def _copies(tensors: list[Any]) -> list[Any]:
+    torch = sys.modules["torch"]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    found: dict[int, Any] = {}
+    for device in devices:
+        here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
+        buffer = torch.empty(len(here), dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+        found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}
+    return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
+
+
+class Taker:
+    """Takes snapshots at one event for one callback.
+
+    Args:
+        event: at which.
+        needs: the fields that the callback named, or none for those that cost nothing to take.
+        by: the callback's name, for its requests.
+        inbox: where what it says goes.
+        numbers: shared by all takers of the event.
+    """
+
+    def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
+        told = fields_told(event) if event is not None else ()
+        self.event = as_event(event) if event is not None else None
+        self._by, self._inbox, self._numbers = by, inbox, numbers
+        wanted = [
+            name for name in needs or _BY_DEFAULT if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
+        ]
+        self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
+        self._changing = tuple(place for place, name in enumerate(self._names, _OF_ALL) if name not in _STILL_FIELDS)
+        numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
+        self._run: Any = None
+        self._control: LaneControl | None = None
+        self.take: Callable[[Context], Values] = self._taking()
+        """On the training thread: what is told now, for `build`."""
+        self._fill: Callable[[Snapshot, TrainState, Values], None] = self._filling()
+
+    def _taking(self) -> Callable[[Context], Values]:
+        """Every event that is handed over is taken by this: reading the fields one by one, by name, takes three times as long."""
+        fields = [f"ctx.{name}" for name in ("step", "epoch")] + [f"state.{name}" for name in _OF_STATE]
+        fields += [f"ctx.{name}" for name in self._names]
+        are_plain = " and ".join(f"type(values[{place}]) in plain" for place in self._changing) or "True"
+        return _written(
+            "take",
+            "def take(ctx):\n"
+            "    try:\n"
+            "        state = ctx.state\n"
+            f"        values = ({', '.join(fields)})\n"
+            "    except not_told:  # a loop that does not tell all\n"
+            "        return some(ctx)\n"
+            f"    return values if {are_plain} else frozen(values, ctx)\n",
+            plain=_PLAIN,
+            not_told=FieldNotTold,
+            some=self._some,
+            frozen=self._frozen,
+        )
+
+    def _filling(self) -> Callable[[Snapshot, TrainState, Values], None]:
+        """The same for putting them into a snapshot."""
+        places = [f"made.{name}" for name in ("step", "epoch")] + [f"state.{name}" for name in _OF_STATE]
+        places += [f"made.{name}" for name in self._names]
+        return _written("fill", f"def fill(made, state, values):\n    {', '.join(places)} = values\n    made.state = state\n")
+
+    def _some(self, ctx: Context) -> Values:
+        """What of it is told."""
+        always = [getattr(ctx.state, name) for name in _OF_STATE]
+        fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
+        return self._frozen((ctx.step, ctx.epoch, *always, *fields), ctx)
+
+    def _frozen(self, values: tuple[Any, ...], ctx: Context) -> list[Any]:
+        """With copies of what may change; a list says that this was done."""
+        numbers = self._numbers.of(ctx)
+        frozen = list(values)
+        for place in self._changing:
+            frozen[place] = copied(values[place], numbers)
+        return frozen
+
+    def build(self, ctx: Context, values: Values) -> Snapshot:
+        """On the lane's thread: a snapshot of what was taken."""
+        if self._run is None or self.event is Event.RUN_END:
+            self._run = copy.copy(ctx.run)
+        control = self._control
+        if control is None or control._control is not ctx.control:
+            self._control = control = LaneControl(ctx.control, self._inbox, self._by)
+        made = _new(Snapshot)
+        made._inbox = self._inbox
+        made._lane_control = made.control = control  # type: ignore[assignment]  # the part of it that a lane has
+        made.event, made.run = self.event, self._run
+        if type(values) is tuple:
+            self._fill(made, _new(TrainState), values)
+        else:
+            self._fill(made, _new(TrainState), [*values[:_OF_ALL], *map(_arrived, values[_OF_ALL:])])
+            for name in self._names:
+                if getattr(made, name) is _NOT_TOLD:
+                    delattr(made, name)
+        return made
+
+
+def _written(name: str, source: str, **scope: Any) -> Callable[..., Any]:
+    """The function of that name in the source, in which nothing is put but names of the lifecycle's table."""
+    exec(source, scope)
+    function: Callable[..., Any] = scope[name]
+    return function
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _collect(value: Any, scalars: list[Any]) -> None:
+    """Find the scalar tensors in `value`."""
+    if _is_tensor(value):
+        if value.numel() == 1:
+            scalars.append(value)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, scalars)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, scalars)
+
+
+def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
+    """`value`, with its containers and tensors copied; objects of other kinds are copied as they copy themselves."""
+    if type(value) in _PLAIN or value is _NOT_TOLD:
+        return value
+    if _is_tensor(value):
+        return scalars[id(value)] if id(value) in scalars else value.detach().clone()
+    if isinstance(value, Mapping):
+        copies = {name: copied(each, scalars) for name, each in value.items()}
+        return type(value)(**copies) if is_dataclass(value) else copies  # what Hugging Face's models return is both
+    if type(value) in (list, tuple):
+        return type(value)(copied(each, scalars) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*(copied(each, scalars) for each in value))
+    return copy.deepcopy(value)
+
+
+def _arrived(value: Any) -> Any:
+    """`value`, with what was on its way from a device."""
+    if type(value) is Pending:
+        return value.read()
+    if isinstance(value, Mapping):
+        there = {name: _arrived(each) for name, each in value.items()}
+        return type(value)(**there) if is_dataclass(value) else there
+    if type(value) in (list, tuple):
+        return type(value)(_arrived(each) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*map(_arrived, value))
+    return value
