@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "callback", "background"),
     (
         "snapshot",
+        "taker",
         "process",
         "lane_process",
         "registration",

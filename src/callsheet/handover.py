@@ -107,7 +107,7 @@ class Handover:
         self._member, self._lane = entry.member, lane
         self._handler = entry.handler if lane.is_here else partial(lane.call, entry.handler)
         taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._take, self._build, self._put = taker.take, taker.build, lane.lane.put
+        self._take, self._build, self._queue = taker.take, taker.build, lane.lane
 
     def __call__(self, ctx: Context) -> None:
         """On the training thread."""
@@ -118,7 +118,11 @@ class Handover:
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
             failed(self._member, self._event, ctx, error)
         else:
-            self._put((self, ctx, values))
+            queue = self._queue
+            if len(queue.items) < queue.room:
+                queue.items.append((self, ctx, values))
+            else:
+                queue.put((self, ctx, values))
 
     def done(self, ctx: Context, values: Values) -> None:
         """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""

@@ -109,7 +109,10 @@ class Lane:
         """It has just had something to do, and its thread looks whether there is more: the dispatcher need not."""
         self._limit = self.options.queue
         self._looked_from = 0  # how many wait when whoever puts looks by itself; half of the queue, once the thread runs
-        self._items: deque[Any] = deque()  # with `latest` each as a `_Waiting`
+        self.items: deque[Any] = deque()
+        """What waits; with `latest` each as a `_Waiting`."""
+        self.room = 0
+        """While fewer wait, `items.append` may stand for `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
         self._run = run
         self._kind = kind
@@ -125,7 +128,7 @@ class Lane:
 
     def put(self, item: Any) -> None:
         """Hand `item` over. Costs an append, unless it is the first or the queue is filling up."""
-        waiting = len(self._items)
+        waiting = len(self.items)
         if waiting >= self._looked_from:
             if self._thread is None:  # the first item: when the interpreter goes down no thread can be started any more
                 self._begin()
@@ -133,22 +136,22 @@ class Lane:
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
-            self._items.append(_Waiting(item) if self._forgets_kinds else item)
+            self.items.append(_Waiting(item) if self._forgets_kinds else item)
 
     @property
     def waiting(self) -> int:
         """How many items wait, without the one in hand."""
-        return len(self._items)
+        return len(self.items)
 
     @property
     def left(self) -> int:
         """How many items are not done, with the one in hand."""
-        return len(self._items) + self._in_hand
+        return len(self.items) + self._in_hand
 
     @property
     def is_idle(self) -> bool:
         """Everything that was put is done."""
-        return not self._items and not self._in_hand
+        return not self.items and not self._in_hand
 
     @property
     def is_own_thread(self) -> bool:
@@ -157,13 +160,14 @@ class Lane:
 
     def close(self) -> None:
         """Take nothing more; the thread ends when the item in hand is done. What waits is forgotten: drain first."""
-        self.is_inert = True
-        self._items.clear()
+        with _starting:
+            self.is_inert, self.room = True, 0
+        self.items.clear()
         self._wake.set()
 
     def look(self) -> None:
         """For the dispatcher, and whoever waits: wake the thread if there is something to do and it sleeps."""
-        if not self._items or self._in_hand:
+        if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
             self._help()
@@ -179,6 +183,7 @@ class Lane:
                 except RuntimeError:  # the interpreter is going down
                     return False
                 self._thread, self._looked_from = thread, max(1, self._limit // 2)
+                self.room = 0 if self._forgets_kinds else self._looked_from
         return True
 
     def _help(self) -> None:
@@ -195,7 +200,7 @@ class Lane:
         """The queue is full: whether `item` may be put."""
         if self._forgets_kinds:
             newer = {self._kind(item)}
-            for waiting in reversed(list(self._items)):
+            for waiting in reversed(list(self.items)):
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
@@ -208,10 +213,10 @@ class Lane:
                 "the lane of %s has stood still for %g s with %d events waiting: from here on the oldest are dropped",
                 self.name,
                 self.options.deadline,
-                len(self._items),
+                len(self.items),
             )
         try:
-            self._items.popleft()
+            self.items.popleft()
             self.dropped += 1
         except IndexError:  # the thread was faster
             pass
@@ -219,19 +224,19 @@ class Lane:
 
     def _waited_for_room(self) -> bool:
         """Wait as long as the lane gets on; False when it stood still for the deadline."""
-        left, moved_at = len(self._items), time.monotonic()
-        while len(self._items) >= self._limit and not self.is_inert:
+        left, moved_at = len(self.items), time.monotonic()
+        while len(self.items) >= self._limit and not self.is_inert:
             self.look()
             time.sleep(_WAIT_SECONDS)
-            if len(self._items) < left:
-                left, moved_at = len(self._items), time.monotonic()
+            if len(self.items) < left:
+                left, moved_at = len(self.items), time.monotonic()
             elif time.monotonic() - moved_at > self.options.deadline:
                 return False
         return True
 
     def _forget(self, waiting: _Waiting) -> None:
         try:
-            self._items.remove(waiting)
+            self.items.remove(waiting)
         except (ValueError, IndexError):  # it is being done, or another is and they moved up
             return
         self.dropped += 1
@@ -247,7 +252,7 @@ class Lane:
         self._finish()
 
     def _work_off(self) -> None:
-        items, run = self._items, self._run
+        items, run = self.items, self._run
         while items:
             self._in_hand = True  # before it leaves the queue: at every moment it is in one of the two
             try:
@@ -331,8 +336,8 @@ class _Dispatcher:
         lanes = list(self._lanes)
         self.__init__()  # type: ignore[misc]  # as new
         for lane in lanes:
-            lane.is_inert = True
-            lane._items.clear()
+            lane.is_inert, lane.room = True, 0
+            lane.items.clear()
 
     def _look(self) -> None:
         pause = _LOOK_SECONDS

@@ -94,6 +94,7 @@ class Taker:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         told = fields_told(event) if event is not None else ()
         self.event = as_event(event) if event is not None else None
+        self._is_last = self.event is Event.RUN_END  # at which the run has its outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name for name in needs or _BY_DEFAULT if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
@@ -101,11 +102,10 @@ class Taker:
         self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _OF_ALL) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._run: Any = None
-        self._control: LaneControl | None = None
+        self._of_run: tuple[Any, ...] = (None, None, None, self.event, None)  # the same in every snapshot of a run
         self.take: Callable[[Context], Values] = self._taking()
         """On the training thread: what is told now, for `build`."""
-        self._fill: Callable[[Snapshot, TrainState, Values], None] = self._filling()
+        self._fill: Callable[..., None] = self._filling()
 
     def _taking(self) -> Callable[[Context], Values]:
         """Every event that is handed over is taken by this: reading the fields one by one, by name, takes three times as long."""
@@ -127,11 +127,15 @@ class Taker:
             frozen=self._frozen,
         )
 
-    def _filling(self) -> Callable[[Snapshot, TrainState, Values], None]:
+    def _filling(self) -> Callable[..., None]:
         """The same for putting them into a snapshot."""
         places = [f"made.{name}" for name in ("step", "epoch")] + [f"state.{name}" for name in _OF_STATE]
         places += [f"made.{name}" for name in self._names]
-        return _written("fill", f"def fill(made, state, values):\n    {', '.join(places)} = values\n    made.state = state\n")
+        of_run = "made._inbox, made._lane_control, made.control, made.event, made.run"
+        return _written(
+            "fill",
+            f"def fill(made, state, of_run, values):\n    {of_run} = of_run\n    {', '.join(places)} = values\n    made.state = state\n",
+        )
 
     def _some(self, ctx: Context) -> Values:
         """What of it is told."""
@@ -149,19 +153,16 @@ class Taker:
 
     def build(self, ctx: Context, values: Values) -> Snapshot:
         """On the lane's thread: a snapshot of what was taken."""
-        if self._run is None or self.event is Event.RUN_END:
-            self._run = copy.copy(ctx.run)
-        control = self._control
-        if control is None or control._control is not ctx.control:
-            self._control = control = LaneControl(ctx.control, self._inbox, self._by)
-        made = _new(Snapshot)
-        made._inbox = self._inbox
-        made._lane_control = made.control = control  # type: ignore[assignment]  # the part of it that a lane has
-        made.event, made.run = self.event, self._run
+        of_run = self._of_run
+        control = of_run[1]
+        if control is None or control._control is not ctx.control or self._is_last:
+            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
+            self._of_run = of_run = (self._inbox, control, control, self.event, copy.copy(ctx.run))
+        made, state = _new(Snapshot), _new(TrainState)
         if type(values) is tuple:
-            self._fill(made, _new(TrainState), values)
+            self._fill(made, state, of_run, values)
         else:
-            self._fill(made, _new(TrainState), [*values[:_OF_ALL], *map(_arrived, values[_OF_ALL:])])
+            self._fill(made, state, of_run, [*values[:_OF_ALL], *map(_arrived, values[_OF_ALL:])])
             for name in self._names:
                 if getattr(made, name) is _NOT_TOLD:
                     delattr(made, name)
