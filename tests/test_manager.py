@@ -802,6 +802,65 @@ def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_en
     assert manager.heard.on_train_step_start
 
 
+class Pauses(Callback):
+    """Wants every hundredth step."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        self.told.append(ctx.step)
+        if ahead := -ctx.step % 100:
+            ctx.mute(self, "on_train_step_start", until=ctx.step + ahead)
+
+
+def test_what_is_muted_until_a_step_is_told_from_its_beginning_where_the_loop_says_when_steps_end() -> None:
+    pauses = Pauses()
+    manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
+    manager.open(ctx)
+    spans = manager.spans(ctx)
+    manager.between_steps(0)
+    next_step, asked = manager.next_step, 0
+    for ctx.step in range(1, 305):
+        with spans.train_step:
+            pass
+        if ctx.step >= next_step or ctx.control.pending:
+            asked += 1
+            ctx.control.look_again()
+            manager.between_steps(ctx.step)
+            next_step = manager.next_step
+    assert pauses.told == [1, 100, 101, 200, 201, 300, 301]
+    assert asked < 30  # and the loop was let be for the most part
+    manager.close()
+
+
+def test_a_loop_that_does_not_say_when_steps_end_goes_on_telling_and_so_do_short_pauses() -> None:
+    pauses = Pauses()
+    manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
+    manager.open(ctx)
+    for ctx.step in range(1, 6):
+        manager.fire("on_train_step_start", ctx)
+    assert pauses.told == [1, 2, 3, 4, 5]
+    manager.between_steps(5)
+    for ctx.step in range(95, 100):
+        manager.fire("on_train_step_start", ctx)
+    assert pauses.told[5:] == [95, 96, 97, 98, 99]
+
+
+def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
+    pauses = Pauses()
+    manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
+    manager.open(ctx)
+    manager.between_steps(0)
+    ctx.step = 1
+    manager.fire("on_train_step_start", ctx)
+    assert not manager.heard.on_train_step_start
+    ctx.unmute(pauses, "on_train_step_start")
+    assert manager.heard.on_train_step_start
+    manager.between_steps(99)
+    assert manager.heard.on_train_step_start
+
+
 def test_muting_refuses_strangers_and_unknown_events() -> None:
     hears = Hears()
     manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
