@@ -854,11 +854,11 @@ def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
     manager.between_steps(0)
     ctx.step = 1
     manager.fire("on_train_step_start", ctx)
-    assert not manager.heard.on_train_step_start
+    told = [manager.has_callbacks("on_train_step_start")]
     ctx.unmute(pauses, "on_train_step_start")
-    assert manager.heard.on_train_step_start
+    told.append(manager.has_callbacks("on_train_step_start"))
     manager.between_steps(99)
-    assert manager.heard.on_train_step_start
+    assert [*told, manager.has_callbacks("on_train_step_start")] == [False, True, True]
 
 
 def test_muting_refuses_strangers_and_unknown_events() -> None:
