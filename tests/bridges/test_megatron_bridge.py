@@ -1,15 +1,14 @@
-"""callsheet's callbacks in a loop that fires what Megatron Bridge's fires, and its callbacks in callsheet's Trainer.
+"""callsheet's callbacks in a loop that fires what Megatron Bridge's fires.
 
 The host is told through the package's own interface where that is installed, and through callsheet's names for it.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
+from callsheet import Callback, Context, NotCarried, RequestRefused
 from callsheet import CallbackManager as OwnManager
-from callsheet.bridges.megatron_bridge import GUEST_EVENTS, MegatronBridgeHost, guest, host
+from callsheet.bridges.megatron_bridge import MegatronBridgeHost, host
 from callsheet.bridges.megatron_bridge import names as ours
-from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -88,9 +86,6 @@ class Ending(Callback):
     def on_run_end(self, ctx: Context) -> None:
         self.told.append(str(ctx.run.outcome))
         self.at = ctx.state.timestamp
-
-
-# --- the host ---
 
 
 @pytest.mark.parametrize("micro", [4, 2])
@@ -494,324 +489,6 @@ def test_two_ranks_stop_together_and_save_one_state(tmp_path: Path) -> None:
     assert one[1] == other[1] == 4 * one[0]
     assert one[2] == other[2]
     assert (tmp_path / f"iter_{one[0]:07d}" / "callsheet").is_dir()
-
-
-# --- guests ---
-
-
-def trainer(folder: Path, callbacks: Any, **options: Any) -> Trainer:
-    given: dict[str, Any] = {
-        "max_duration": "12ba",
-        "eval_interval": "6ba",
-        "log_interval": "2ba",
-        "clip_grad_norm": 1.0,
-    } | options
-    return Trainer(
-        POINTS.made_model(),
-        POINTS.loss,
-        list(POINTS.batches()),
-        list(POINTS.validation_batches()),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
-        seed=3,
-        device="cpu",
-        run_name="small",
-        runs_folder=folder,
-        callbacks=callbacks,
-        **given,
-    )
-
-
-class Notes(ours.Callback):
-    """What it can read, at every event."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int, set[str]]] = []
-        self.contexts: list[ours.CallbackContext] = []
-
-
-def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
-    def note(self: Notes, context: ours.CallbackContext) -> None:
-        given = ("optimizer", "loss_dict", "grad_norm", "skipped_iter", "total_loss_dict")
-        self.told.append((event, context.state.train_state.step, {name for name in given if getattr(context, name) is not None}))
-        self.contexts.append(context)
-
-    return note
-
-
-for _event in ours.VALID_EVENTS:
-    setattr(Notes, _event, _note(_event))
-
-
-def test_a_guest_is_told_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
-    notes, at_home = Notes(), Notes()
-    with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
-        trained.fit()
-        trained.evaluate()
-        trained.test(POINTS.validation_batches())
-    loop(tmp_path / "theirs", [at_home], checkpoint__save_interval=6).run()
-    assert notes.told == at_home.told
-    assert {event for event, *_ in notes.told} == ours.VALID_EVENTS
-    assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # each a new one
-    for mine, theirs in zip(notes.contexts, at_home.contexts, strict=True):
-        assert mine.model == [trained.model]
-        for losses, wanted in ((mine.loss_dict, theirs.loss_dict), (mine.total_loss_dict, theirs.total_loss_dict)):
-            if wanted is not None:
-                assert losses is not None
-                assert losses["lm loss"].item() == pytest.approx(wanted["lm loss"].item(), rel=1e-5)
-        assert mine.grad_norm == (pytest.approx(theirs.grad_norm, rel=1e-5) if theirs.grad_norm is not None else None)
-        assert mine.skipped_iter == theirs.skipped_iter
-
-
-def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp_path: Path) -> None:
-    manager, told = ours.CallbackManager(), list[Any]()
-
-    class Third(ours.Callback):
-        def on_train_start(self, context: ours.CallbackContext) -> None:
-            told.append(("class", context.user_state["n"], context))
-
-    manager.register("on_train_start", lambda context: told.append(("first", context.user_state.setdefault("n", 1), context)))
-    manager.register("on_train_start", lambda context: manager.register("on_train_step_end", late))
-    manager.add(Third())
-
-    def late(context: ours.CallbackContext) -> None:
-        told.append(("late", context.state.train_state.step, context))
-
-    with trainer(tmp_path, [guest(manager)], max_duration="2ba") as trained:
-        trained.fit()
-    assert [each[:2] for each in told] == [("first", 1), ("class", 1), ("late", 0), ("late", 1)]
-    assert told[0][2] is told[1][2]
-    assert manager.user_state == {"n": 1}
-
-
-def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path) -> None:
-    seen: dict[str, list[Any]] = {}
-
-    class Sees(ours.Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_train_step_end(self, context: ours.CallbackContext) -> None:
-            context.user_state[self.name] = context.state.train_state.step
-            seen.setdefault(self.name, []).append(context)
-
-    manager = ours.CallbackManager()
-    manager.add(Sees("apart"))
-    with trainer(
-        tmp_path, [guest(Sees("one"), name="one"), guest(manager), guest(Sees("two"), name="two")], max_duration="2ba"
-    ) as trained:
-        trained.fit()
-    assert [one is two for one, two in zip(seen["one"], seen["two"], strict=True)] == [True, True]
-    assert seen["one"][-1].user_state == {"one": 1, "two": 1}
-    assert manager.user_state == {"apart": 1}
-    assert seen["apart"][-1].state is not seen["one"][-1].state
-
-
-def test_an_error_of_one_comes_out_and_stops_the_rest(tmp_path: Path) -> None:
-    manager, told = ours.CallbackManager(), list[Any]()
-    manager.register("on_train_step_end", lambda context: 1 // 0)
-    manager.register("on_train_step_end", told.append)
-    with pytest.raises(ZeroDivisionError), trainer(tmp_path, [guest(manager)]) as trained:
-        trained.fit()
-    assert not told
-
-
-class StopsByStep(ours.Callback):
-    """Ends training as MLPerf's callbacks do: by a step beyond the last."""
-
-    def on_eval_end(self, context: ours.CallbackContext) -> None:
-        context.state.mine = getattr(context.state, "mine", 0) + 1  # a note of its own, on the state
-        if context.state.train_state.step >= 6:
-            context.state.train_state.step = context.state.cfg.train.train_iters + 1
-
-
-class StopsByLength(ours.Callback):
-    """Ends training by its length."""
-
-    def on_train_step_end(self, context: ours.CallbackContext) -> None:
-        assert context.loss_dict is not None
-        if context.loss_dict["lm loss"] < 3.0:
-            context.state.cfg.train.train_iters = context.state.train_state.step + 1
-
-
-class Decays(ours.Callback):
-    """Sets the learning rate."""
-
-    def on_train_step_start(self, context: ours.CallbackContext) -> None:
-        for group in context.optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + context.state.train_state.step)
-
-
-class Watches(ours.Callback):
-    """Hears the losses, and keeps the best."""
-
-    def on_train_step_end(self, context: ours.CallbackContext) -> None:
-        assert context.loss_dict is not None
-        loss = context.loss_dict["lm loss"].item()
-        context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
-
-
-@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # hears, drives, drives, drives
-def test_a_guest_does_what_it_does_at_home(make: type[ours.Callback], tmp_path: Path) -> None:
-    manager, at_home = ours.CallbackManager(), ours.CallbackManager()
-    manager.add(make())
-    at_home.add(make())
-    history = History()
-    with trainer(tmp_path, [guest(manager), history], log_interval="1ba") as trained:
-        trained.fit()
-    wanted = loop(None, at_home)
-    wanted.run()
-    assert trained.state.timestamp.batch == len(wanted.losses)
-    assert history["train/loss"] == pytest.approx(wanted.losses, rel=1e-4)
-    assert manager.user_state == pytest.approx(at_home.user_state, rel=1e-4)
-
-
-@pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
-def test_a_step_that_is_moved_for_another_end_is_refused(config: Any, tmp_path: Path) -> None:
-    def jump(context: ours.CallbackContext) -> None:
-        context.state.train_state.step += 2
-
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", jump)
-    with (
-        pytest.raises(NotCarried, match="that can end training now, and nothing else"),
-        trainer(tmp_path, [guest(manager, config=config)]) as made,
-    ):
-        made.fit()
-
-
-def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
-    """And a number that was put back, neither."""
-
-    def looks_ahead(context: ours.CallbackContext) -> None:
-        later = copy.deepcopy(context.state)
-        later.train_state.step += 2
-        later.cfg.train.train_iters += 2
-        context.state.train_state.step = context.state.train_state.step  # which somebody hears
-
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", looks_ahead)
-    with trainer(tmp_path, [guest(manager), guest(StopsByStep())], max_duration="3ba") as trained:
-        trained.fit()
-    assert trained.state.timestamp.batch == 3
-
-
-def test_what_is_not_here_is_refused_by_name(tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def ask(context: ours.CallbackContext) -> None:
-        state = context.state
-        asked.append((hasattr(state, "warmup"), state.tensorboard_logger, state.cfg.train.train_iters))
-        state.timers("mine").start()
-        state.timers("mine").stop()
-        assert state.timers("mine").elapsed() >= 0
-        for read in (
-            lambda: state.signal_handler,
-            lambda: state.cfg.model,
-            lambda: state.cfg.train.eval_interval,
-            lambda: state.train_state.floating_point_operations_so_far,
-            lambda: setattr(state, "cfg", None),
-            lambda: setattr(state.train_state, "consumed_train_samples", 3),
-        ):
-            with pytest.raises(NotCarried):
-                read()
-
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", ask)
-    with trainer(tmp_path, [guest(manager)], max_duration="1ba") as trained:
-        trained.fit()
-    assert asked == [(False, None, 1)]
-
-
-def test_a_norm_on_the_device_is_a_number_once_it_is_read() -> None:
-    context = StepContext(None, [], {}, None, None, {}, torch.tensor(2.0))  # type: ignore[arg-type]  # as the loop has it
-    assert isinstance(vars(context)["grad_norm"], Tensor)
-    assert isinstance(context.grad_norm, float)
-    assert context == StepContext(None, [], {}, None, None, {}, 2.0)
-
-
-def test_a_configuration_of_one_s_own_is_shown(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    config = configuration()
-
-    def look(context: ours.CallbackContext) -> None:
-        seen.append((context.state.cfg.logger.log_interval, context.state.train_state.consumed_train_samples))
-
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", look)
-    with trainer(tmp_path, [guest(manager, config=config)], max_duration="3ba") as trained:
-        trained.fit()
-    assert seen == [(2, 0), (2, 4), (2, 8)]
-
-
-def test_user_state_is_saved_as_far_as_it_is_plain(tmp_path: Path) -> None:
-    class Counts(ours.Callback):
-        def on_train_step_end(self, context: ours.CallbackContext) -> None:
-            context.user_state["steps"] = context.user_state.get("steps", 0) + 1
-            context.user_state["lock"] = object()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"own": 5}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.loaded = state
-
-    with trainer(tmp_path, [guest(Counts()), CheckpointSaver(save_interval="4ba")], max_duration="4ba") as trained:
-        trained.fit()
-    foreign = Counts()
-    again = guest(foreign)
-    with trainer(tmp_path, [again, CheckpointSaver(save_interval="4ba")], resume="auto") as trained:
-        trained.fit()
-    assert again.common.user_state["steps"] == 12
-    assert foreign.loaded == {"own": 5}
-    assert again.state.train_state.consumed_valid_samples == 12 * 3  # once in the first run
-
-
-def test_events_that_are_never_told_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Base:  # the shape of Megatron-LM's, whose events are more
-        def on_log(self, context: Any) -> None: ...
-        def on_train_end(self, context: Any) -> None: ...
-
-    Base.__name__ = "Callback"
-
-    class Logs(Base):
-        def on_log(self, context: Any) -> None: ...
-
-    class Quiet(Base): ...
-
-    with pytest.raises(NotCarried, match="Logs hears on_log of Megatron Bridge, which callsheet never tells"):
-        guest(Logs())
-    guest(Logs(), strict=False)
-    assert "Logs hears on_log" in caplog.text
-    guest(Quiet())
-    with pytest.raises(NotCarried, match="give its callbacks, as a list"):
-        guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
-
-
-def test_a_guest_hears_what_it_overrides_and_nothing_else() -> None:
-    manager = OwnManager([guest(Decays())])
-    heard = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
-    assert heard == ["on_eval_step_end", "on_train_step_start"]  # the first for the samples that it counts
-
-
-@pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
-def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> None:
-    assert real is not None
-    told: list[tuple[str, int]] = []
-
-    class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # of a module that is loaded by its path
-        def on_train_step_end(self, context: Any) -> None:
-            told.append(("class", context.state.train_state.step))
-
-    manager = real.CallbackManager()
-    manager.register("on_train_step_end", lambda context: told.append(("function", context.state.train_state.step)))
-    guests = [guest(Theirs()), guest([Theirs()], name="list"), guest(manager)]
-    assert [event for event in GUEST_EVENTS if OwnManager([guests[0]]).list_callbacks(event)] == [
-        "on_eval_step_end",
-        "on_train_step_end",
-    ]
-    with trainer(tmp_path, guests, max_duration="1ba") as trained:
-        trained.fit()
-    assert told == [("class", 0), ("class", 0), ("function", 0)]
 
 
 def test_a_hosted_ema_and_threshold_stopper_work() -> None:
