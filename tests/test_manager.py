@@ -826,6 +826,9 @@ def test_what_is_muted_until_a_step_is_told_from_its_beginning_where_the_loop_sa
             pass
         if ctx.step >= next_step or ctx.control.pending:
             asked += 1
+            ctx.control.done("stop")  # which leaves pending what the loop has not yet looked at
+            assert ctx.control.pending is ctx.control.is_rescheduled
+            ctx.control.is_rescheduled = False
             ctx.control.look_again()
             manager.between_steps(ctx.step)
             next_step = manager.next_step
@@ -859,6 +862,31 @@ def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
     told.append(manager.has_callbacks("on_train_step_start"))
     manager.between_steps(99)
     assert [*told, manager.has_callbacks("on_train_step_start")] == [False, True, True]
+
+
+def test_what_was_said_last_of_an_event_holds() -> None:
+    pauses = Pauses()
+    manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
+    manager.open(ctx)
+    manager.between_steps(0)
+    ctx.mute(pauses, "on_train_step_start", until=40)
+    ctx.mute(pauses, "on_train_step_start")  # for good
+    manager.between_steps(39)
+    told = [manager.has_callbacks("on_train_step_start")]
+    ctx.mute(pauses, "on_train_step_start", until=100)  # it is already
+    manager.between_steps(99)
+    told.append(manager.has_callbacks("on_train_step_start"))
+    ctx.unmute(pauses, "on_train_step_start")
+    ctx.mute(pauses, "on_train_step_start", until=100)
+    ctx.mute(pauses, "on_train_step_start", until=300)
+    manager.between_steps(99)
+    told.append(manager.has_callbacks("on_train_step_start"))
+    manager.between_steps(299)
+    told.append(manager.has_callbacks("on_train_step_start"))
+    assert told == [False, False, False, True]
+    manager.close()
+    ctx.mute(pauses, "on_train_step_start")
+    assert not manager.has_callbacks("on_train_step_start")
 
 
 def test_muting_refuses_strangers_and_unknown_events() -> None:

@@ -29,7 +29,19 @@ READ = (
 ASKED = {"stop": ("why",), "save": ("why",), "evaluate": ("why",)}
 REFUSED: dict[str, tuple[Any, ...]] = {"accumulate": (2,), "load": ("a/checkpoint",)}
 OF_THE_LOOP = (
-    *("agree", "ask", "check", "done", "in_gate", "is_hurried", "look_again", "pending", "switch_off", "switched_off"),
+    *(
+        "agree",
+        "ask",
+        "check",
+        "done",
+        "in_gate",
+        "is_hurried",
+        "is_rescheduled",
+        "look_again",
+        "pending",
+        "switch_off",
+        "switched_off",
+    ),
     *("take_wishes", "wishes"),
 )
 

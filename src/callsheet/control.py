@@ -43,7 +43,7 @@ class Control:
 
     __slots__ = (
         *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
-        *("is_hurried", "switched_off", "wishes"),
+        *("is_hurried", "is_rescheduled", "switched_off", "wishes"),
     )
 
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False) -> None:
@@ -59,6 +59,7 @@ class Control:
         self.switched_off: list[Request] = []
         """For the manager: the callbacks that all ranks know to have failed too often."""
         self.is_hurried = False  # a lane has asked for something that the loop has not yet heard of
+        self.is_rescheduled = False  # the next step to look at is another one than the loop knows of
         self.in_gate = False  # the manager says here that the handler being told does not run on every rank
 
     def stop(self, why: str, *, replicated: bool = False) -> None:
@@ -150,7 +151,7 @@ class Control:
     def look_again(self) -> None:
         """For the loop: `pending` is whether anything is left to be carried out."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if self.is_hurried:  # after the line before it: a lane may have said so in between
+        if self.is_hurried or self.is_rescheduled:  # after the line before it: a lane may have said so in between
             self.pending = True
 
     def take_wishes(self) -> list[Request]:

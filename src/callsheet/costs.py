@@ -178,7 +178,7 @@ class Costs:
 
     def reset(self) -> None:
         """A run begins."""
-        self._cells: dict[tuple[int, str], _Cell] = {}
+        self._cells: dict[tuple[int, str, str], _Cell] = {}
         self._named: set[str] = set()
         self._open = None
         self.has_begun = False
@@ -208,7 +208,7 @@ class Costs:
     def timed(self, handler: Handler, entry: Entry) -> Handler:
         """`handler`, timed."""
         label, event = entry.member.label, entry.event
-        cell = self._cells.setdefault((id(entry.member), event), _Cell(label, event))
+        cell = self._cells.setdefault((entry.member.number, label, event), _Cell(label, event))
 
         def run(ctx: Context) -> None:
             begin = perf_counter()

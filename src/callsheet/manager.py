@@ -245,6 +245,7 @@ class CallbackManager:
             here = ", ".join(member.label for member in self._members) or "nobody"
             raise RegistrationError(f"{what!r} is not on the call sheet; here are: {here}")
         self._members = [member for member in self._members if member not in gone]
+        self._wakes = [wake for wake in self._wakes if wake[1] not in gone]
         for event, entries in self._entries.items():
             self._entries[event] = [entry for entry in entries if entry.member not in gone]
         self._handed = {entry: handed for entry, handed in self._handed.items() if entry.member not in gone}
@@ -562,9 +563,21 @@ class CallbackManager:
             # A loop that does not come to `between_steps` would wake nobody, and to be woken costs what a few tellings do.
             if not self.costs.has_begun or until < ctx.step + _LEAST_PAUSE:
                 return
+            named -= member.muted - self._waking(member)  # for good, and it stays so
+        self._forget_wakes(member, named)
+        if until is not None and ctx is not None:
             self._wakes.append((until, member, named))
-            ctx.control.pending = True  # so that the loop asks anew for `next_step`
+            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to ask anew for `next_step`
         self._set_muted(member, member.muted | named if is_muted else member.muted - named)
+
+    def _waking(self, member: Member) -> frozenset[str]:
+        """The events that it has muted until some step."""
+        return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
+
+    def _forget_wakes(self, member: Member, events: frozenset[str]) -> None:
+        """It has said something else about these events since."""
+        left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
+        self._wakes = [wake for wake in left if wake[2]]
 
     def _set_muted(self, member: Member, muted: frozenset[str]) -> None:
         changed, member.muted = member.muted ^ muted, muted
@@ -576,10 +589,11 @@ class CallbackManager:
 
     def _changed(self, *events: str) -> None:
         """The call sheet of these events has; where none is named, of all."""
-        is_compiled = bool(events) and bool(self._plain)
+        is_running = bool(self._spans) or self._ranks is not None
+        is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
             self._told = self._plain = self._windowed = _NO_TELLING
-        if self._spans or self._ranks is not None:  # a run is in progress: it must know from the next event on
+        if is_running:  # it must know from the next event on
             self._compile(events if is_compiled else EVENTS)
 
     def _lookup(self, event: str) -> Told:

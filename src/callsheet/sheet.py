@@ -170,7 +170,7 @@ def _told_once(entries: Iterable[Entry]) -> Iterator[Entry]:
         if handler.first not in told:
             told.add(handler.first)
             shared = type(getattr(handler.first, "__self__", None)).__name__
-            member = Member(handler.first, shared, where(handler.first))
+            member = Member(handler.first, shared, where(handler.first), number=-1)
             yield replace(entry, handler=handler.first, member=member, on_error="raise", ranks="all", every=None)
         if handler.rest is not None:
             yield replace(entry, handler=handler.rest)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from types import MethodType
 from typing import Any
 
 from callsheet.context import Context, TrainState
@@ -97,45 +99,20 @@ class Taker:
         self._is_last = self.event is Event.RUN_END  # at which the run has its outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
-            name for name in needs or _BY_DEFAULT if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
+            name
+            for name in dict.fromkeys(needs or _BY_DEFAULT)
+            if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
         ]
         self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _OF_ALL) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
         self._of_run: tuple[Any, ...] = (None, None, None, self.event, None)  # the same in every snapshot of a run
-        self.take: Callable[[Context], Values] = self._taking()
+        self._take, self._fill = _written(self._names, self._changing)
+
+    @property
+    def take(self) -> Callable[[Context], Values]:
         """On the training thread: what is told now, for `build`."""
-        self._fill: Callable[..., None] = self._filling()
-
-    def _taking(self) -> Callable[[Context], Values]:
-        """Every event that is handed over is taken by this: reading the fields one by one, by name, takes three times as long."""
-        fields = [f"ctx.{name}" for name in ("step", "epoch")] + [f"state.{name}" for name in _OF_STATE]
-        fields += [f"ctx.{name}" for name in self._names]
-        are_plain = " and ".join(f"type(values[{place}]) in plain" for place in self._changing) or "True"
-        return _written(
-            "take",
-            "def take(ctx):\n"
-            "    try:\n"
-            "        state = ctx.state\n"
-            f"        values = ({', '.join(fields)})\n"
-            "    except not_told:  # a loop that does not tell all\n"
-            "        return some(ctx)\n"
-            f"    return values if {are_plain} else frozen(values, ctx)\n",
-            plain=_PLAIN,
-            not_told=FieldNotTold,
-            some=self._some,
-            frozen=self._frozen,
-        )
-
-    def _filling(self) -> Callable[..., None]:
-        """The same for putting them into a snapshot."""
-        places = [f"made.{name}" for name in ("step", "epoch")] + [f"state.{name}" for name in _OF_STATE]
-        places += [f"made.{name}" for name in self._names]
-        of_run = "made._inbox, made._lane_control, made.control, made.event, made.run"
-        return _written(
-            "fill",
-            f"def fill(made, state, of_run, values):\n    {of_run} = of_run\n    {', '.join(places)} = values\n    made.state = state\n",
-        )
+        return MethodType(self._take, self)
 
     def _some(self, ctx: Context) -> Values:
         """What of it is told."""
@@ -169,11 +146,34 @@ class Taker:
         return made
 
 
-def _written(name: str, source: str, **scope: Any) -> Callable[..., Any]:
-    """The function of that name in the source, in which nothing is put but names of the lifecycle's table."""
+@functools.cache
+def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> tuple[Callable[..., Values], Callable[..., None]]:
+    """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot.
+
+    Every event that is handed over goes through both: with a loop over names they take three times as long. Nothing is put into the source but names of
+    the lifecycle's table.
+    """
+    of_state = [f"state.{name}" for name in _OF_STATE]
+    taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
+    filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
+    are_plain = " and ".join(f"type(values[{place}]) in plain" for place in changing) or "True"
+    source = f"""
+def take(taker, ctx):
+    try:
+        state = ctx.state
+        values = ({", ".join(taken)})
+    except FieldNotTold:  # a loop that does not tell all
+        return taker._some(ctx)
+    return values if {are_plain} else taker._frozen(values, ctx)
+
+def fill(made, state, of_run, values):
+    made._inbox, made._lane_control, made.control, made.event, made.run = of_run
+    {", ".join(filled)} = values
+    made.state = state
+"""
+    scope: dict[str, Any] = {"plain": _PLAIN, "FieldNotTold": FieldNotTold}
     exec(source, scope)
-    function: Callable[..., Any] = scope[name]
-    return function
+    return scope["take"], scope["fill"]
 
 
 def _is_tensor(value: Any) -> bool:

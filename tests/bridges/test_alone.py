@@ -66,3 +66,16 @@ def test_who_hears_one_event_reads_there_what_it_would_beside_others(where: str,
     assert "on_train_step_end" in whole
     for event in EVENTS:
         assert trained(where, tmp_path / event, event).get(event) == whole.get(event), event
+
+
+@pytest.mark.parametrize("where", ["bare", "ignite"])
+def test_outputs_that_somebody_keeps_are_there_though_nobody_hears_the_forward(where: str, tmp_path: Path) -> None:
+    class Keeps(Callback):
+        keep = ("outputs",)
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            seen.append(ctx.outputs.shape)
+
+    seen: list[torch.Size] = []
+    home(where).train(POINTS, tmp_path, [Keeps()])
+    assert seen == [torch.Size([4, 1])] * 12

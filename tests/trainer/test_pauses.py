@@ -36,29 +36,62 @@ class Counts(Callback):
         self.steps += 1
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+class PausesBetweenEpochs(Callback):
+    """Hears nothing of the first half of an epoch but the first."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.told.append(ctx.step)
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        ctx.mute(self, "on_train_step_end", until=ctx.step + 31)
+
+
+class PausesBetweenSaves(Callback):
+    """Asks for a checkpoint every sixty steps, and sleeps between."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def on_checkpoint_due(self, ctx: Context) -> None:
+        if ctx.boundary == "step":
+            self.told.append(ctx.step)
+            ctx.control.save("it is time", replicated=True)
+            ctx.mute(self, "on_checkpoint_due", until=ctx.step + 60)
+
+
+def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    return [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(STEPS)]
+    return [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(count)]
 
 
-def in_the_trainer(manager: CallbackManager, folder: Path, log_interval: str) -> None:
+def in_the_trainer(manager: CallbackManager, folder: Path, log_interval: str, *, epochs: int = 1, steps: int = STEPS) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"max_duration": f"{STEPS}ba", "device": "cpu", "runs_folder": folder}
+    options: dict[str, Any] = {"max_duration": f"{epochs}ep", "device": "cpu", "runs_folder": folder}
     with Trainer(
-        model, nn.functional.mse_loss, batches(), optimizer=optimizer, callbacks=manager, log_interval=log_interval, **options
+        model,
+        nn.functional.mse_loss,
+        batches(steps),
+        optimizer=optimizer,
+        callbacks=manager,
+        log_interval=log_interval,
+        **options,
     ) as trainer:
         trainer.fit()
 
 
-def in_a_loop_by_hand(manager: CallbackManager, folder: Path, log_interval: str) -> None:
+def in_a_loop_by_hand(manager: CallbackManager, folder: Path, log_interval: str, *, epochs: int = 1, steps: int = STEPS) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(model=model, optimizer=optimizer, callbacks=manager, log_interval=log_interval, runs_folder=folder) as run:
-        for inputs, targets in run.steps(batches()):
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in run.epochs(epochs):
+            for inputs, targets in run.steps(batches(steps)):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("costs", ["sampled", "off"])
@@ -69,3 +102,39 @@ def test_a_pause_ends_at_its_step(train: Any, log_interval: str, costs: str, tmp
     train(CallbackManager([pauses, counts], costs=costs), tmp_path, log_interval)
     assert pauses.told == [1, 50, 51, 100, 101]
     assert counts.steps == STEPS
+
+
+@pytest.mark.parametrize("train", [in_the_trainer, in_a_loop_by_hand])
+def test_a_pause_that_begins_between_epochs_ends(train: Any, tmp_path: Path) -> None:
+    pauses = PausesBetweenEpochs()
+    train(CallbackManager([pauses], costs="off"), tmp_path, "1000ba", epochs=3, steps=60)
+    assert pauses.told == [*range(1, 61), *range(91, 121), *range(151, 181)]
+
+
+@pytest.mark.parametrize("train", [in_the_trainer, in_a_loop_by_hand])
+def test_a_pause_that_begins_with_a_request_ends(train: Any, tmp_path: Path) -> None:
+    pauses = PausesBetweenSaves()
+    train(CallbackManager([pauses], costs="off"), tmp_path, "1000ba", steps=150)
+    assert pauses.told == [1, 61, 121]  # after the first step that it hears the beginning of
+
+
+class HearsOneEvaluation(Callback):
+    def __init__(self) -> None:
+        self.told = 0
+
+    def on_eval_end(self, ctx: Context) -> None:
+        self.told += 1
+        ctx.mute(self, "on_eval_end")
+
+
+def test_in_an_evaluation_of_a_loop_by_hand_it_can_mute_too(tmp_path: Path) -> None:
+    model, once = nn.Linear(3, 1), HearsOneEvaluation()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(model=model, optimizer=optimizer, callbacks=[once], runs_folder=tmp_path) as run:
+        for inputs, targets in run.steps(batches(4)):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):
+            run.evaluated({"validation": {"loss": 1.0}})
+    assert once.told == 1

@@ -293,7 +293,7 @@ class AttachedRun:
             self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer)
             self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
             self._hooks = [self._model_hooks, self._optimizer_hooks, self._backward]
-            run.losses = self._backward.mean_loss
+            run.losses = self._backward.reader
             run.signals.__enter__()
         except BaseException as error:
             run.fail(error)

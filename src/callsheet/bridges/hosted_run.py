@@ -169,6 +169,7 @@ class HostedRun:
         self.checkpoints.load(resume)
         self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
+        self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
             each.user_state = self.manager.user_state
@@ -344,8 +345,8 @@ class HostedRun:
 
     def hears_outputs(self, kind: str) -> bool:
         """Whether anybody hears, of the steps of an `eval` or `test`, the model's forward, or could read its outputs behind it."""
-        heard = self.manager.heard
-        return any(getattr(heard, f"on_{kind}_{edge}") for edge in ("forward_start", "forward_end", "step_end"))
+        forward, step = getattr(self.eval_spans, f"{kind}_forward"), getattr(self.eval_spans, f"{kind}_step")
+        return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_evaluations(self, *, standalone: bool = False) -> None:
         """The host begins to evaluate; nothing where it has begun."""

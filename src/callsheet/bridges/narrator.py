@@ -114,6 +114,7 @@ class Narrator:
             return False
         is_news, self._heard_at = self._heard_at < 0, self._spans.links
         quiet = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
+        quiet[_BACKWARD] &= "outputs" not in self._ctx.kept  # which somebody reads later
         for behind in _BEHIND:  # these end it, where somebody hears it
             quiet[behind] &= quiet[_BACKWARD]
         step = self.parts["train_step"]

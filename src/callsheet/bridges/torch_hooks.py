@@ -170,7 +170,7 @@ class BackwardWatch:
         Tensor.backward = _watched_backward  # type: ignore[method-assign]
 
     @property
-    def mean_loss(self) -> Callable[[], Tensor | None]:
+    def reader(self) -> Callable[[], Tensor | None]:
         """Gives the total; no function of Python's own, since every step calls it."""
         return partial(getattr, self, "total")
 

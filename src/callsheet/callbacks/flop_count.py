@@ -84,8 +84,6 @@ class StepFlops:
         """Whether nothing is left to be found out in this process."""
         self.counter: OperationCounter | None = None
         """What counts the step in hand."""
-        self.goes_by_batches = False
-        """Whether batches alone are told from now on; see `settle`."""
         self._waiting: Any = 0  # of steps since the last record: their FLOPs, where the model says them, else the numbers in them
         self.begin_run(None)
 
@@ -95,32 +93,26 @@ class StepFlops:
         self._says = said_by(model)
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
-        self.goes_by_batches = False
         self._steps = 0
         self._fetched: Any = 0  # like `_waiting`, of the next step
         self._numbers: Any = 0  # of the one in hand
         self.trouble = ""
         self.is_guessing = False
 
-    def settle(self) -> bool:
-        """Within a step: whether forwards are not to be told any more. Where batches show what is in them, no more steps are either: then
-        `goes_by_batches`."""
-        is_settled = self.is_done and self.counter is None and not self.is_guessing
-        self.goes_by_batches = is_settled and (self._says is not None or self._numbers > 1)
-        return is_settled
+    @property
+    def is_settled(self) -> bool:
+        """Whether only batches are to be told from now on, and neither steps nor forwards."""
+        return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
         """A batch of the next step has come."""
         if self._says is None:
-            said: Any = numbers_in(batch)
-        else:
-            said = self._says(batch) if callable(self._says) else self._says
-            if not isinstance(said, (Real, Tensor)):
-                raise ConfigError(f"the model says that a batch has {said!r} FLOPs; let its {' or '.join(_SAYS)} give a number")
-        if self.goes_by_batches:
-            self._waiting = self._waiting + said
-        else:
-            self._fetched = self._fetched + said
+            self._fetched += numbers_in(batch)
+            return
+        said = self._says(batch) if callable(self._says) else self._says
+        if not isinstance(said, (Real, Tensor)):
+            raise ConfigError(f"the model says that a batch has {said!r} FLOPs; let its {' or '.join(_SAYS)} give a number")
+        self._fetched = self._fetched + said
 
     def begin_step(self) -> None:
         """Before the step's first forward."""

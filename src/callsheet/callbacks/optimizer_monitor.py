@@ -67,10 +67,7 @@ class OptimizerMonitor(Callback):
     def on_forward_backward_end(self, ctx: Context) -> None:
         """The gradients are complete and unscaled: take their norms."""
         if ahead := -ctx.step % self._interval:
-            at_end = (
-                () if self._report(ctx) is None else ("on_train_step_end",)
-            )  # which is muted for good where there is nothing to ask
-            ctx.mute(self, "on_forward_backward_end", *at_end, until=ctx.step + ahead)
+            ctx.mute(self, "on_forward_backward_end", "on_train_step_end", until=ctx.step + ahead)
             return
         self._parameters = self._parameters or list(ctx.model.named_parameters())
         self._log(ctx, "grad", [(name, each.grad) for name, each in self._parameters if each.grad is not None])

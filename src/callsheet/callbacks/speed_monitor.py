@@ -17,7 +17,6 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _COUNTING = ("on_forward_end", "on_forward_backward_end")  # heard until nothing is left to be counted
-_STEPS = "on_forward_backward_start"  # heard until the batches say all
 
 
 class SpeedMonitor(Callback):
@@ -85,9 +84,9 @@ class SpeedMonitor(Callback):
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
         if self._counts_flops:
-            ctx.unmute(self, _STEPS, *_COUNTING)
+            ctx.unmute(self, *_COUNTING)
         else:
-            ctx.mute(self, "on_fetch_end", _STEPS, *_COUNTING)
+            ctx.mute(self, "on_fetch_end", "on_forward_backward_start", *_COUNTING)
 
     def on_fetch_end(self, ctx: Context) -> None:
         """Ask the model, or see how large the batch is."""
@@ -107,8 +106,8 @@ class SpeedMonitor(Callback):
         """The step has been counted, and most often that was all."""
         if self._flops.counter is not None:
             self._flops.end_step()
-        if self._flops.settle():
-            ctx.mute(self, *([_STEPS] if self._flops.goes_by_batches else []), *_COUNTING)
+        if self._flops.is_settled:
+            ctx.mute(self, *_COUNTING)
 
     def on_log(self, ctx: Context) -> None:
         """Add the rates to the record that is being told."""

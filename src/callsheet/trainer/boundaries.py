@@ -61,6 +61,8 @@ class Boundaries:
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with others the agreement's word tells when it is over
             return step + 1
+        ctx.control.is_rescheduled = False
+        ctx.control.look_again()
         steps = [self._agreement.next_step, self._manager.next_step]
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))

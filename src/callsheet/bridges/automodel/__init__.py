@@ -197,7 +197,7 @@ class AutoModelHost(AutoModelCallback):
             places = [Path(given), output / given] if isinstance(given, str) else []
             run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
-        run.losses = watch.mean_loss
+        run.losses = watch.reader
         self._called = CalledModel(run, watch, scheduler, model, sets)
         self._ends = weakref.finalize(self, _end, run, [watch, self._called, OptimizerHooks(run.narrator, optimizer)])
         try:

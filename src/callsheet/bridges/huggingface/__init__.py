@@ -175,7 +175,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             run.state.epoch_batches = -(-len(train_dataloader) // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
-        run.losses = watch.mean_loss
+        run.losses = watch.reader
         self._hooks = ForwardHooks(run, watch, self._datasets, model)
         self._ends = weakref.finalize(self, _end, run, self._watch, self._hooks)
         try:

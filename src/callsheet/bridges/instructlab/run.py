@@ -85,6 +85,7 @@ class HookedRun:
         ctx.close("on_checkpoint_load_end")
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
         self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.user_state = self.manager.user_state
         with self.spans.data_init:

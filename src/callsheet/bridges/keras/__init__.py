@@ -173,7 +173,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
-        run.losses = watch.mean_loss
+        run.losses = watch.reader
         self._is_epoch_open = False
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, self._hooks)

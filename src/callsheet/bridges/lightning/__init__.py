@@ -184,7 +184,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self._is_moving = False  # the optimizer's step has begun
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
-        run.losses = watch.mean_loss
+        run.losses = watch.reader
         self._forward = StepHooks(run.narrator, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]

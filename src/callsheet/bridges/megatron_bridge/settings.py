@@ -118,6 +118,8 @@ def move(run: HostedRun, step: int) -> None:
     at = run.state.timestamp
     run.state.timestamp = at._replace(batch=step, batch_in_epoch=at.batch_in_epoch + step - at.batch)
     run.ctx.step = step
+    if step >= run.manager.next_step:
+        run.manager.between_steps(step)
     if not run.narrator.is_open("train"):
         run.state.baseline = run.state.timestamp
 

@@ -153,7 +153,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
-        run.losses = watch.mean_loss
+        run.losses = watch.reader
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
         self._batch: Any = None
