@@ -313,3 +313,17 @@ def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
     until(lambda: "Burner burns" in caplog.text)
     assert lane.waiting
     close([lane])
+
+
+@pytest.mark.parametrize("overflow", ["block", "drop_oldest", "latest"])
+def test_there_is_room_to_append_to_only_while_nothing_has_to_be_looked_at(overflow: str, gate: threading.Event) -> None:
+    lane = Lane("test", lambda item: gate.wait(10), LaneOptions(queue=8, overflow=overflow, deadline=1.0))
+    assert lane.room == 0  # it has no thread yet
+    lane.put(0)
+    until(lambda: lane.waiting == 0)  # it is being done
+    assert lane.room == (0 if overflow == "latest" else 4)  # what waits has to be told apart; else half of the queue
+    gate.set()
+    close([lane])
+    assert lane.room == 0
+    lane.put(1)
+    assert lane.waiting == 0
