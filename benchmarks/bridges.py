@@ -151,9 +151,14 @@ def raced(name: str, rounds: int) -> tuple[str, dict[str, list[float]]]:
             os.close(descriptor)
 
 
+def differences(took: dict[str, list[float]], runner: str, floor: str) -> list[float]:
+    """Microseconds that it takes more, round by round."""
+    return [more - less for more, less in zip(took[runner], took[floor], strict=True)]
+
+
 def added(took: dict[str, list[float]], runner: str, floor: str) -> tuple[float, float]:
     """Microseconds that it takes more, and their standard error."""
-    return held_mean([more - less for more, less in zip(took[runner], took[floor], strict=True)])
+    return held_mean(differences(took, runner, floor))
 
 
 def main() -> None:
@@ -177,7 +182,7 @@ def main() -> None:
         *("µs more, nobody", "of Ignite's", "µs more, ten callbacks", "of Ignite's"),
     )
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
-    missing = []
+    missing, of_peers = [], list[float]()
     for name in names:
         try:
             host, took = raced(name, given.rounds)
@@ -185,6 +190,7 @@ def main() -> None:
             missing.append(name)
             continue
         peer, error = added(took, PEER, BARE)
+        of_peers += differences(took, PEER, BARE)
         cells = [
             host,
             f"{statistics.median(took[BARE]):.0f}",
@@ -195,6 +201,9 @@ def main() -> None:
             more, error = added(took, runner, EMPTY)
             cells += [f"{more:+.0f} ± {error:.0f}", f"{more / peer:.1f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
+    if len(of_peers) > given.rounds:
+        peer, error = held_mean(of_peers)
+        print(f"\nOver the rounds of all hosts, Ignite adds {peer:.0f} ± {error:.0f}.")
     if missing:
         print(f"\nNot installed here: {', '.join(missing)}.")
 
