@@ -307,8 +307,8 @@ class Context:
         For what is only needed now and then: `ctx.mute(self, "on_forward_end")`.
 
         Args:
-            until: the step from whose beginning on they are told again. A loop that does not say when its steps have ended goes on telling them,
-                so that the callback looks at `ctx.step` all the same.
+            until: the step from whose beginning on they are told again. They are told all the same if it is but a few steps away, which
+                does not pay, or in a loop that does not say when its steps have ended: so look at `ctx.step`, too.
 
         Raises:
             UnknownEventError: no such event.

@@ -236,19 +236,17 @@ class AttachedRun:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        is_quiet = narrator.parts["fetch"].is_quiet
+        is_heard = narrator.hears("fetch")
         for _ in range(self._accumulate):
-            if is_quiet:
-                ctx.batch = batch = next(batches, None)
-            else:
+            if is_heard:
                 narrator.start("fetch")
-                ctx.batch = next(batches, None)
+            ctx.batch = next(batches, None)
+            if is_heard:
                 narrator.end("fetch")
-                batch = ctx.batch
-            if batch is None:
+            if ctx.batch is None:
                 self._place.is_exhausted = True
                 break
-            group.append(batch)
+            group.append(ctx.batch)
         return group
 
     def _end_step(self) -> None:

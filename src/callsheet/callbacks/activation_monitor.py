@@ -54,7 +54,7 @@ class ActivationMonitor(Callback):
         self._patterns = tuple(modules) if modules is not None else None
         self._ignore_types = frozenset(ignore_types)
         self._hooks: list[Any] = []
-        self._seen: dict[Any, dict[str, list[_Sums]]] = {}  # by device and module
+        self._seen: dict[Any, dict[str, list[tuple[Tensor, ...]]]] = {}  # by device and module
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # that was looked at last
         self._has_seen = self._has_warned = False
@@ -123,12 +123,10 @@ class ActivationMonitor(Callback):
             self._step, self._greatest = ctx.step, {}  # of all its microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
         for rows in seen.values():
-            counts, sums, filled = zip(*(row for several in rows.values() for row in several), strict=True)
-            count = torch.tensor(counts, dtype=torch.float32).to(sums[0][0].device, non_blocking=True)
-            mean, second, fourth, l2_norm, least, most = torch.stack([each for row in sums for each in row]).view(-1, 6).T
-            kurtosis = torch.where(second == 0, 0.0, count * (fourth / second.square()).square())
-            std, zeros = second / count.sqrt(), 1 - torch.stack(filled) / count
-            found, greatest = torch.stack([mean, std, l2_norm, kurtosis, zeros]), torch.maximum(-least, most)
+            sums = torch.stack([each for several in rows.values() for row in several for each in row])
+            mean, variance, fourth, l2_norm, filled, least, most = sums.view(-1, 7).T
+            kurtosis = torch.where(variance == 0, 0.0, fourth / variance.square())
+            found, greatest = torch.stack([mean, variance.sqrt(), l2_norm, kurtosis, 1 - filled]), torch.maximum(-least, most)
             times = [len(several) for several in rows.values()]
             if max(times) > 1:
                 found = torch.stack([part.mean(1) for part in found.split(times, 1)], 1)
@@ -148,22 +146,16 @@ def _apart(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-_Sums = tuple[int, tuple[Tensor, ...], Tensor]
-
-
 @torch.no_grad()
-def _sums(tensor: Tensor) -> _Sums:
-    """How many values there are; their mean, the roots of their summed squares and fourth powers about it, the mean norm of the last
-    dimension's vectors, least and greatest; and how many are not zero.
-
-    Norms and not `torch.var_mean`, which takes as long as all of these together on a CPU.
-    """
+def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Mean, second and fourth central moment, mean norm of the last dimension's vectors, share that is not zero, least, greatest."""
     values = tensor.detach().float()
     mean = values.mean()
-    apart = values - mean
-    second, fourth = torch.linalg.vector_norm(apart), torch.linalg.vector_norm(apart.square_())
+    squares = (values - mean).square_()
+    variance = squares.mean()
     norms = torch.linalg.vector_norm(values, dim=-1) if values.dim() else values.abs()
-    return values.numel(), (mean, second, fourth, norms.mean(), *torch.aminmax(values)), torch.count_nonzero(values)
+    filled = torch.count_nonzero(values) / values.numel()
+    return mean, variance, squares.square_().mean(), norms.mean(), filled, *torch.aminmax(values)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

@@ -257,13 +257,12 @@ class AcceleratedRun(AttachedRun):
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        if narrator.parts["fetch"].is_quiet:
-            ctx.batch = batch = next(batches, None)
-        else:
+        if is_heard := narrator.hears("fetch"):
             narrator.start("fetch")
-            ctx.batch = next(batches, None)
+        ctx.batch = next(batches, None)
+        if is_heard:
             narrator.end("fetch")
-            batch = ctx.batch
+        batch = ctx.batch
         if batch is not None:
             run.counted = (0, 0)
             self._optimizer_hooks.has_stepped, self._backward.total = False, None

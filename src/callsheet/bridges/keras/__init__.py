@@ -235,11 +235,10 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        if narrator.parts["fetch"].is_quiet:
-            (ctx.batch,) = data
-        else:
+        if is_heard := narrator.hears("fetch"):
             narrator.start("fetch")
-            (ctx.batch,) = data
+        (ctx.batch,) = data
+        if is_heard:
             narrator.end("fetch")
         narrator.start("train_step")
         run.counted = counts_of(ctx.batch)
