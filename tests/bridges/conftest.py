@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,12 @@ def _nothing_is_left_in_torch() -> Iterator[None]:
     if Tensor.backward.__qualname__ != "Tensor.backward":  # a collection looks at all that the frameworks hold: half a second
         gc.collect()
     assert Tensor.backward.__qualname__ == "Tensor.backward"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch's own: more would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
