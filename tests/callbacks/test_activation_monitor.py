@@ -238,6 +238,44 @@ def test_a_module_may_be_called_twice_or_not_at_all(step: int, tmp_path: Path) -
             assert told[f"activations/max/{name}"] == pytest.approx(max(float(each.abs().max()) for each in seen))
 
 
+class Mixed(nn.Module):
+    """Hands on, in two types and many shapes, what it was made with; the last is then changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        shapes = [(), (5,), (4, 3), (4, 3), (2**21,), (2**10, 2**10), (2, 3, 4, 5), (4, 3)]
+        self.made = [torch.randn(shape, generator=generator).to(kind) for kind in (torch.float32, torch.bfloat16) for shape in shapes]
+        self.made.append(torch.randn(6, 4, generator=generator).T)
+        self.made.append(torch.randn(4, 3, generator=generator))
+        self.parts = nn.ModuleList(nn.Identity() for _ in self.made)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        given = [part(each.clone() if each.is_contiguous() else each) for part, each in zip(self.parts, self.made, strict=True)]
+        self.relu(given[-1])
+        return self.layer(inputs)  # type: ignore[no-any-return]
+
+
+def test_of_every_shape_and_type_and_of_what_is_changed_afterwards(tmp_path: Path) -> None:
+    model = Mixed()
+    told = fit(tmp_path, ActivationMonitor(batch_log_interval=8), model=model).records[3]
+    of = {f"parts.{i}": each for i, each in enumerate(model.made)} | {"relu": model.made[-1].relu()}
+    for name, tensor in of.items():
+        exact = tensor.double()
+        moments = [float((exact - exact.mean()).pow(power).mean()) for power in (2, 4)]
+        wanted = {
+            "mean": float(exact.mean()),
+            "std": moments[0] ** 0.5,
+            "l2_norm": float(exact.norm(dim=-1).mean() if exact.dim() else exact.abs()),
+            "kurtosis": moments[1] / moments[0] ** 2 if moments[0] else 0.0,
+            "zeros": float((exact == 0).double().mean()),
+            "max": float(exact.abs().max()),
+        }
+        assert {kind: told[f"activations/{kind}/{name}"] for kind in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-7), name
+
+
 def test_another_run_begins_anew(tmp_path: Path) -> None:
     monitor = ActivationMonitor(batch_log_interval=8)
     large = Model()

@@ -19,6 +19,7 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
+_WAITING = 2**20  # numbers of one shape that may wait for each other
 
 
 class ActivationMonitor(Callback):
@@ -31,7 +32,8 @@ class ActivationMonitor(Callback):
     the model itself is `(model)`. Where a module returns several tensors, `.0`, `.1`, ... follows its name. Under sharding and
     tensor parallelism it is what this rank computes. With a `name` of its own it logs under that instead of `activations`.
 
-    Hooks are on the modules during the forwards of those steps alone. Nothing waits for the device, but those steps compute more.
+    Hooks are on the modules during the forwards of those steps alone. Nothing waits for the device, but those steps compute more,
+    and keep copies of small outputs until their end: 2^20 numbers of each shape at most.
     What is compiled runs no hooks, so that of a compiled model only `(model)` is told: it says so, once.
 
     Args:
@@ -54,7 +56,8 @@ class ActivationMonitor(Callback):
         self._patterns = tuple(modules) if modules is not None else None
         self._ignore_types = frozenset(ignore_types)
         self._hooks: list[Any] = []
-        self._seen: dict[Any, dict[str, list[tuple[Tensor, ...]]]] = {}  # by device and module
+        self._seen: dict[torch.device, _Seen] = {}
+        self._last: tuple[Tensor, int, int] | None = None  # what was looked at last, its version, its place
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # that was looked at last
         self._has_seen = self._has_warned = False
@@ -94,7 +97,7 @@ class ActivationMonitor(Callback):
     def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._last = [], None
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         return type(module).__name__ not in self._ignore_types and (
@@ -111,10 +114,15 @@ class ActivationMonitor(Callback):
         return look
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        """Keep the sums of what a module returned; it may be called more than once in a forward."""
-        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if here.numel():
-            self._seen.setdefault(here.device, {}).setdefault(name, []).append(_sums(here))
+        """Look at what a module returned; it may be called more than once in a forward."""
+        here = tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
+        if not here.numel():
+            return
+        seen = self._seen.setdefault(here.device, _Seen())
+        version = -1 if tensor.is_inference() else tensor._version  # nobody counts those of inference
+        if version < 0 or self._last is None or tensor is not self._last[0] or version != self._last[1]:
+            self._last = tensor, version, seen.add(here)  # what a module hands on from its last child is the same tensor
+        seen.places.setdefault(name, []).append(self._last[2])
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
@@ -122,18 +130,17 @@ class ActivationMonitor(Callback):
         if self._step != ctx.step:
             self._step, self._greatest = ctx.step, {}  # of all its microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
-        for rows in seen.values():
-            sums = torch.stack([each for several in rows.values() for row in several for each in row])
-            mean, variance, fourth, l2_norm, filled, least, most = sums.view(-1, 7).T
+        for each in seen.values():
+            names, times = list(each.places), [len(several) for several in each.places.values()]
+            mean, variance, fourth, l2_norm, filled, least, most = each.sums().T
             kurtosis = torch.where(variance == 0, 0.0, fourth / variance.square())
             found, greatest = torch.stack([mean, variance.sqrt(), l2_norm, kurtosis, 1 - filled]), torch.maximum(-least, most)
-            times = [len(several) for several in rows.values()]
             if max(times) > 1:
                 found = torch.stack([part.mean(1) for part in found.split(times, 1)], 1)
                 greatest = torch.stack([part.amax() for part in greatest.split(times)])
-            ctx.log({tuple([f"{family}/{kind}/{name}" for kind in _MEANS for name in rows]): found.flatten()}, over="mean")
-            names = tuple([f"{family}/max/{name}" for name in rows])
-            self._greatest[names] = torch.maximum(self._greatest[names], greatest) if names in self._greatest else greatest
+            ctx.log({tuple([f"{family}/{kind}/{name}" for kind in _MEANS for name in names]): found.flatten()}, over="mean")
+            most_of = tuple([f"{family}/max/{name}" for name in names])
+            self._greatest[most_of] = torch.maximum(self._greatest[most_of], greatest) if most_of in self._greatest else greatest
         ctx.log(self._greatest if len(self._greatest) == 1 else _apart(self._greatest), across="max")
 
 
@@ -146,16 +153,55 @@ def _apart(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
     return apart
 
 
+class _Seen:
+    """What was returned in one forward on one device. Small tensors wait for others of their shape, to be looked at together."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, list[int]] = {}  # by module, of each call
+        self._waiting: dict[Any, list[tuple[int, Tensor]]] = {}
+        self._sums: list[Tensor] = []
+        self._order: list[int] = []  # whose sums these are
+        self._count = 0
+
+    def add(self, tensor: Tensor) -> int:
+        """Its place; it may be changed afterwards."""
+        place, self._count = self._count, self._count + 1
+        key, size = (tensor.shape, tensor.dtype), tensor.numel()
+        alike = self._waiting.setdefault(key, [])
+        alike.append((place, tensor.clone() if size < _WAITING else tensor))
+        if len(alike) * size >= _WAITING:
+            self._look_at(self._waiting.pop(key))
+        return place
+
+    def sums(self) -> Tensor:
+        """One row a call, by modules in the order of `places`; see `_sums`."""
+        while self._waiting:
+            self._look_at(self._waiting.popitem()[1])
+        rows = torch.cat(self._sums).unbind()
+        by_place = dict(zip(self._order, rows, strict=True))
+        return torch.stack([by_place[place] for several in self.places.values() for place in several])
+
+    def _look_at(self, alike: list[tuple[int, Tensor]]) -> None:
+        places, tensors = zip(*alike, strict=True)
+        self._order += places
+        self._sums.append(_sums(torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]))
+
+
 @torch.no_grad()
-def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Mean, second and fourth central moment, mean norm of the last dimension's vectors, share that is not zero, least, greatest."""
-    values = tensor.detach().float()
-    mean = values.mean()
-    squares = (values - mean).square_()
-    variance = squares.mean()
-    norms = torch.linalg.vector_norm(values, dim=-1) if values.dim() else values.abs()
-    filled = torch.count_nonzero(values) / values.numel()
-    return mean, variance, squares.square_().mean(), norms.mean(), filled, *torch.aminmax(values)
+def _sums(tensors: Tensor) -> Tensor:
+    """Of tensors of one shape `[n, ...]`, as `[n, 7]`.
+
+    Mean, second and fourth central moment, mean norm of the last dimension's vectors, share that is not zero, least, greatest.
+    """
+    values = tensors.float() if tensors.dim() > 1 else tensors.float()[:, None]
+    inner = tuple(range(1, values.dim()))
+    mean = values.mean(inner, keepdim=True)
+    powers = (values - mean).square_()
+    variance = powers.mean(inner)
+    fourth = powers.square_().mean(inner)
+    norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True).mean(inner)
+    filled = torch.ne(values, 0, out=powers).mean(inner)
+    return torch.stack([mean.flatten(), variance, fourth, norms, filled, values.amin(inner), values.amax(inner)], 1)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
