@@ -245,7 +245,9 @@ class Mixed(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         shapes = [(), (5,), (4, 3), (4, 3), (2**21,), (2**10, 2**10), (2, 3, 4, 5), (4, 3)]
-        self.made = [torch.randn(shape, generator=generator).to(kind) for kind in (torch.float32, torch.bfloat16) for shape in shapes]
+        self.made = [
+            torch.randn(shape, generator=generator).to(kind) for kind in (torch.float32, torch.bfloat16) for shape in shapes
+        ]
         self.made.append(torch.randn(6, 4, generator=generator).T)
         self.made.append(torch.randn(4, 3, generator=generator))
         self.parts = nn.ModuleList(nn.Identity() for _ in self.made)

@@ -140,6 +140,7 @@ class AttachedRun:
         run.parts["place"] = self._place
         self._is_over = False
         self._is_iterating = False
+        self._is_first = True
         self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
 
@@ -200,6 +201,7 @@ class AttachedRun:
             return
         self._catch_up(goes_on=True)
         run, narrator, ctx, place = self._run, self._run.narrator, self._run.ctx, self._place
+        watch, stepped = self._backward, self._optimizer_hooks
         self._is_iterating = True
         narrator.start("epoch")
         try:
@@ -210,19 +212,19 @@ class AttachedRun:
                 for batch in group[1:]:
                     samples, tokens = counts_of(batch)
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-                self._optimizer_hooks.has_stepped, self._backward.total = False, None
-                self._backward.is_on, is_heard = True, self._hears_microbatch
+                stepped.has_stepped, watch.total, watch.is_on = False, None, True
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
-                    ctx.batch = batch
-                    if is_heard:
+                    if narrator.is_heard:
+                        ctx.batch = batch
+                    if self._hears_microbatch:
                         ctx.microbatch = batch
                         narrator.start("microbatch")
                         yield ctx.microbatch
                         narrator.end("microbatch")
                     else:
                         yield batch
-                self._backward.is_on = False
+                watch.is_on = False
                 self._end_step()
             if is_whole := place.is_at_end:
                 place.end()
@@ -236,25 +238,27 @@ class AttachedRun:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        is_heard = narrator.hears("fetch")
+            self._optimizer_hooks.listen()
         for _ in range(self._accumulate):
-            if is_heard:
+            if not narrator.is_heard:
+                batch = next(batches, None)
+            else:
                 narrator.start("fetch")
-            ctx.batch = next(batches, None)
-            if is_heard:
+                ctx.batch = next(batches, None)
                 narrator.end("fetch")
-            if ctx.batch is None:
+                batch = ctx.batch
+            if batch is None:
                 self._place.is_exhausted = True
                 break
-            group.append(ctx.batch)
+            group.append(batch)
         return group
 
     def _end_step(self) -> None:
         run = self._run
-        is_first = run.state.timestamp.batch == run.state.baseline.batch
         run.step_skipped = not self._optimizer_hooks.has_stepped
         self._is_over = run.end_step()
-        if is_first:
+        if self._is_first:
+            self._is_first = False
             self._check_first()
 
     def _check_first(self) -> None:

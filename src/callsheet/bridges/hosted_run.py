@@ -152,6 +152,7 @@ class HostedRun:
         self.parts: dict[str, Stateful] = {}
         """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
         self._next_boundary = 0
+        self._rate_of = 0  # the step whose learning rate was noted last
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
@@ -229,6 +230,9 @@ class HostedRun:
         self.records.tally.settle(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
+        self.narrator.end("fetch")  # that found the data at its end
+        if self.ctx.has("batch"):
+            del self.ctx.batch
         self.narrator.end("epoch")
 
     def end_epoch(self, *, is_whole: bool) -> bool:
@@ -409,35 +413,42 @@ class HostedRun:
         self.step_skipped, self.grad_norm = False, None
 
     def _gradients_are_there(self) -> None:
-        loss = self.losses()
-        if loss is not None:
+        if self.narrator.is_heard and (loss := self.losses()) is not None:
             self.ctx.loss = loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = self.grad_norm
+        if self.narrator.is_heard:
+            self.ctx.grad_norm = self.grad_norm
 
     def _optimizer_begins(self) -> None:
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0]["lr"]
             if isinstance(rate, Tensor):
                 rate = rate.clone()  # a scheduler writes over it where it stands
-            self.ctx.learning_rate = self.records.learning_rate = rate
+            self.records.learning_rate, self._rate_of = rate, self.ctx.step
+            if self.narrator.is_heard:
+                self.ctx.learning_rate = rate
 
     def _optimizer_ends(self) -> None:
-        self.ctx.step_skipped = self.step_skipped
+        if self.narrator.is_heard:
+            self.ctx.step_skipped = self.step_skipped
 
     def _step_ends(self) -> None:
-        ctx, state = self.ctx, self.state
-        loss = self.losses()
-        if loss is not None:
-            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
-            self.records.add(ctx.loss_dict, *self.counted, moved=not self.step_skipped)
-        else:
-            self.records.tally.samples += self.counted[0]
-            self.records.tally.tokens += self.counted[1]
-        ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
-        if self.step_skipped and not ctx.has("learning_rate"):
+        state, records, is_skipped = self.state, self.records, self.step_skipped
+        if is_skipped and self._rate_of != self.ctx.step:
             self._optimizer_begins()
+        (samples, tokens), loss = self.counted, self.losses()
+        losses = None if loss is None else {"loss": loss, **self.other_losses}
+        if self.narrator.is_heard:
+            ctx = self.ctx
+            if losses is not None:
+                ctx.loss, ctx.loss_dict = loss, losses
+            ctx.grad_norm, ctx.step_skipped = self.grad_norm, is_skipped  # where nobody hears what they come with
+        if losses is not None:
+            records.add(losses, samples, tokens, moved=not is_skipped)
+        else:
+            records.tally.samples += samples
+            records.tally.tokens += tokens
         state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +22,8 @@ class CalledModel(StaysBehind):
     """
 
     def __init__(self, run: HostedRun, watch: BackwardWatch, scheduler: Any, model: nn.Module, sets: list[str]) -> None:
-        self._run: HostedRun = weakref.proxy(run)
-        self._watch: BackwardWatch = weakref.proxy(watch)
+        self._run = run
+        self._watch = watch
         self._scheduler = scheduler
         self._model = model
         self._sets = sets
@@ -41,7 +40,8 @@ class CalledModel(StaysBehind):
         if not self._is_in_step:  # and the model was not called as a whole
             run = self._run
             self._begin_step(run)
-            run.ctx.batch = None
+            if run.narrator.is_heard:
+                run.ctx.batch = None
             run.narrator.tell("fetch")
             run.narrator.made_up.add("fetch")
             run.narrator.start("train_step")
@@ -64,10 +64,13 @@ class CalledModel(StaysBehind):
         else:
             samples, tokens = counts_of(batch)
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+        if not narrator.is_heard:
+            if is_first:
+                narrator.start("train_step")
+            return None
         ctx.batch = batch
         if is_first:
-            if not narrator.parts["fetch"].is_quiet:
-                narrator.tell("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
         if self._hears_forward:
             narrator.end("microbatch")  # the one before, whose fields are gone with it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,14 +47,19 @@ class ForwardHooks(StaysBehind):
     """Hears the model being called: in training a microbatch, else a batch of an evaluation."""
 
     def __init__(self, run: HostedRun, watch: BackwardWatch, datasets: Datasets, model: nn.Module) -> None:
-        self._run = weakref.proxy(run)
-        self._watch = weakref.proxy(watch)
+        self._run = run
+        self._watch = watch
         self._datasets = datasets
         self._model = model
-        self._handles = [
-            model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ends),
-        ]
+        self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self._after: Any = None  # while somebody hears the forward's end: with it the model is called more slowly
+
+    def _listen(self, is_heard: bool) -> None:
+        if is_heard and self._after is None:
+            self._after = self._model.register_forward_hook(self._ends)
+        elif self._after is not None and not is_heard:
+            self._after.remove()
+            self._after = None
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         run, batch = self._run, kwargs if kwargs or not args else args[0]
@@ -66,11 +70,17 @@ class ForwardHooks(StaysBehind):
         narrator, ctx, parts = run.narrator, run.ctx, run.narrator.parts
         samples, tokens = counts_of(batch)
         run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+        if not narrator.is_heard:
+            if self._after is not None:
+                self._listen(False)
+            if not parts["train_step"].is_open:
+                narrator.start("train_step")
+            return None
         ctx.batch = batch
         if not parts["train_step"].is_open:
-            if not parts["fetch"].is_quiet:
-                narrator.tell("fetch")
+            narrator.tell("fetch")
             narrator.start("train_step")
+        self._listen(not parts["forward"].is_quiet)
         if not parts["forward"].is_quiet:
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
@@ -97,6 +107,7 @@ class ForwardHooks(StaysBehind):
         run = self._run
         if not narrator.is_open("eval"):
             run.begin_evaluation(self._datasets.next)
+            self._listen(run.hears_outputs("eval"))
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
@@ -105,8 +116,8 @@ class ForwardHooks(StaysBehind):
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._before.remove()
+        self._listen(False)
 
 
 def by_dataset(metrics: Mapping[str, Any], names: Iterable[str]) -> tuple[str | None, dict[str, float]]:

@@ -235,19 +235,22 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        if is_heard := narrator.hears("fetch"):
+        (batch,) = data
+        if narrator.is_heard:
             narrator.start("fetch")
-        (ctx.batch,) = data
-        if is_heard:
+            ctx.batch = batch
             narrator.end("fetch")
+            batch = ctx.batch
         narrator.start("train_step")
-        run.counted = counts_of(ctx.batch)
+        run.counted = counts_of(batch)
         watch.total, watch.is_on = None, True
         self._steps.has_stepped = False
         if self._hears_microbatch:
-            ctx.microbatch = ctx.batch
+            ctx.microbatch = batch
             narrator.start("microbatch")
-        logs = function([ctx.batch])
+        if narrator.is_heard:
+            batch = ctx.batch
+        logs = function([batch])
         watch.is_on = False
         place.taken += 1
         run.step_skipped = not self._steps.has_stepped
