@@ -209,9 +209,10 @@ class AttachedRun:
             while not self._is_over and (group := self._fetched(batches)):
                 narrator.start("train_step")
                 run.counted = counts_of(group[0])
-                for batch in group[1:]:
-                    samples, tokens = counts_of(batch)
-                    run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                if len(group) > 1:
+                    for batch in group[1:]:
+                        samples, tokens = counts_of(batch)
+                        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 stepped.has_stepped, watch.total, watch.is_on = False, None, True
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:

@@ -149,8 +149,8 @@ class OptimizerHooks:
             self.has_stepped = True
             if not self._own.is_quiet:
                 self._narrator.end("optimizer_step")
-            elif len(self._handles) == 1:
-                self._narrator.start("optimizer_step")  # notes the learning rate, before a scheduler changes it
+            elif len(self._handles) == 1 and self._own.act_at_start is not None:
+                self._own.act_at_start()  # which notes the learning rate, before a scheduler changes it
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
@@ -197,10 +197,11 @@ class BackwardWatch:
         """Tell it and go backward, where it is the loop's; whether it was."""
         if loss.dim() or threading.get_ident() != self._thread:
             return False
-        scaler, is_heard = self._scaler, not self._backward.is_quiet
-        scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        told = loss if scale is None else loss / scale
-        if is_heard:
+        told, scaler, scale = loss, self._scaler, None
+        if scaler is not None and scaler.is_enabled():
+            scale = scaler._scale
+            told = loss / scale
+        if is_heard := not self._backward.is_quiet:
             narrator, ctx = self._narrator, self._ctx
             if not narrator.is_open("microbatch") or self._backward.is_open:
                 return False
