@@ -513,3 +513,36 @@ def test_what_is_known_of_a_step_that_was_skipped_does_not_depend_on_who_else_li
             scaler.update()
             optimizer.zero_grad()
     assert seen == [(True, None, 0.05)] + [(False, None, 0.05)] * (BATCHES - 1)
+
+
+@pytest.mark.parametrize("heard", [(), ("on_optimizer_step_start",), ("on_clip_gradients_end",), ("on_train_step_start",)])
+def test_the_recorded_learning_rate_is_the_step_s_though_a_scheduler_steps_behind_it(heard: tuple[str, ...]) -> None:
+    class Hears(Callback): ...
+
+    for event in heard:
+        setattr(Hears, event, lambda self, ctx: None)
+    model, optimizer, data = parts()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    callbacks = [history := History(), *([Hears()] if heard else [])]
+    with attach(model=model, optimizer=optimizer, scheduler=scheduler, callbacks=callbacks, log_interval=1) as run:
+        for inputs, targets in run.steps(data):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+    assert history["train/learning_rate"] == pytest.approx([0.05 * 0.5**step for step in range(BATCHES)])
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_who_is_told_again_after_a_while_reads_nothing_of_a_step_before() -> None:
+    class Now(Callback):
+        def __init__(self) -> None:
+            self.read: list[tuple[int, bool, bool]] = []
+
+        def on_train_step_start(self, ctx: Context) -> None:
+            self.read.append((ctx.step, ctx.has("batch"), ctx.has("learning_rate") or ctx.has("loss") or ctx.has("grad_norm")))
+            ctx.mute(self, "on_train_step_start", until=ctx.step + 25)
+
+    attached(12, now := Now())
+    assert now.read == [(step, True, False) for step in (1, 26, 51)]
