@@ -546,3 +546,33 @@ def test_who_is_told_again_after_a_while_reads_nothing_of_a_step_before() -> Non
 
     attached(12, now := Now())
     assert now.read == [(step, True, False) for step in (1, 26, 51)]
+
+
+def test_an_exception_in_a_step_is_told_with_its_batch_to_who_hears_nothing_else() -> None:
+    class Dumps(Callback):
+        batch: Any = None
+
+        def on_exception(self, ctx: Context) -> None:
+            self.batch = ctx.batch
+
+    model, optimizer, data = parts()
+    with pytest.raises(ValueError, match="here"):
+        with attach(model=model, optimizer=optimizer, callbacks=(dumps := Dumps())) as run:
+            for step, batch in enumerate(run.steps(data)):
+                if step == 2:
+                    raise ValueError("here")
+    assert dumps.batch is batch
+
+
+def test_who_is_added_within_a_step_that_nobody_heard_hears_its_end_with_its_fields() -> None:
+    manager, told = CallbackManager(), list[tuple[int, bool]]()
+    fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
+        for step, (inputs, targets) in enumerate(run.steps(data)):
+            if step == 1:
+                manager.register("on_train_step_end", lambda ctx: told.append((ctx.step, all(map(ctx.has, fields)))))
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert told == [(step, True) for step in range(2, BATCHES + 1)]

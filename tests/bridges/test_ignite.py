@@ -631,3 +631,20 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert zero["evaluated"] == one["evaluated"]
     assert len(zero["evaluated"]) == zero["step"] // 3
     assert (tmp_path / "saved" / "checkpoint_6.pt").is_file()
+
+
+def test_a_step_in_whose_midst_the_epoch_is_left_ends_with_its_fields(tmp_path: Path) -> None:
+    told: list[tuple[str, bool, bool]] = []
+
+    class Reads(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            told.append(("step", ctx.has("batch"), ctx.has("loss")))
+
+        def on_epoch_end(self, ctx: Context) -> None:
+            told.append(("epoch", ctx.has("batch"), ctx.has("loss")))
+
+    setup = Setup(tmp_path, accumulate=2, evaluates=False)
+    setup.host([Reads()], saves=False)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
+    setup.trainer.run(POINTS.batches(), max_epochs=1)
+    assert told == [("step", True, True)] * 2 + [("epoch", False, False)]

@@ -216,8 +216,7 @@ class AttachedRun:
                 stepped.has_stepped, watch.total, watch.is_on = False, None, True
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
-                    if narrator.is_heard:
-                        ctx.batch = batch
+                    ctx.batch = batch
                     if self._hears_microbatch:
                         ctx.microbatch = batch
                         narrator.start("microbatch")
@@ -239,15 +238,14 @@ class AttachedRun:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen()
+        is_heard = narrator.hears("fetch")
         for _ in range(self._accumulate):
-            if not narrator.is_heard:
-                batch = next(batches, None)
-            else:
+            if is_heard:
                 narrator.start("fetch")
-                ctx.batch = next(batches, None)
+            ctx.batch = next(batches, None)
+            if is_heard:
                 narrator.end("fetch")
-                batch = ctx.batch
+            batch = ctx.batch
             if batch is None:
                 self._place.is_exhausted = True
                 break

@@ -152,7 +152,6 @@ class HostedRun:
         self.parts: dict[str, Stateful] = {}
         """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
         self._next_boundary = 0
-        self._rate_of = 0  # the step whose learning rate was noted last
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
@@ -227,10 +226,11 @@ class HostedRun:
 
     def close_epoch(self, *, is_whole: bool) -> None:
         """The epoch in hand is over, or left; its boundary is reached later, behind the evaluation that the host makes of it."""
+        for part in ("train_step", "fetch"):  # one that was left in its midst, and one that found the data at its end
+            self.narrator.end(part)
         self.records.tally.settle(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
-        self.narrator.end("fetch")  # that found the data at its end
         if self.ctx.has("batch"):
             del self.ctx.batch
         self.narrator.end("epoch")
@@ -413,34 +413,30 @@ class HostedRun:
         self.step_skipped, self.grad_norm = False, None
 
     def _gradients_are_there(self) -> None:
-        if self.narrator.is_heard and (loss := self.losses()) is not None:
+        loss = self.losses()
+        if loss is not None:
             self.ctx.loss = loss
 
     def _clipped(self) -> None:
-        if self.narrator.is_heard:
-            self.ctx.grad_norm = self.grad_norm
+        self.ctx.grad_norm = self.grad_norm
 
     def _optimizer_begins(self) -> None:
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0]["lr"]
             if isinstance(rate, Tensor):
                 rate = rate.clone()  # a scheduler writes over it where it stands
-            self.records.learning_rate, self._rate_of = rate, self.ctx.step
-            if self.narrator.is_heard:
-                self.ctx.learning_rate = rate
+            self.ctx.learning_rate = self.records.learning_rate = rate
 
     def _optimizer_ends(self) -> None:
-        if self.narrator.is_heard:
-            self.ctx.step_skipped = self.step_skipped
+        self.ctx.step_skipped = self.step_skipped
 
     def _step_ends(self) -> None:
-        state, records, is_skipped = self.state, self.records, self.step_skipped
-        if is_skipped and self._rate_of != self.ctx.step:
+        ctx, state, records, is_skipped = self.ctx, self.state, self.records, self.step_skipped
+        if is_skipped and not ctx.has("learning_rate"):
             self._optimizer_begins()
         (samples, tokens), loss = self.counted, self.losses()
         losses = None if loss is None else {"loss": loss, **self.other_losses}
-        if self.narrator.is_heard:
-            ctx = self.ctx
+        if self.spans.train_step.ends is not None:  # somebody hears it
             if losses is not None:
                 ctx.loss, ctx.loss_dict = loss, losses
             ctx.grad_norm, ctx.step_skipped = self.grad_norm, is_skipped  # where nobody hears what they come with

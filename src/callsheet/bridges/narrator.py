@@ -94,11 +94,10 @@ class Narrator:
                 parts[each].index = index
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
         self._heard_at = -1  # which call sheet it was that was last looked at
-        self._step, self._step_closes = parts["train_step"], parts["train_step"].closes
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
         self.is_heard = True
-        """Whether anybody hears anything of a step, as far as `listen` has looked. Where nobody does, no field that is read within one is set."""
+        """Whether anybody hears anything of a step, as far as `listen` has looked."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
@@ -118,10 +117,10 @@ class Narrator:
         quiet[_BACKWARD] &= "outputs" not in self._ctx.kept  # which somebody reads later
         for behind in _BEHIND:  # these end it, where somebody hears it
             quiet[behind] &= quiet[_BACKWARD]
-        step = self._step
+        step = self.parts["train_step"]
         is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
         is_news |= is_heard is not self.is_heard
-        self.is_heard, step.closes = is_heard, self._step_closes if is_heard else None
+        self.is_heard = is_heard
         for group, is_quiet in zip(self._groups, quiet, strict=True):
             if group[0].is_quiet is not is_quiet:
                 is_news = True

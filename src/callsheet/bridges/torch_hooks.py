@@ -120,17 +120,7 @@ class OptimizerHooks:
 
     def __init__(self, narrator: Narrator, optimizer: Optimizer) -> None:
         self._listen_to(narrator)
-        self._optimizer = optimizer
-        self._handles: list[Any] = [optimizer.register_step_post_hook(self._ends)]
-        self.listen()
-
-    def listen(self) -> None:
-        """After the narrator has: where nobody hears the step, or what comes before it, only its end is waited for."""
-        is_heard = not (self._clip.is_quiet and self._own.is_quiet)
-        if is_heard and len(self._handles) == 1:
-            self._handles.append(self._optimizer.register_step_pre_hook(self._begins))
-        elif not is_heard and len(self._handles) == 2:
-            self._handles.pop().remove()
+        self._handles = [optimizer.register_step_pre_hook(self._begins), optimizer.register_step_post_hook(self._ends)]
 
     def _listen_to(self, narrator: Narrator) -> None:
         self._narrator = narrator
@@ -149,13 +139,11 @@ class OptimizerHooks:
             self.has_stepped = True
             if not self._own.is_quiet:
                 self._narrator.end("optimizer_step")
-            elif len(self._handles) == 1 and self._own.act_at_start is not None:
-                self._own.act_at_start()  # which notes the learning rate, before a scheduler changes it
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 class BackwardWatch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +22,7 @@ logger = logging.getLogger("callsheet")
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
 _WAITING = 2**20  # numbers of one shape that may wait for each other
+_one_at_a_time = threading.Lock()  # a DataParallel's replicas are threads
 
 
 class ActivationMonitor(Callback):
@@ -57,7 +60,7 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._hooks: list[Any] = []
         self._seen: dict[torch.device, _Seen] = {}
-        self._last: tuple[Tensor, int, int] | None = None  # what was looked at last, its version, its place
+        self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # what was looked at last, its version, its place
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # that was looked at last
         self._has_seen = self._has_warned = False
@@ -118,11 +121,12 @@ class ActivationMonitor(Callback):
         here = tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
         if not here.numel():
             return
-        seen = self._seen.setdefault(here.device, _Seen())
         version = -1 if tensor.is_inference() else tensor._version  # nobody counts those of inference
-        if version < 0 or self._last is None or tensor is not self._last[0] or version != self._last[1]:
-            self._last = tensor, version, seen.add(here)  # what a module hands on from its last child is the same tensor
-        seen.places.setdefault(name, []).append(self._last[2])
+        with _one_at_a_time:
+            seen = self._seen.setdefault(here.device, _Seen())
+            if version < 0 or self._last is None or tensor is not self._last[0]() or version != self._last[1]:
+                self._last = weakref.ref(tensor), version, seen.add(here)  # a module hands on what its last child returned
+            seen.places.setdefault(name, []).append(self._last[2])
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
@@ -200,7 +204,7 @@ def _sums(tensors: Tensor) -> Tensor:
     variance = powers.mean(inner)
     fourth = powers.square_().mean(inner)
     norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True).mean(inner)
-    filled = torch.ne(values, 0, out=powers).mean(inner)
+    filled = torch.ne(values, 0, out=powers).sum(inner) / values[0].numel()
     return torch.stack([mean.flatten(), variance, fourth, norms, filled, values.amin(inner), values.amax(inner)], 1)
 
 

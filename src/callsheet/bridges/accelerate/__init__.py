@@ -219,9 +219,7 @@ class AcceleratedRun(AttachedRun):
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._microbatches += 1
                 self._taken += 1
-                self._backward.is_on = True
-                if narrator.is_heard:
-                    ctx.batch = batch
+                self._backward.is_on, ctx.batch = True, batch
                 if self._hears_microbatch:
                     ctx.microbatch = batch
                     narrator.start("microbatch")
@@ -259,14 +257,12 @@ class AcceleratedRun(AttachedRun):
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen()
-        if not narrator.is_heard:
-            batch = next(batches, None)
-        else:
+        if is_heard := narrator.hears("fetch"):
             narrator.start("fetch")
-            ctx.batch = next(batches, None)
+        ctx.batch = next(batches, None)
+        if is_heard:
             narrator.end("fetch")
-            batch = ctx.batch
+        batch = ctx.batch
         if batch is not None:
             run.counted = (0, 0)
             self._optimizer_hooks.has_stepped, self._backward.total = False, None

@@ -40,8 +40,7 @@ class CalledModel(StaysBehind):
         if not self._is_in_step:  # and the model was not called as a whole
             run = self._run
             self._begin_step(run)
-            if run.narrator.is_heard:
-                run.ctx.batch = None
+            run.ctx.batch = None
             run.narrator.tell("fetch")
             run.narrator.made_up.add("fetch")
             run.narrator.start("train_step")
@@ -64,13 +63,10 @@ class CalledModel(StaysBehind):
         else:
             samples, tokens = counts_of(batch)
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        if not narrator.is_heard:
-            if is_first:
-                narrator.start("train_step")
-            return None
         ctx.batch = batch
         if is_first:
-            narrator.tell("fetch")
+            if not narrator.parts["fetch"].is_quiet:
+                narrator.tell("fetch")
             narrator.start("train_step")
         if self._hears_forward:
             narrator.end("microbatch")  # the one before, whose fields are gone with it
@@ -129,10 +125,10 @@ class CalledModel(StaysBehind):
             return None
         if not narrator.is_open("eval"):
             run.begin_evaluation(self._sets[0])
-            self._listen(self._hears_forward or run.hears_outputs("eval"))
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
+        self._listen(run.hears_outputs("eval"))
         given = run.eval_ctx.batch
         return None if given is batch else _replaced(given, args)
 

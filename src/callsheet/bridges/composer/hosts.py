@@ -191,10 +191,9 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
 
     def _after_dataloader(self, state: Any) -> None:
         run = self._run
-        if run.narrator.is_heard:
-            run.ctx.batch = state.batch
-            run.narrator.end("fetch")
-            state.batch = run.ctx.batch
+        run.ctx.batch = state.batch
+        run.narrator.end("fetch")
+        state.batch = run.ctx.batch
         run.counted = counts_of(state.batch)
 
     def _batch_start(self, state: Any) -> None:
@@ -225,18 +224,15 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._run.narrator.start("loss")
 
     def _after_loss(self, state: Any) -> None:
-        loss = trained_on(state.loss)
-        if self._run.narrator.hears("loss"):
-            ctx = self._run.ctx
-            ctx.loss = loss
-            self._run.narrator.end("loss")
-            if ctx.loss is not loss:
-                loss = ctx.loss
-                if isinstance(state.loss, dict) and "total" in state.loss:
-                    state.loss["total"] = loss
-                else:
-                    state.loss = loss
-        value = loss.detach()
+        ctx = self._run.ctx
+        ctx.loss = loss = trained_on(state.loss)
+        self._run.narrator.end("loss")
+        if ctx.loss is not loss:
+            if isinstance(state.loss, dict) and "total" in state.loss:
+                state.loss["total"] = ctx.loss
+            else:
+                state.loss = ctx.loss
+        value = ctx.loss.detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # Composer scales the total where it stands
         is_whole = state.device_train_microbatch_size >= self._run.counted[0]  # nothing to weigh

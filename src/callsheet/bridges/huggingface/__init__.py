@@ -225,24 +225,18 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """A batch is through, and its step is not."""
         run.narrator.end("microbatch")
 
-    def on_pre_optimizer_step(self, *told: Any, **given: Any) -> None:
-        """The gradients are there, and clipped."""
-        if self._run is not None and self._run.narrator.is_heard:
-            self._optimizer_begins(*told, **given)
-
     @_in_a_run
-    def _optimizer_begins(self, run: HostedRun, *_: Any) -> None:
+    def on_pre_optimizer_step(self, run: HostedRun, *_: Any) -> None:
+        """The gradients are there, and clipped."""
         narrator = run.narrator
         narrator.start("train_step")
-        narrator.tell("clip_gradients")
+        if not narrator.parts["clip_gradients"].is_quiet:
+            narrator.tell("clip_gradients")
         narrator.start("optimizer_step")
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         """The parameters have moved; the gradients are there for a moment."""
-        if not run.narrator.is_heard:
-            run.narrator.start("train_step")
-            run.narrator.start("optimizer_step")  # notes the learning rate, before the scheduler changes it
         run.step_skipped = bool(self._skips is not None and self._skips.step_was_skipped)
         self._watch.is_on = False
         run.narrator.end("train_step")  # and the optimizer's

@@ -70,24 +70,19 @@ class ForwardHooks(StaysBehind):
         narrator, ctx, parts = run.narrator, run.ctx, run.narrator.parts
         samples, tokens = counts_of(batch)
         run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        if not narrator.is_heard:
-            if self._after is not None:
-                self._listen(False)
-            if not parts["train_step"].is_open:
-                narrator.start("train_step")
-            return None
         ctx.batch = batch
         if not parts["train_step"].is_open:
-            narrator.tell("fetch")
+            if not parts["fetch"].is_quiet:
+                narrator.tell("fetch")
             narrator.start("train_step")
-        self._listen(not parts["forward"].is_quiet)
-        if not parts["forward"].is_quiet:
-            ctx.microbatch = ctx.batch
+        given = ctx.batch
+        if is_heard := not parts["forward"].is_quiet:
+            ctx.microbatch = given
             narrator.start("microbatch")
             narrator.start("forward")
             given = ctx.microbatch
-        else:
-            given = ctx.batch
+        if is_heard is not (self._after is not None):
+            self._listen(is_heard)
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
@@ -107,10 +102,10 @@ class ForwardHooks(StaysBehind):
         run = self._run
         if not narrator.is_open("eval"):
             run.begin_evaluation(self._datasets.next)
-            self._listen(run.hears_outputs("eval"))
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
+        self._listen(run.hears_outputs("eval"))
         given = run.eval_ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 

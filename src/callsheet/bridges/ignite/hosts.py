@@ -212,7 +212,6 @@ class IgniteHost:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen()
         if not narrator.parts["fetch"].is_quiet:
             narrator.start("fetch")
             run.ctx.batch = None
@@ -237,9 +236,7 @@ class IgniteHost:
             self._get_batch_started(trainer)
             self._get_batch_completed(trainer)
         self._microbatches += 1
-        batch = trainer.state.batch
-        if narrator.is_heard:
-            ctx.batch = batch
+        ctx.batch = batch = trainer.state.batch
         if is_first:
             run.counted = counts_of(batch)
             watch.total, self._optimizer_hooks.has_stepped = None, False

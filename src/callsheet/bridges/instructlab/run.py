@@ -130,7 +130,7 @@ class HookedRun:
     def end_step(self, context: TrainingContext) -> None:
         """The step in hand is over, and counted."""
         ctx, state = self.ctx, self.state
-        if self.loss is not None and self.narrator.is_heard:
+        if self.loss is not None:
             ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
             if context.grad_norm is not None:
                 ctx.grad_norm = torch.tensor(context.grad_norm)
@@ -154,17 +154,14 @@ class HookedRun:
         return self.manager.heard.on_train_step_end or self._hears_parts
 
     def _loss_is_known(self) -> None:
-        if self.loss is not None and self.narrator.is_heard:
+        if self.loss is not None:
             self.ctx.loss = self.loss
 
     def _clipped(self) -> None:
-        if self.narrator.is_heard:
-            self.ctx.grad_norm = None  # it is known at `on_log`
+        self.ctx.grad_norm = None  # it is known at `on_log`
 
     def _stepped(self) -> None:
-        self.has_stepped = True
-        if self.narrator.is_heard:
-            self.ctx.step_skipped = False
+        self.ctx.step_skipped, self.has_stepped = False, True
 
     # --- records, evaluations, checkpoints ---
 

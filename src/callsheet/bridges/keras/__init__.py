@@ -235,22 +235,19 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        (batch,) = data
-        if narrator.is_heard:
+        if is_heard := narrator.hears("fetch"):
             narrator.start("fetch")
-            ctx.batch = batch
+        (ctx.batch,) = data
+        if is_heard:
             narrator.end("fetch")
-            batch = ctx.batch
         narrator.start("train_step")
-        run.counted = counts_of(batch)
+        run.counted = counts_of(ctx.batch)
         watch.total, watch.is_on = None, True
         self._steps.has_stepped = False
         if self._hears_microbatch:
-            ctx.microbatch = batch
+            ctx.microbatch = ctx.batch
             narrator.start("microbatch")
-        if narrator.is_heard:
-            batch = ctx.batch
-        logs = function([batch])
+        logs = function([ctx.batch])
         watch.is_on = False
         place.taken += 1
         run.step_skipped = not self._steps.has_stepped

@@ -220,8 +220,9 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         run = self._run
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
         samples, tokens = counts_of(batch)
+        ctx.batch = batch
         parts = narrator.parts
-        if is_further := parts["train_step"].is_open:
+        if parts["train_step"].is_open:
             counted = run.counted
             run.counted = counted[0] + samples, counted[1] + tokens
         else:
@@ -232,22 +233,18 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
                 self._hears_microbatch = narrator.hears("microbatch")
                 self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
                 self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
-        if narrator.is_heard:
-            ctx.batch = batch
-        if not is_further:
-            if narrator.is_heard:
+            if not parts["fetch"].is_quiet:
                 narrator.tell("fetch")
             narrator.start("train_step")
             watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
         watch.is_on = True
-        if narrator.is_heard:
-            given = ctx.batch
-            if self._hears_microbatch:
-                ctx.microbatch = given
-                narrator.start("microbatch")
-                given = ctx.microbatch
-            if given is not batch:
-                self._forward.replaced = [given]
+        given = ctx.batch
+        if self._hears_microbatch:
+            ctx.microbatch = given
+            narrator.start("microbatch")
+            given = ctx.microbatch
+        if given is not batch:
+            self._forward.replaced = [given]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The gradients are there, unscaled, and not yet clipped."""

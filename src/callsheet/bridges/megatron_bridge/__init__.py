@@ -245,7 +245,7 @@ class MegatronBridgeHost:
             self._hears_step = narrator.is_heard
             self._hears_forward = self._hears_step and not self._is_pipelined
             self._forward.listen(self._hears_forward)
-            self._steps.listen()
+            self._steps.listen(self._hears_step)
         self._forward.in_step = self._hears_forward
         if not self._hears_forward:
             narrator.start("train_step")

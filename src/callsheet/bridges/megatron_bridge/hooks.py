@@ -120,18 +120,23 @@ class StepHooks(OptimizerHooks):
     def __init__(self, run: HostedRun, optimizers: list[Optimizer]) -> None:
         self._listen_to(run.narrator)
         self._run, self._optimizers = run, optimizers
-        self._handles: list[Any] = []
+        self._handles = []
 
-    def listen(self) -> None:
-        """After the narrator has: stand in the optimizers, or leave them as they were."""
-        is_heard = self._narrator.is_heard
+    def listen(self, is_heard: bool) -> bool:
+        """Stand in the optimizers, or leave them as they were; whether they are heard."""
         if is_heard and not self._handles and self._optimizers:
             self._handles = [
                 self._optimizers[0].register_step_pre_hook(self._begins),
                 self._optimizers[-1].register_step_post_hook(self._ends),
             ]
-        elif not is_heard:
+        elif self._handles and not is_heard:
             self.remove()
+        return is_heard
+
+    def remove(self) -> None:
+        """Leave them as they were."""
+        super().remove()
+        self._handles = []
 
     _begins = _fails_the_run(OptimizerHooks._begins)
     _ends = _fails_the_run(OptimizerHooks._ends)

@@ -217,28 +217,23 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             if narrator.listen():
                 self._hears_forward = narrator.hears("forward")
                 self._model_hooks.listen(self._hears_forward)
-                if self._optimizer_hooks is not None:
-                    self._optimizer_hooks.listen()
-            is_told = narrator.is_heard
+            is_told = not narrator.parts["fetch"].is_quiet
             if is_told:
                 narrator.start("fetch")
-                ctx.batch = None
+        ctx.batch = None
         try:
-            self._batch = batch = fetch(state, batches)
+            ctx.batch = fetch(state, batches)
         except StopIteration:
             self._is_exhausted = True
             if is_told:
                 narrator.end("fetch")
             raise
-        if batch is batches:
+        if ctx.batch is batches:
             raise NotCarried("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
-        if narrator.is_heard:
-            ctx.batch = batch
-            if is_told:
-                narrator.end("fetch")
-                self._batch = batch = ctx.batch
+        if is_told:
+            narrator.end("fetch")
         place.taken += 1
-        return batch
+        return ctx.batch
 
     def _fetched_to_judge(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """What `get_next_eval_batch` or `get_next_predict_batch` gives."""
@@ -254,8 +249,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run = self._run
         assert run is not None
         narrator, ctx, watch = run.narrator, run.ctx, self._watch
-        counted = counts_of(self._batch)
-        self._batch = None
+        counted = counts_of(ctx.batch)
         if narrator.parts["train_step"].is_open:
             run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
         else:
