@@ -27,7 +27,7 @@ test: $(READY)  ## all tests; those with other frameworks by themselves, which a
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/bridges --ignore tests/compat
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/bridges tests/compat
-	$(BIN)/python -m pytest -m browser tests/report
+	$(BIN)/python -m pytest -n auto --maxprocesses 2 -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow

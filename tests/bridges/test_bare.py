@@ -556,14 +556,20 @@ def test_an_exception_in_a_step_is_told_with_its_batch_to_who_hears_nothing_else
             self.batch = ctx.batch
 
     model, optimizer, data = parts()
-    with pytest.raises(ValueError, match="here"):
-        with attach(model=model, optimizer=optimizer, callbacks=(dumps := Dumps())) as run:
-            for step, batch in enumerate(run.steps(data)):
-                if step == 2:
-                    raise ValueError("here")
+    dumps, batches = Dumps(), list[Any]()
+
+    def train() -> None:
+        with attach(model=model, optimizer=optimizer, callbacks=dumps) as run:
+            for batch in run.steps(data):
+                batches.append(batch)
                 nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+                if len(batches) == 3:
+                    raise ValueError("here")
                 optimizer.step()
-    assert dumps.batch is batch
+
+    with pytest.raises(ValueError, match="here"):
+        train()
+    assert dumps.batch is batches[2]
 
 
 def test_who_is_added_within_a_step_that_nobody_heard_hears_its_end_with_its_fields() -> None:
