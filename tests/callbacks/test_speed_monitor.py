@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, ConfigError, Context, Trainer
 from callsheet.callbacks.speed_monitor import SpeedMonitor
-from callsheet.costs import PATH_EVENTS
 from callsheet.testing import run_ranks
 from callsheet.trainer import Task
 
@@ -239,20 +238,6 @@ def flops_per_sample(records: Records) -> list[float]:
 def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     records, _ = train(tmp_path, SpeedMonitor(window_size=2), model=Net(recomputes=recomputes), **options)
     assert flops_per_sample(records) == pytest.approx([PER_SAMPLE] * len(records.records))
-
-
-def test_once_all_is_known_it_hears_of_a_step_its_batch_alone(tmp_path: Path) -> None:
-    class Sees(Callback):
-        def __init__(self) -> None:
-            self.heard: list[set[str]] = []
-
-        def on_train_step_end(self, ctx: Context) -> None:
-            self.heard.append({event for event in PATH_EVENTS if getattr(manager.heard, event)})
-
-    manager = CallbackManager([SpeedMonitor(), sees := Sees()])
-    train(tmp_path, callbacks=manager)
-    assert sees.heard[0] > {"on_fetch_end", "on_forward_backward_start"}
-    assert sees.heard[-1] == {"on_fetch_end", "on_train_step_end"}
 
 
 def test_what_is_told_is_what_was_computed_meanwhile(tmp_path: Path) -> None:

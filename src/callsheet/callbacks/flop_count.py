@@ -96,8 +96,6 @@ class StepFlops:
         self._steps = 0
         self._fetched: Any = 0  # like `_waiting`, of the next step
         self._numbers: Any = 0  # of the one in hand
-        self.counts_batches = False
-        """Whether batches count when they come: nothing of their steps is needed, and `begin_step` is called no more."""
         self.trouble = ""
         self.is_guessing = False
 
@@ -109,24 +107,19 @@ class StepFlops:
     def fetched(self, batch: Any) -> None:
         """A batch of the next step has come."""
         if self._says is None:
-            said: Any = numbers_in(batch)
-        else:
-            said = self._says(batch) if callable(self._says) else self._says
-            if not isinstance(said, (Real, Tensor)):
-                raise ConfigError(f"the model says that a batch has {said!r} FLOPs; let its {' or '.join(_SAYS)} give a number")
-        if self.counts_batches:
-            self._waiting = self._waiting + said
-        else:
-            self._fetched = self._fetched + said
+            self._fetched += numbers_in(batch)
+            return
+        said = self._says(batch) if callable(self._says) else self._says
+        if not isinstance(said, (Real, Tensor)):
+            raise ConfigError(f"the model says that a batch has {said!r} FLOPs; let its {' or '.join(_SAYS)} give a number")
+        self._fetched = self._fetched + said
 
     def begin_step(self) -> None:
         """Before the step's first forward."""
         self._steps += 1
-        has_numbers = self._says is not None or self._fetched > 0
         self._numbers, self._fetched = self._fetched if self._says is not None else self._fetched or 1, 0
         self._waiting = self._waiting + self._numbers
         if self.is_done or self._steps < _FIRST_COUNTED:
-            self.counts_batches = has_numbers and self.is_settled
             return
         if has_compiled():
             self.is_done = True

@@ -84,7 +84,7 @@ class SpeedMonitor(Callback):
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
         if self._counts_flops:
-            ctx.unmute(self, "on_forward_backward_start", *_COUNTING)
+            ctx.unmute(self, *_COUNTING)
         else:
             ctx.mute(self, "on_fetch_end", "on_forward_backward_start", *_COUNTING)
 
@@ -96,8 +96,6 @@ class SpeedMonitor(Callback):
     def on_forward_backward_start(self, ctx: Context) -> None:
         """Count the step, if it is the one."""
         self._flops.begin_step()
-        if self._flops.counts_batches:
-            ctx.mute(self, "on_forward_backward_start")
 
     def on_forward_end(self, ctx: Context) -> None:
         """Where nothing can be counted, the outputs may show the precision."""
