@@ -79,3 +79,28 @@ def test_outputs_that_somebody_keeps_are_there_though_nobody_hears_the_forward(w
     seen: list[torch.Size] = []
     home(where).train(POINTS, tmp_path, [Keeps()])
     assert seen == [torch.Size([4, 1])] * 12
+
+
+@pytest.mark.parametrize("where", ["automodel", "huggingface"])
+def test_who_unmutes_the_forward_s_end_within_an_evaluation_is_told_its_outputs(where: str, tmp_path: Path) -> None:
+    class Second(Callback):
+        """Hears of each evaluation's batches the forward of the second."""
+
+        def __init__(self) -> None:
+            self.batches, self.read = 0, list[bool]()
+
+        def on_train_start(self, ctx: Context) -> None:
+            ctx.mute(self, "on_eval_forward_end")
+
+        def on_eval_start(self, ctx: Context) -> None:
+            self.batches = 0
+
+        def on_eval_step_start(self, ctx: Context) -> None:
+            self.batches += 1
+            (ctx.unmute if self.batches == 2 else ctx.mute)(self, "on_eval_forward_end")
+
+        def on_eval_forward_end(self, ctx: Context) -> None:
+            self.read.append(ctx.has("outputs"))
+
+    home(where).train(POINTS, tmp_path, [second := Second()], strict=False)
+    assert second.read == [True, True]  # of two epochs

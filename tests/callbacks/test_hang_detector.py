@@ -28,7 +28,7 @@ def stuck_here(seconds: float) -> None:
 class Hangs(Callback):
     """Every step takes a while; one of one rank, a save or an evaluation takes long."""
 
-    def __init__(self, where: str = "step", *, at: int = 12, seconds: float = 3.0, rank: int = 0) -> None:
+    def __init__(self, where: str = "step", *, at: int = 12, seconds: float = 4.0, rank: int = 0) -> None:
         self.where, self.at, self.seconds, self.rank = where, at, seconds, rank
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -79,7 +79,7 @@ def _lives(thread: threading.Thread) -> bool:
 
 def detector(**options: Any) -> HangDetector:
     """After about a second, and longer where a busy machine takes longer for a step: it may halt one for half a second."""
-    return HangDetector(**({"min_seconds": 0.3, "factor": 50.0} | options))
+    return HangDetector(**({"min_seconds": 0.3, "factor": 40.0} | options))
 
 
 def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +91,7 @@ def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path,
     assert "in stuck_here" in text
     assert "callsheet-hangs" in text or "in _watch" in text  # all threads
     assert caplog.text.count("no sign of life") == 1
-    assert caplog.text.count("rank 0 goes on, after 3.") == 1
+    assert caplog.text.count("rank 0 goes on, after 4.") == 1
 
 
 @pytest.mark.parametrize("where", ["evaluation", "save"])

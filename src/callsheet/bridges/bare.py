@@ -140,7 +140,6 @@ class AttachedRun:
         run.parts["place"] = self._place
         self._is_over = False
         self._is_iterating = False
-        self._is_first = True
         self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
 
@@ -201,7 +200,6 @@ class AttachedRun:
             return
         self._catch_up(goes_on=True)
         run, narrator, ctx, place = self._run, self._run.narrator, self._run.ctx, self._place
-        watch, stepped = self._backward, self._optimizer_hooks
         self._is_iterating = True
         narrator.start("epoch")
         try:
@@ -209,22 +207,22 @@ class AttachedRun:
             while not self._is_over and (group := self._fetched(batches)):
                 narrator.start("train_step")
                 run.counted = counts_of(group[0])
-                if len(group) > 1:
-                    for batch in group[1:]:
-                        samples, tokens = counts_of(batch)
-                        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-                stepped.has_stepped, watch.total, watch.is_on = False, None, True
+                for batch in group[1:]:
+                    samples, tokens = counts_of(batch)
+                    run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                self._optimizer_hooks.has_stepped, self._backward.total = False, None
+                self._backward.is_on, is_heard = True, self._hears_microbatch
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
                     ctx.batch = batch
-                    if self._hears_microbatch:
+                    if is_heard:
                         ctx.microbatch = batch
                         narrator.start("microbatch")
                         yield ctx.microbatch
                         narrator.end("microbatch")
                     else:
                         yield batch
-                watch.is_on = False
+                self._backward.is_on = False
                 self._end_step()
             if is_whole := place.is_at_end:
                 place.end()
@@ -245,19 +243,18 @@ class AttachedRun:
             ctx.batch = next(batches, None)
             if is_heard:
                 narrator.end("fetch")
-            batch = ctx.batch
-            if batch is None:
+            if ctx.batch is None:
                 self._place.is_exhausted = True
                 break
-            group.append(batch)
+            group.append(ctx.batch)
         return group
 
     def _end_step(self) -> None:
         run = self._run
+        is_first = run.state.timestamp.batch == run.state.baseline.batch
         run.step_skipped = not self._optimizer_hooks.has_stepped
         self._is_over = run.end_step()
-        if self._is_first:
-            self._is_first = False
+        if is_first:
             self._check_first()
 
     def _check_first(self) -> None:

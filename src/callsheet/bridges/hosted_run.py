@@ -431,20 +431,17 @@ class HostedRun:
         self.ctx.step_skipped = self.step_skipped
 
     def _step_ends(self) -> None:
-        ctx, state, records, is_skipped = self.ctx, self.state, self.records, self.step_skipped
-        if is_skipped and not ctx.has("learning_rate"):
-            self._optimizer_begins()
-        (samples, tokens), loss = self.counted, self.losses()
-        losses = None if loss is None else {"loss": loss, **self.other_losses}
-        if self.spans.train_step.ends is not None:  # somebody hears it
-            if losses is not None:
-                ctx.loss, ctx.loss_dict = loss, losses
-            ctx.grad_norm, ctx.step_skipped = self.grad_norm, is_skipped  # where nobody hears what they come with
-        if losses is not None:
-            records.add(losses, samples, tokens, moved=not is_skipped)
+        ctx, state = self.ctx, self.state
+        loss = self.losses()
+        if loss is not None:
+            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
+            self.records.add(ctx.loss_dict, *self.counted, moved=not self.step_skipped)
         else:
-            records.tally.samples += samples
-            records.tally.tokens += tokens
+            self.records.tally.samples += self.counted[0]
+            self.records.tally.tokens += self.counted[1]
+        ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
+        if self.step_skipped and not ctx.has("learning_rate"):
+            self._optimizer_begins()
         state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
 
 

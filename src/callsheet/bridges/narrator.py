@@ -96,8 +96,8 @@ class Narrator:
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
-        self.is_heard = True
-        """Whether anybody hears anything of a step, as far as `listen` has looked."""
+        self.is_heard = False
+        """Whether anybody hears anything of a step, by the last `listen`."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 

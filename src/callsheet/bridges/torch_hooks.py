@@ -185,11 +185,10 @@ class BackwardWatch:
         """Tell it and go backward, where it is the loop's; whether it was."""
         if loss.dim() or threading.get_ident() != self._thread:
             return False
-        told, scaler, scale = loss, self._scaler, None
-        if scaler is not None and scaler.is_enabled():
-            scale = scaler._scale
-            told = loss / scale
-        if is_heard := not self._backward.is_quiet:
+        scaler, is_heard = self._scaler, not self._backward.is_quiet
+        scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
+        told = loss if scale is None else loss / scale
+        if is_heard:
             narrator, ctx = self._narrator, self._ctx
             if not narrator.is_open("microbatch") or self._backward.is_open:
                 return False

@@ -36,7 +36,7 @@ class ActivationMonitor(Callback):
     tensor parallelism it is what this rank computes. With a `name` of its own it logs under that instead of `activations`.
 
     Hooks are on the modules during the forwards of those steps alone. Nothing waits for the device, but those steps compute more,
-    and keep copies of small outputs until their end: 2^20 numbers of each shape at most.
+    and keep copies of small outputs until the forward's end: 2^20 numbers of each shape and type at most.
     What is compiled runs no hooks, so that of a compiled model only `(model)` is told: it says so, once.
 
     Args:
@@ -118,7 +118,7 @@ class ActivationMonitor(Callback):
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Look at what a module returned; it may be called more than once in a forward."""
-        here = tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
+        here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if not here.numel():
             return
         version = -1 if tensor.is_inference() else tensor._version  # nobody counts those of inference

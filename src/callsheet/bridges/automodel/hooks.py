@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,8 @@ class CalledModel(StaysBehind):
     """
 
     def __init__(self, run: HostedRun, watch: BackwardWatch, scheduler: Any, model: nn.Module, sets: list[str]) -> None:
-        self._run = run
-        self._watch = watch
+        self._run: HostedRun = weakref.proxy(run)
+        self._watch: BackwardWatch = weakref.proxy(watch)
         self._scheduler = scheduler
         self._model = model
         self._sets = sets
@@ -128,7 +129,7 @@ class CalledModel(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
-        self._listen(run.hears_outputs("eval"))
+        self._listen(run.hears_outputs("eval"))  # as it is now: a batch's callbacks may mute and unmute
         given = run.eval_ctx.batch
         return None if given is batch else _replaced(given, args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,19 +48,14 @@ class ForwardHooks(StaysBehind):
     """Hears the model being called: in training a microbatch, else a batch of an evaluation."""
 
     def __init__(self, run: HostedRun, watch: BackwardWatch, datasets: Datasets, model: nn.Module) -> None:
-        self._run = run
-        self._watch = watch
+        self._run = weakref.proxy(run)
+        self._watch = weakref.proxy(watch)
         self._datasets = datasets
         self._model = model
-        self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
-        self._after: Any = None  # while somebody hears the forward's end: with it the model is called more slowly
-
-    def _listen(self, is_heard: bool) -> None:
-        if is_heard and self._after is None:
-            self._after = self._model.register_forward_hook(self._ends)
-        elif self._after is not None and not is_heard:
-            self._after.remove()
-            self._after = None
+        self._handles = [
+            model.register_forward_pre_hook(self._begins, with_kwargs=True),
+            model.register_forward_hook(self._ends),
+        ]
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         run, batch = self._run, kwargs if kwargs or not args else args[0]
@@ -75,14 +71,13 @@ class ForwardHooks(StaysBehind):
             if not parts["fetch"].is_quiet:
                 narrator.tell("fetch")
             narrator.start("train_step")
-        given = ctx.batch
-        if is_heard := not parts["forward"].is_quiet:
-            ctx.microbatch = given
+        if not parts["forward"].is_quiet:
+            ctx.microbatch = ctx.batch
             narrator.start("microbatch")
             narrator.start("forward")
             given = ctx.microbatch
-        if is_heard is not (self._after is not None):
-            self._listen(is_heard)
+        else:
+            given = ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
@@ -105,14 +100,13 @@ class ForwardHooks(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
-        self._listen(run.hears_outputs("eval"))
         given = run.eval_ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        self._before.remove()
-        self._listen(False)
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def by_dataset(metrics: Mapping[str, Any], names: Iterable[str]) -> tuple[str | None, dict[str, float]]:
