@@ -27,6 +27,7 @@ ACTIONS = ("warn", "raise", "kill")
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # nobody else's; it wakes the training thread
 _LEARNED = 3  # looks that saw steps, before they are believed
 _PATIENCE = 10.0  # seconds for writing, and as many for logging, before something is done all the same
+_OTHERS_LOOK = 2.0  # seconds, in which every rank has looked, and has written where it stands
 
 
 class HangDetector(Callback):
@@ -36,11 +37,14 @@ class HangDetector(Callback):
     across a resume. The steps themselves do nothing for it. After `factor` times the learned step time, and `min_seconds` at least,
     each rank writes `hangs/rank<rank>-step<step>.txt` in the run's folder, the stacks of all its threads, and, where torch
     records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), `hangs/rank<rank>-step<step>-collectives.json`, which torch's
-    `torchfrtrace` reads. Then:
+    `torchfrtrace` reads. It is logged as an error. Then:
 
-    - `warn` logs it as an error; and again, if it goes on after all, for how long it stood.
+    - `warn` logs again, if it goes on after all, for how long it stood.
     - `raise` raises `HangError` in the training thread. What waits inside a collective or a kernel does not hear it.
     - `kill` ends the process, without any clean-up, with `exit_code`: a launcher starts it again.
+
+    `raise` and `kill` give the other ranks two seconds to write as well, since the end of one may take them out of where they hang;
+    and do nothing where a step was made in that time.
 
     Steps of evaluation, and saves, are life too; they, the steps before there is something learned, and the first after the
     start, an epoch's start, an evaluation or a save may take `pause_seconds`. Where C code holds Python's interpreter lock for
@@ -184,14 +188,18 @@ class HangDetector(Callback):
 
         def tell() -> None:
             logger.error("%s: %s; where its threads stand %s", label_of(self), what, written[-1])
-            if self._action == "kill":
-                logging.shutdown()
 
         _within(_PATIENCE, write)
         _within(_PATIENCE, tell)
+        if self._action == "warn":
+            return
+        is_over.wait(_OTHERS_LOOK)
+        if self._state.timestamp.batch != self._hung_after:  # it went on after all
+            return
         if self._action == "kill":
+            _within(_PATIENCE, logging.shutdown)
             os._exit(self._exit_code)
-        if self._action == "raise" and trained.ident is not None and not is_over.is_set():
+        if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
                 signal.pthread_kill(trained.ident, _SIGNAL)  # which also ends a sleep or a read
             else:
