@@ -99,38 +99,35 @@ def join(lanes: Iterable[CallbackLane]) -> None:
 
 
 class Handover:
-    """One line of the call sheet whose handler runs in a lane."""
+    """One line of the call sheet whose handler runs in a lane. `hand` is told of the event on the training thread."""
 
     def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
         self.event: object = entry.event
         self._event = str(entry.event)
         self._member, self._lane = entry.member, lane
         self._handler = entry.handler if lane.is_here else partial(lane.call, entry.handler)
-        taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._take, self._build, self._queue = taker.take, taker.build, lane.lane
+        self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        self._build = self._taker.build
+        self.hand = self._taker.handing(self, entry.member, lane.lane, self._copy)
 
-    def __call__(self, ctx: Context) -> None:
+    def _copy(self, ctx: Context) -> None:
         """On the training thread."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
-            values = self._take(ctx)
+            values = self._taker.take(self, ctx)
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
             failed(self._member, self._event, ctx, error)
         else:
-            queue = self._queue
-            if len(queue.items) < queue.room:
-                queue.items.append((self, ctx, values))
-            else:
-                queue.put((self, ctx, values))
+            self._lane.lane.put(values)
 
-    def done(self, ctx: Context, values: Values) -> None:
+    def done(self, values: Values) -> None:
         """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""
-        member = self._member
+        member, ctx = self._member, values[1]
         if member.is_off and member.is_silent_at(self._event):
             return
         try:
-            ctx = self._build(ctx, values)
+            ctx = self._build(values)
             if (answer := self._handler(ctx)) is not None:
                 self._lane.answered(answer)
         except Exception as error:
@@ -159,16 +156,16 @@ class LoggerCall:
         taker = Taker(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
         try:
             call = cls(method, handler, copied(payload, {}), lane, taker)
-            values = taker.take(ctx)
+            values = taker.take(call, ctx)
         except Exception as error:
             failed(lane.member, method, ctx, error)
         else:
-            lane.lane.put((call, ctx, values))
+            lane.lane.put(values)
 
-    def done(self, ctx: Context, values: Values) -> None:
+    def done(self, values: Values) -> None:
         """On the lane's thread."""
         call = partial(self.lane.call, self.method, **self.payload)
-        isolated(call, self.lane.member, self.event, self.taker.build(ctx, values))
+        isolated(call, self.lane.member, self.event, self.taker.build(values))
 
 
 def as_failure(error: BaseException) -> LaneExit:
@@ -178,14 +175,10 @@ def as_failure(error: BaseException) -> LaneExit:
     return failure
 
 
-_Item = tuple[Handover | LoggerCall, Context, Values]
+def _do(values: Values) -> None:
+    values[0].done(values)
 
 
-def _do(item: _Item) -> None:
-    what, ctx, values = item
-    what.done(ctx, values)
-
-
-def _kind(item: _Item) -> object:
-    what = item[0]
+def _kind(values: Values) -> object:
+    what = values[0]
     return what.event if isinstance(what, Handover) else (what.event, what.payload.get("name"))

@@ -65,7 +65,7 @@ def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
         return getattr(callback, what)(*rest)
     method, fields, payload, told = rest
     control = LaneControl(control_of(told), inbox, callback.name)
-    return getattr(callback, method)(snapshot_of(fields, control, inbox), **payload)
+    return getattr(callback, method)(snapshot_of(fields, control), **payload)
 
 
 async def _awaited(result: Any) -> None:

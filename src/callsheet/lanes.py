@@ -114,7 +114,7 @@ class Lane:
         self.room = 0
         """While fewer wait, `items.append` may stand for `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
-        self._run = run
+        self._run = run if not self._forgets_kinds else lambda waiting: run(waiting.item)
         self._kind = kind
         self._finish = finish
         self._in_hand = False
@@ -253,28 +253,27 @@ class Lane:
 
     def _work_off(self) -> None:
         items, run = self.items, self._run
+        self._in_hand = True  # before one leaves the queue: at every moment it is in one of the two
         while items:
-            self._in_hand = True  # before it leaves the queue: at every moment it is in one of the two
             try:
                 item = items.popleft()
             except IndexError:  # dropped meanwhile
-                self._in_hand = False
-                continue
+                break
             try:
-                run(item.item if self._forgets_kinds else item)
+                run(item)
             except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
                 logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
-            finally:
-                del item  # nothing is held while it waits
-                self.done += 1
-                self._in_hand = False
-            if not self._is_named and (self.done % _LOOK_EVERY == 0 or not items):
+            self.done += 1
+            if not self.done % _LOOK_EVERY:
                 self._name_if_busy()
+        item = None  # nothing is held while it waits
+        self._in_hand = False
+        self._name_if_busy()
 
     def _name_if_busy(self) -> None:
         """A thread that computes takes the interpreter from the training thread: say who does, by its last seconds."""
         began, burnt = self._looked_at
-        if time.monotonic() - began < _BUSY_AFTER_SECONDS:
+        if self._is_named or time.monotonic() - began < _BUSY_AFTER_SECONDS:
             return
         now = time.monotonic(), time.thread_time()
         seconds = now[0] - began

@@ -629,7 +629,7 @@ class CallbackManager:
     def _handover(self, entry: Entry) -> Handler:
         if entry not in self._handed:
             self._handed[entry] = Handover(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
-        return self._handed[entry]
+        return self._handed[entry].hand
 
     def _lane_of(self, member: Member) -> CallbackLane:
         if member not in self._lanes:

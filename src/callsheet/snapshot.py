@@ -83,7 +83,7 @@ class LaneControl:
     """
 
     def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
-        self._control, self._inbox, self.by = control, inbox, by
+        self._control, self.inbox, self.by = control, inbox, by
 
     @property
     def able(self) -> frozenset[str]:
@@ -143,7 +143,7 @@ class LaneControl:
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
         """For the manager; see `Control.switch_off`."""
-        self._inbox.put(Said("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
+        self.inbox.put(Said("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
 
     def stop(self, why: str, *, replicated: bool = False) -> None:
         """Ask that training end; see `Control.stop`."""
@@ -184,7 +184,7 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) in a lane, where every rank is somewhere else; leave replicated out"
             )
         self._control.check(request)
-        self._inbox.put(Said("ask", {"request": request}, self.by))
+        self.inbox.put(Said("ask", {"request": request}, self.by))
         self.hurry()
 
 
@@ -204,10 +204,10 @@ class Snapshot(Context):
         FieldNotTold: on reading what it does not hold; the message says how to ask for it.
     """
 
-    __slots__ = ("_inbox", "_lane_control")
+    __slots__ = ("_lane",)
 
-    _inbox: Inbox
-    _lane_control: LaneControl
+    _lane: LaneControl
+    """The control once more, whatever becomes of the field, for what is said to the run."""
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
         """Refused."""
@@ -219,8 +219,8 @@ class Snapshot(Context):
 
     def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; see `Context.log`."""
-        self._inbox.put(
-            Said("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane_control.by)
+        self._lane.inbox.put(
+            Said("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )
 
     def gather(self, value: Any) -> NoReturn:
@@ -231,16 +231,16 @@ class Snapshot(Context):
 
     def control_told(self) -> dict[str, Any]:
         """For a lane that is elsewhere: what can be read from the control."""
-        return self._lane_control.told()
+        return self._lane.told()
 
     def say(self, said: Said) -> None:
         """For a lane that is elsewhere: pass on what was said there."""
-        self._inbox.put(said)
+        self._lane.inbox.put(said)
         if said.what == "ask":
-            self._lane_control.hurry()
+            self._lane.hurry()
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
-        self._inbox.put(Said(method, payload, self._lane_control.by))
+        self._lane.inbox.put(Said(method, payload, self._lane.by))
 
     if not TYPE_CHECKING:
 
@@ -256,11 +256,11 @@ class Snapshot(Context):
             return super().__getattr__(name)
 
 
-def snapshot_of(fields: Mapping[str, Any], control: LaneControl, inbox: Inbox) -> Snapshot:
+def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
     """A snapshot that holds these fields."""
     made = Snapshot.__new__(Snapshot)
     made.control = control  # type: ignore[assignment]  # the part of it that a lane has
-    made._inbox, made._lane_control = inbox, control
+    made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)
     return made

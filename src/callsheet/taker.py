@@ -7,8 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callsheet.context import Context, TrainState
 from callsheet.errors import FieldNotTold
@@ -16,17 +15,20 @@ from callsheet.events import Event, as_event
 from callsheet.lifecycle import ALWAYS, FIELDS, fields_told
 from callsheet.snapshot import NEVER, ON_REQUEST, Inbox, LaneControl, Snapshot
 
+if TYPE_CHECKING:
+    from callsheet.lanes import Lane
+    from callsheet.sheet import Member
+
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
 _OF_STATE = ("max_duration", "timestamp", "previous_timestamp", "baseline", "epoch_batches", "evaluators")
 """What every snapshot holds of the state; it is written anew, never changed."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
 _NOT_TOLD = object()
-_OF_ALL = 2 + len(_OF_STATE)
-_new = object.__new__
+_BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was taken: a tuple of what cannot change, or a list with copies in it."""
+"""What was taken: whose it is, the context that it was taken of, and the fields; a tuple of what cannot change, or a list with copies in it."""
 
 
 class DeviceNumbers:
@@ -104,50 +106,58 @@ class Taker:
             if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
         ]
         self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
-        self._changing = tuple(place for place, name in enumerate(self._names, _OF_ALL) if name not in _STILL_FIELDS)
+        self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._of_run: tuple[Any, ...] = (None, None, None, self.event, None)  # the same in every snapshot of a run
-        self._take, self._fill = _written(self._names, self._changing)
+        self.control: Any = None
+        """The run's, of the snapshots that were built last; None where the next needs what is `of_run` anew."""
+        self.of_run: tuple[Any, ...] = ()
+        """What is the same in every snapshot of a run."""
+        self._written = _written(self._names, self._changing)
+        self.build: Callable[[Values], Snapshot] = self._written["building"](self)
+        """On the lane's thread: a snapshot of what was taken."""
 
-    @property
-    def take(self) -> Callable[[Context], Values]:
-        """On the training thread: what is told now, for `build`."""
-        return MethodType(self._take, self)
+    def handing(
+        self, whose: object, member: Member, queue: Lane, otherwise: Callable[[Context], object]
+    ) -> Callable[[Context], None]:
+        """What puts, on the training thread, what is told now into the queue.
 
-    def _some(self, ctx: Context) -> Values:
-        """What of it is told."""
+        Args:
+            whose: stands in front of it there.
+            member: which is told nothing while it is off.
+            otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the queue is
+                filling up, the member is off.
+        """
+        hand: Callable[[Context], None] = self._written["handing"](whose, member, queue, otherwise)
+        return hand
+
+    def take(self, whose: object, ctx: Context) -> Values:
+        """On the training thread: what is told now, with copies of what may change."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
-        return self._frozen((ctx.step, ctx.epoch, *always, *fields), ctx)
-
-    def _frozen(self, values: tuple[Any, ...], ctx: Context) -> list[Any]:
-        """With copies of what may change; a list says that this was done."""
+        values = [whose, ctx, ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
-        frozen = list(values)
         for place in self._changing:
-            frozen[place] = copied(values[place], numbers)
-        return frozen
+            values[place] = copied(values[place], numbers)
+        return values
 
-    def build(self, ctx: Context, values: Values) -> Snapshot:
-        """On the lane's thread: a snapshot of what was taken."""
-        of_run = self._of_run
-        control = of_run[1]
-        if control is None or control._control is not ctx.control or self._is_last:
-            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
-            self._of_run = of_run = (self._inbox, control, control, self.event, copy.copy(ctx.run))
-        made, state = _new(Snapshot), _new(TrainState)
-        if type(values) is tuple:
-            self._fill(made, state, of_run, values)
-        else:
-            self._fill(made, state, of_run, [*values[:_OF_ALL], *map(_arrived, values[_OF_ALL:])])
-            for name in self._names:
-                if getattr(made, name) is _NOT_TOLD:
-                    delattr(made, name)
-        return made
+    def arrived(self, values: Values) -> Snapshot:
+        """`build`, of what has copies in it, that may be on their way."""
+        built = self.build((*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:])))
+        for name in self._names:
+            if getattr(built, name) is _NOT_TOLD:
+                delattr(built, name)
+        return built
+
+    def begin(self, ctx: Context) -> tuple[Any, ...]:
+        """`of_run`, for a run that a snapshot is of for the first time."""
+        control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
+        self.of_run = (control, control, self.event, copy.copy(ctx.run))
+        self.control = ctx.control if not self._is_last else None
+        return self.of_run
 
 
 @functools.cache
-def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> tuple[Callable[..., Values], Callable[..., None]]:
+def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot.
 
     Every event that is handed over goes through both: with a loop over names they take three times as long. Nothing is put into the source but names of
@@ -156,24 +166,38 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> tuple[Callabl
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
-    are_plain = " and ".join(f"type(values[{place}]) in plain" for place in changing) or "True"
+    are_plain = "".join(f" and type(values[{place}]) in plain" for place in changing)
     source = f"""
-def take(taker, ctx):
-    try:
-        state = ctx.state
-        values = ({", ".join(taken)})
-    except FieldNotTold:  # a loop that does not tell all
-        return taker._some(ctx)
-    return values if {are_plain} else taker._frozen(values, ctx)
+def handing(whose, member, queue, otherwise):
+    items, append = queue.items, queue.items.append
+    def hand(ctx):
+        try:
+            state = ctx.state
+            values = (whose, ctx, {", ".join(taken)})
+        except FieldNotTold:
+            return otherwise(ctx)
+        if len(items) < queue.room and not member.is_off{are_plain}:
+            append(values)
+        else:
+            otherwise(ctx)
+    return hand
 
-def fill(made, state, of_run, values):
-    made._inbox, made._lane_control, made.control, made.event, made.run = of_run
-    {", ".join(filled)} = values
-    made.state = state
+def building(taker):
+    def build(values):
+        if type(values) is list:
+            return taker.arrived(values)
+        made, state = new(Snapshot), new(TrainState)
+        _, ctx, {", ".join(filled)} = values
+        made.state = state
+        made._lane, made.control, made.event, made.run = taker.of_run if taker.control is ctx.control else taker.begin(ctx)
+        return made
+    return build
 """
-    scope: dict[str, Any] = {"plain": _PLAIN, "FieldNotTold": FieldNotTold}
+    scope: dict[str, Any] = {
+        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "Snapshot": Snapshot, "TrainState": TrainState
+    }  # fmt: skip
     exec(source, scope)
-    return scope["take"], scope["fill"]
+    return scope
 
 
 def _is_tensor(value: Any) -> bool:
