@@ -6,6 +6,10 @@ is installed, `pip install --no-deps instructlab-training`; of it only the file 
 Microseconds move with the machine, so an event is held against two peers in the same run: InstructLab's whole way, and the copies of the
 context that it makes, which wake no other thread. These took 8 µs of a step where 3 µs for an event were promised.
 
+What an event takes of the training thread is read off the clock at every step, and the median taken; what it takes of its lane's thread, off the
+processor's clock of that thread: it takes the interpreter from the step. What whole steps add up to is beside it, and
+changes with the machine's weather.
+
     python benchmarks/lanes.py [--turns 20]
 """
 
@@ -19,7 +23,9 @@ import importlib.util
 import logging
 import statistics
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,15 +39,23 @@ from timing import Turn, difference, in_turns, machine
 STEPS = 1000
 LONG_STEPS = 300  # of those of 1 ms: many short turns, since the weather changes within a second
 MILLION = 1_000_000
+SETTLE_SECONDS = 0.3  # in which a lane has looked at its queue, and worked it off
 OURS = "one callback in a lane"
-COPIES = "InstructLab's context copied twice"
-PROMISED = {"one callback in InstructLab's": 1 / 20, COPIES: 3 / 8}  # of what these add
+SLEEPING, IDLE = "one that sleeps 50 ms a step, drop_oldest", "ten idle lanes"
+THEIRS = "one callback in InstructLab's"
+COPIES_PROMISED, THEIRS_PROMISED = 3 / 8, 1 / 20  # of what these take
 
 
-class TenFields(Callback):
-    """Hears every step's end and reads ten plain fields."""
+class Given(Callback):
+    """Hears every step's end, is given ten plain fields, and makes nothing of them."""
 
     needs = ("learning_rate", "step_skipped")
+
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+
+class TenFields(Given):
+    """Reads them as well."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         now = ctx.state.timestamp
@@ -131,14 +145,51 @@ def instructlabs(work: Callable[[], None], module: Any) -> float:
     return took / STEPS * 1e6
 
 
+def edges(
+    work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = STEPS, *, waits: bool = True
+) -> tuple[float, float]:
+    """Microseconds a step that telling its end takes of the training thread, the median, and what the lanes' threads take.
+
+    `waits`: until they have done everything; else what counts is what they do meanwhile.
+    """
+    manager = CallbackManager(made(), costs="off")
+    ctx = Context(RunInfo("benchmark"))
+    manager.open(ctx)
+    span = manager.spans(ctx).train_step
+    ctx.learning_rate, ctx.step_skipped = 0.1, False
+    manager.fire("on_train_step_end", ctx)  # from here on it has a thread
+    time.sleep(SETTLE_SECONDS)
+    before = _lanes_seconds()
+    took: list[int] = []
+    for ctx.step in range(1, steps + 1):
+        with span:
+            work()
+            ctx.state.timestamp = ctx.state.timestamp.next_batch()
+            began = time.perf_counter_ns()
+        took.append(time.perf_counter_ns() - began)
+    if waits:
+        time.sleep(SETTLE_SECONDS)
+    per_step = (_lanes_seconds() - before) / steps * 1e6
+    manager.close()
+    return statistics.median(took) / 1e3, per_step
+
+
+def _lanes_seconds() -> float:
+    """That the lanes' threads, and the one that looks at all of them, have had of the processor."""
+    ours = [thread.ident for thread in threading.enumerate() if thread.name.startswith("callsheet-lane")]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in ours if ident is not None)
+
+
 def copying(work: Callable[[], None], module: Any) -> float:
-    """Microseconds a step, in which InstructLab's context is copied twice, as it is for one callback; nothing else is done with it."""
+    """Microseconds that it takes to copy InstructLab's context twice after a step, as it is for one callback, the median."""
     context = module.TrainingContext()
-    began = time.perf_counter()
+    took: list[int] = []
     for context.step in range(1, STEPS + 1):
         work()
+        began = time.perf_counter_ns()
         copy.copy(copy.copy(context))
-    return (time.perf_counter() - began) / STEPS * 1e6
+        took.append(time.perf_counter_ns() - began)
+    return statistics.median(took) / 1e3
 
 
 def instructlab() -> Any:
@@ -193,39 +244,72 @@ def main() -> None:
             lanes.append(lane)
         return lanes
 
-    theirs: dict[str, Turn] = {}
-    if module is not None:
-        theirs = {
-            "one callback in InstructLab's": lambda: instructlabs(short, module),
-            COPIES: lambda: copying(short, module),
-        }
+    theirs: dict[str, Turn] = {THEIRS: lambda: instructlabs(short, module)} if module is not None else {}
+    copies: list[float] = []
+    told: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def sleeping() -> list[Callback]:
+        return [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
+
+    def clocked() -> float:
+        """What is read off the clocks; all of it in one turn."""
+        told["nobody"].append(edges(short, list))
+        told["given"].append(edges(short, lambda: [Background(Given())]))
+        told["reads"].append(edges(short, lambda: [Background(TenFields())]))
+        told["nobody, long"].append(edges(long, list, LONG_STEPS, waits=False))
+        told[SLEEPING].append(edges(long, sleeping, LONG_STEPS, waits=False))
+        told[IDLE].append(edges(long, ten_idle, LONG_STEPS, waits=False))
+        if module is not None:
+            copies.append(copying(short, module))
+        return 0.0
+
+    def clocked_median(what: str) -> tuple[float, float]:
+        return statistics.median(edge for edge, _ in told[what]), statistics.median(lanes for _, lanes in told[what])
+
     figures = in_turns(
         {
             "short": lambda: ours(short, list),
             OURS: lambda: ours(short, lambda: [Background(TenFields())]),
             **theirs,
+            "clocked": clocked,
             "long": lambda: ours(long, list, LONG_STEPS),
-            "one that sleeps 50 ms a step, drop_oldest": lambda: ours(
-                long, lambda: [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)], LONG_STEPS
-            ),
-            "ten idle lanes": lambda: ours(long, ten_idle, LONG_STEPS),
+            SLEEPING: lambda: ours(long, sleeping, LONG_STEPS),
+            IDLE: lambda: ours(long, ten_idle, LONG_STEPS),
         },
         arguments.turns,
     )
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
+    (nobody, _), (given, building), (_, reading) = map(clocked_median, ("nobody", "given", "reads"))
+    handing = given - nobody + building
     print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
-    print(
-        f"| handing one event over, in a step of {short_step:.0f} µs | µs added | an event in a lane by it | promised |\n| --- | --- | --- | --- |"
-    )
-    handing = difference(figures, OURS, "short")
-    print(f"| {OURS} | {handing:+.1f} | | |")
+    print(f"| handing one event over, in a step of {short_step:.0f} µs | µs | of InstructLab's context copied twice | promised |")
+    print("| --- | --- | --- | --- |")
+    whole = statistics.median(copies) if copies else float("nan")
+    for name, took, promised in (
+        ("taking it, on the training thread", given - nobody, ""),
+        ("building and telling it, on the lane's", building, ""),
+        ("both", handing, f"{COPIES_PROMISED:.3f}"),
+        ("the callback's own reading of ten fields", reading - building, ""),
+        ("InstructLab's context copied twice", whole, ""),
+    ):
+        print(f"| {name} | {took:.1f} | {took / whole:.3f} | {promised} |")
+    print("\n| by whole steps | µs added | the lane's callback by it | promised |\n| --- | --- | --- | --- |")
+    added = difference(figures, OURS, "short")
+    print(f"| {OURS}, which reads its fields | {added:+.1f} | | |")
     for name in theirs:
-        added = difference(figures, name, "short")
-        print(f"| {name} | {added:+.1f} | {handing / added:.3f} | {PROMISED[name]:.3f} |")
-    print(f"\n| lanes beside a step of {long_step:.0f} µs | µs added | of the step |\n| --- | --- | --- |")
-    for name in ("one that sleeps 50 ms a step, drop_oldest", "ten idle lanes"):
+        beside = difference(figures, name, "short")
+        print(f"| {name} | {beside:+.1f} | {added / beside:.3f} | {THEIRS_PROMISED:.3f} |")
+    print(
+        f"\n| lanes beside a step of {long_step:.0f} µs | µs on the training thread | on the lanes' | of the step | by whole steps |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    nobody, _ = clocked_median("nobody, long")
+    for name in (SLEEPING, IDLE):
+        edge, lanes = clocked_median(name)
         added = difference(figures, name, "long")
-        print(f"| {name} | {added:+.1f} | {added / long_step:+.2%} |")
+        print(
+            f"| {name} | {edge - nobody:+.1f} | {lanes:+.1f} | {(edge - nobody + lanes) / long_step:+.2%} | {added / long_step:+.2%} |"
+        )
     grown, dropped = growth()
     print(
         f"\nA million events into a lane that sleeps, queue of 1024: {grown:+.1f} MB resident, {dropped:,} dropped and counted."

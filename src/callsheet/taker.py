@@ -124,8 +124,8 @@ class Taker:
         Args:
             whose: stands in front of it there.
             member: which is told nothing while it is off.
-            otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the queue is
-                filling up, the member is off.
+            otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the member is
+                off.
         """
         hand: Callable[[Context], None] = self._written["handing"](whose, member, queue, otherwise)
         return hand
@@ -166,7 +166,7 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Cal
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
-    are_plain = "".join(f" and type(values[{place}]) in plain" for place in changing)
+    are_changing = "".join(f" or type(values[{place}]) not in plain" for place in changing)
     source = f"""
 def handing(whose, member, queue, otherwise):
     items, append = queue.items, queue.items.append
@@ -176,10 +176,12 @@ def handing(whose, member, queue, otherwise):
             values = (whose, ctx, {", ".join(taken)})
         except FieldNotTold:
             return otherwise(ctx)
-        if len(items) < queue.room and not member.is_off{are_plain}:
+        if member.is_off{are_changing}:
+            otherwise(ctx)
+        elif len(items) < queue.room:
             append(values)
         else:
-            otherwise(ctx)
+            queue.put(values)
     return hand
 
 def building(taker):
