@@ -13,8 +13,8 @@ from callsheet.background import END_SECONDS, inner
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.lanes import Lane, close
-from callsheet.sheet import Entry, Member, failed, isolated
-from callsheet.snapshot import Inbox
+from callsheet.sheet import Entry, Member, failed
+from callsheet.snapshot import Inbox, Snapshot
 from callsheet.taker import DeviceNumbers, Taker, Values, copied
 
 if TYPE_CHECKING:
@@ -53,22 +53,11 @@ class CallbackLane:
         if self._process is not None:
             self._process.join(seconds)
 
-    @property
-    def is_here(self) -> bool:
-        """The callback runs in this process."""
-        return self._process is None
-
-    def call(self, handler: Callable[..., Any], snapshot: Any, **payload: Any) -> None:
-        """On the lane's thread: call a handler, here or in its process."""
-        try:
-            if self._process is not None:
-                self._process.tell(handler.__name__, snapshot, payload)
-            elif (answer := handler(snapshot, **payload)) is not None:
-                self.answered(answer)
-        except Exception:
-            raise
-        except BaseException as error:
-            raise as_failure(error) from error
+    def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
+        """What calls a method on the lane's thread, here or in its process, with a snapshot and the payload."""
+        if (process := self._process) is not None:
+            return lambda snapshot: process.tell(method.__name__, snapshot, payload)
+        return partial(method, **payload) if payload else method
 
     def answered(self, answer: Any) -> None:
         """A handler has returned something: await it, where it is to be awaited."""
@@ -98,74 +87,70 @@ def join(lanes: Iterable[CallbackLane]) -> None:
         lane.join(max(0.0, until - time.monotonic()))
 
 
+@dataclass(slots=True, eq=False)
 class Handover:
-    """One line of the call sheet whose handler runs in a lane. `hand` is told of the event on the training thread."""
-
-    def __init__(self, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> None:
-        self.event: object = entry.event
-        self._event = str(entry.event)
-        self._member, self._lane = entry.member, lane
-        self._handler = entry.handler if lane.is_here else partial(lane.call, entry.handler)
-        self._taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        self._build = self._taker.build
-        self.hand = self._taker.handing(self, entry.member, lane.lane, self._copy)
-
-    def _copy(self, ctx: Context) -> None:
-        """On the training thread."""
-        if self._member.is_off and self._member.is_silent_at(self._event):
-            return
-        try:
-            values = self._taker.take(self, ctx)
-        except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
-            failed(self._member, self._event, ctx, error)
-        else:
-            self._lane.lane.put(values)
-
-    def done(self, values: Values) -> None:
-        """On the lane's thread: what `isolated` and `CallbackLane.call` do, without the calls."""
-        member, ctx = self._member, values[1]
-        if member.is_off and member.is_silent_at(self._event):
-            return
-        try:
-            ctx = self._build(values)
-            if (answer := self._handler(ctx)) is not None:
-                self._lane.answered(answer)
-        except Exception as error:
-            failed(member, self._event, ctx, error)
-        except BaseException as error:
-            failed(member, self._event, ctx, as_failure(error))
-        else:
-            member.failures_in_a_row = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoggerCall:
-    """One call of a logger's method, such as `log_table`, that goes through its lane."""
+    """Whose it is what lies in a lane's queue, in front of the fields that were taken; what is done with it on the lane's thread."""
 
     event: str
-    method: Callable[..., Any]
-    payload: dict[str, Any]
+    kind: object
+    """By which a lane that keeps the latest alone tells one from another."""
+    member: Member
     lane: CallbackLane
+    handler: Callable[[Snapshot], Any]
     taker: Taker
 
     @classmethod
-    def put(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Hand it over."""
+    def of_line(cls, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
+        """What is told, on the training thread, of a line of the call sheet whose handler runs in a lane."""
+        taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        whose = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), taker)
+        return taker.handing(whose, entry.member, lane.lane, whose.put)
+
+    @classmethod
+    def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
+        """Hand over one call of a logger's method, such as `log_table`."""
         assert isinstance(lane.member.thing, Callback)
-        handler = getattr(inner(lane.member.thing), method)
+        called = getattr(inner(lane.member.thing), method)
         taker = Taker(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
         try:
-            call = cls(method, handler, copied(payload, {}), lane, taker)
-            values = taker.take(call, ctx)
+            handler = lane.bound(called, **copied(payload, {}))
         except Exception as error:
             failed(lane.member, method, ctx, error)
         else:
-            lane.lane.put(values)
+            cls(method, (method, payload.get("name")), lane.member, lane, handler, taker).put(ctx)
 
-    def done(self, values: Values) -> None:
-        """On the lane's thread."""
-        call = partial(self.lane.call, self.method, **self.payload)
-        isolated(call, self.lane.member, self.event, self.taker.build(values))
+    def put(self, ctx: Context) -> None:
+        """On the training thread, where something has to be copied, or may not be told."""
+        if self.member.is_off and self.member.is_silent_at(self.event):
+            return
+        try:
+            values = self.taker.take(self, ctx)
+        except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
+            failed(self.member, self.event, ctx, error)
+        else:
+            self.lane.lane.put(values)
+
+
+def _do(values: Values) -> None:
+    """On the lane's thread: what `isolated` does, for what may be awaited, or end a program."""
+    whose, ctx = values[0], values[1]
+    member = whose.member
+    if member.is_off and member.is_silent_at(whose.event):
+        return
+    try:
+        ctx = whose.taker.build(values)
+        if (answer := whose.handler(ctx)) is not None:
+            whose.lane.answered(answer)
+    except Exception as error:
+        failed(member, whose.event, ctx, error)
+    except BaseException as error:
+        failed(member, whose.event, ctx, as_failure(error))
+    else:
+        member.failures_in_a_row = 0
+
+
+def _kind(values: Values) -> object:
+    return values[0].kind
 
 
 def as_failure(error: BaseException) -> LaneExit:
@@ -173,12 +158,3 @@ def as_failure(error: BaseException) -> LaneExit:
     failure = LaneExit(f"{type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-def _do(values: Values) -> None:
-    values[0].done(values)
-
-
-def _kind(values: Values) -> object:
-    what = values[0]
-    return what.event if isinstance(what, Handover) else (what.event, what.payload.get("name"))

@@ -26,7 +26,7 @@ from callsheet.errors import (
     where,
 )
 from callsheet.events import Event, as_event
-from callsheet.handover import CallbackLane, Handover, LoggerCall, join
+from callsheet.handover import CallbackLane, Handover, join
 from callsheet.lanes import Undelivered, drain
 from callsheet.lifecycle import EVENTS, POINTS
 from callsheet.registration import check_callback, heard_by, wishes
@@ -112,7 +112,7 @@ class CallbackManager:
         self._slow: dict[Member, int] = {}  # the same of those that the last record did not wait for any longer
         self._until = inf  # when the process will be killed
         self._wakes: list[tuple[int, Member, frozenset[str]]] = []  # the step before which a member hears events again
-        self._handed: dict[Entry, Handover] = {}
+        self._handed: dict[Entry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
 
@@ -341,7 +341,7 @@ class CallbackManager:
                     if self._is_over and member not in self._lanes:
                         logger.error("%s is not told %s: its lane has ended with the run", member.label, method)
                     else:
-                        LoggerCall.put(self._lane_of(member), method, ctx, payload)
+                        Handover.put_call(self._lane_of(member), method, ctx, payload)
                     continue
                 call = partial(handler, **payload)
                 if member.thing.ranks != "all":
@@ -628,8 +628,8 @@ class CallbackManager:
 
     def _handover(self, entry: Entry) -> Handler:
         if entry not in self._handed:
-            self._handed[entry] = Handover(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
-        return self._handed[entry].hand
+            self._handed[entry] = Handover.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+        return self._handed[entry]
 
     def _lane_of(self, member: Member) -> CallbackLane:
         if member not in self._lanes:
