@@ -37,6 +37,7 @@ from callsheet import Background, Callback, CallbackManager, Context, RunInfo
 from timing import Turn, difference, in_turns, machine
 
 STEPS = 1000
+CLOCKED_STEPS = 4000  # beside which it weighs little that a lane looks at its queue a few times more when they are over
 LONG_STEPS = 300  # of those of 1 ms: many short turns, since the weather changes within a second
 MILLION = 1_000_000
 SETTLE_SECONDS = 0.3  # in which a lane has looked at its queue, and worked it off
@@ -146,7 +147,7 @@ def instructlabs(work: Callable[[], None], module: Any) -> float:
 
 
 def edges(
-    work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = STEPS, *, waits: bool = True
+    work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = CLOCKED_STEPS, *, waits: bool = True
 ) -> tuple[float, float]:
     """Microseconds a step that telling its end takes of the training thread, the median, and what the lanes' threads take.
 

@@ -248,29 +248,82 @@ def test_what_is_told_is_what_was_computed_meanwhile(tmp_path: Path) -> None:
         assert speeds["throughput/flops_per_second"] * (seconds - before) == pytest.approx(size * PER_SAMPLE)
 
 
-def test_tokens_count_where_batches_are_dictionaries(tmp_path: Path) -> None:
-    class Tokens(Task):
-        def forward(self, model: nn.Module, batch: Any) -> Any:
-            return model(batch["input_ids"])
+class Tokens(Task):
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch["input_ids"])
 
-        def loss(self, outputs: Any, batch: Any) -> Any:
-            return outputs.sum()
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.sum()
 
+
+class ListensTo(SpeedMonitor):
+    """Notes the steps whose batches it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(window_size=2)
+        self.steps: list[int] = []
+
+    def on_fetch_end(self, ctx: Context) -> None:
+        super().on_fetch_end(ctx)
+        self.steps.append(ctx.step + 1)
+
+
+def of_tokens(folder: Path | str, *callbacks: Callback, name: str = "input_ids", **options: Any) -> list[float]:
+    """FLOPs a token, of each record of a run over batches of several lengths."""
+    lengths = (5, 7, 3, 8, 4, 6, 9, 2)
     records = Records()
     with Trainer(
         nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8)),
         Tokens(),
-        [{"lengths": torch.tensor([length]), "input_ids": torch.ones(2, length, dtype=torch.long)} for length in (5, 7, 3, 8)],
+        [{"lengths": torch.tensor([length]), "input_ids": torch.ones(2, length, dtype=torch.long)} for length in lengths],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        callbacks=[SpeedMonitor(), records],
-        runs_folder=tmp_path,
+        callbacks=[*callbacks, records],
+        runs_folder=folder,
+        run_name="run",
         log_interval=2,
         device="cpu",
+        **options,
     ) as trainer:
         trainer.fit()
-    for _, _, speeds in records.records:
-        ratio = speeds["throughput/flops_per_second"] / speeds["throughput/tokens_per_second"]
-        assert ratio == pytest.approx(3 * 2 * 4 * 8)
+    return [
+        speeds["throughput/flops_per_second"] / speeds["throughput/tokens_per_second"]
+        for _, _, speeds in records.records
+        if "throughput/flops_per_second" in speeds
+    ]
+
+
+PER_TOKEN = 3 * 2 * 4 * 8
+
+
+def test_tokens_count_where_batches_are_dictionaries(tmp_path: Path) -> None:
+    """And once the run has counted the same, the batches are told no more."""
+    monitor = ListensTo()
+    assert of_tokens(tmp_path, monitor) == pytest.approx([PER_TOKEN] * 4)
+    assert monitor.steps == [1, 2]
+
+
+def test_tokens_count_on_across_a_resume(tmp_path: Path) -> None:
+    before = of_tokens(tmp_path, ListensTo(), SavesAndStops(5, stops=True))
+    monitor = ListensTo()
+    assert before + of_tokens(tmp_path, monitor, resume="auto") == pytest.approx([PER_TOKEN] * 5)
+    assert monitor.steps == [6]  # in which it is found that nothing is left to be counted
+
+
+def test_who_has_no_tokens_counted_is_told_all_batches(tmp_path: Path) -> None:
+    monitor = ListensTo()
+    train(tmp_path, monitor)
+    assert monitor.steps == list(range(1, len(SIZES) + 2))  # the last finds the data at its end
+
+
+def tokens_on_ranks(folder: str) -> tuple[list[float], list[int]]:
+    monitor = ListensTo()
+    return of_tokens(folder, monitor), monitor.steps
+
+
+def test_tokens_count_on_ranks_alike(tmp_path: Path) -> None:
+    for told, steps in run_ranks(tokens_on_ranks, 2, str(tmp_path)):
+        assert told == pytest.approx([PER_TOKEN] * 2)
+        assert steps == [1, 2]
 
 
 def test_the_model_is_asked_where_it_says_what_a_batch_has(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class StepFlops:
         """Whether nothing is left to be found out in this process."""
         self.counter: OperationCounter | None = None
         """What counts the step in hand."""
+        self.by_tokens = False
+        """Whether the numbers in the batches are the tokens that the run counts anyway: then neither batches nor steps need be told."""
         self._waiting: Any = 0  # of steps since the last record: their FLOPs, where the model says them, else the numbers in them
         self.begin_run(None)
 
@@ -91,6 +93,7 @@ class StepFlops:
         """Training begins, or goes on, in this process; with None it has ended."""
         self.stop()
         self._says = said_by(model)
+        self.by_tokens &= self._says is None
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
@@ -137,9 +140,17 @@ class StepFlops:
         if counter is not None:
             self._take(counter)
 
-    def take(self) -> float | None:
-        """The FLOPs since the last call, which waits for them where the model says them in a tensor; None while they are not known."""
-        waiting, self._waiting = float(self._waiting), 0
+    def take(self, tokens: float) -> tuple[float | None, float | None]:
+        """What was done since the last call, in which the run has counted so many tokens for this rank.
+
+        The FLOPs, which waits for them where the model says them in a tensor, or None while they are not known; and the numbers in the
+        batches, or None where that may yet change what they are.
+        """
+        waiting, self._waiting = float(self._waiting) if not self.by_tokens else tokens, 0
+        numbers = waiting if self._says is None and self.is_settled and self.rate is not None else None
+        return self._flops_of(waiting), numbers
+
+    def _flops_of(self, waiting: float) -> float | None:
         return waiting if self._says is not None else self.rate * waiting if self.rate is not None else None
 
     def stop(self) -> OperationCounter | None:
@@ -171,11 +182,13 @@ class StepFlops:
 
     def state_dict(self) -> dict[str, Any]:
         """What was counted."""
-        return {"rate": self.rate, "precision": self.precision, "waiting": float(self._waiting)}
+        waiting = float(self._waiting)
+        return {"rate": self.rate, "precision": self.precision, "waiting": waiting, "by_tokens": self.by_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.rate, self.precision, self._waiting = state["rate"], state["precision"], state["waiting"]
+        self.by_tokens = state.get("by_tokens", False)
 
 
 def said_by(model: Any) -> Any:

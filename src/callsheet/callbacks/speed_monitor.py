@@ -17,6 +17,7 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _COUNTING = ("on_forward_end", "on_forward_backward_end")  # heard until nothing is left to be counted
+_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # heard until it shows that the run counts the same
 
 
 class SpeedMonitor(Callback):
@@ -37,6 +38,7 @@ class SpeedMonitor(Callback):
     and attention (as if nothing was masked). What activation checkpointing computes again is left out; a kernel that torch does
     not know counts nothing.
     A step has as many for each token (or number in the first tensor of its batches) as that one; this is kept across a resume.
+    Where these are the tokens that the run counts anyway, as a record shows, nothing is heard of a step any more.
     Where `torch.compile` is at work nothing can be counted: it says so once.
 
     Args:
@@ -83,10 +85,9 @@ class SpeedMonitor(Callback):
         self._device = device_name(ctx.run.device)
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
-        if self._counts_flops:
-            ctx.unmute(self, *_COUNTING)
-        else:
-            ctx.mute(self, "on_fetch_end", "on_forward_backward_start", *_COUNTING)
+        ctx.unmute(self, *_BATCHES, *_COUNTING)
+        if not self._counts_flops:
+            ctx.mute(self, *_BATCHES, *_COUNTING)
 
     def on_fetch_end(self, ctx: Context) -> None:
         """Ask the model, or see how large the batch is."""
@@ -107,7 +108,7 @@ class SpeedMonitor(Callback):
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:
-            ctx.mute(self, *_COUNTING)
+            ctx.mute(self, *_COUNTING, *(_BATCHES if self._flops.by_tokens else ()))
 
     def on_log(self, ctx: Context) -> None:
         """Add the rates to the record that is being told."""
@@ -117,8 +118,14 @@ class SpeedMonitor(Callback):
         family, ranks, values = self.name or "throughput", ctx.run.world_size, ctx.record.values
         flops = None
         if self._counts_flops:
-            known = [each for each in ctx.gather(self._flops.take()) if each is not None]
+            tokens = self._window.tokens_to(now)
+            there = ctx.gather(self._flops.take(tokens / ranks))
+            known = [each for each, _ in there if each is not None]
             flops = sum(known) if known else None
+            numbers = [each for _, each in there]
+            if not self._flops.by_tokens and None not in numbers and sum(numbers) == tokens:
+                self._flops.by_tokens = True
+                ctx.mute(self, *_BATCHES)
         for name, rate in self._window.add(now, flops).items():
             # Written into this record, for the loggers after us: what `ctx.log` takes here would stand in the next one.
             values[f"{family}/{name}_per_second"] = rate

@@ -35,6 +35,10 @@ class SpeedWindow:
         """Whether anything was trained since the last point."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
+    def tokens_to(self, now: Timestamp) -> int:
+        """How many were trained on since the last point, on all ranks."""
+        return now.token - self._points[-1].token
+
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
         """Roll on to `now`; returns what was done per second, by its name: what was done at all.
 
