@@ -76,6 +76,21 @@ class Idle(Callback):
     def on_log(self, ctx: Context) -> None: ...
 
 
+def sleeping() -> list[Callback]:
+    """One that is too slow for its events."""
+    return [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
+
+
+def ten_idle() -> list[Callback]:
+    """Lanes in which nothing happens."""
+    lanes: list[Callback] = []
+    for number in range(10):
+        lane = Background(Idle())
+        lane.name = f"idle-{number}"
+        lanes.append(lane)
+    return lanes
+
+
 def work_of(seconds: float) -> Callable[[], None]:
     """A step's work."""
     matrix = torch.randn(48, 48)
@@ -237,20 +252,9 @@ def main() -> None:
     logging.getLogger("callsheet").setLevel(logging.CRITICAL)
     short, long, module = work_of(200e-6), work_of(1e-3), instructlab()
 
-    def ten_idle() -> list[Callback]:
-        lanes: list[Callback] = []
-        for number in range(10):
-            lane = Background(Idle())
-            lane.name = f"idle-{number}"
-            lanes.append(lane)
-        return lanes
-
     theirs: dict[str, Turn] = {THEIRS: lambda: instructlabs(short, module)} if module is not None else {}
     copies: list[float] = []
     told: dict[str, list[tuple[float, float]]] = defaultdict(list)
-
-    def sleeping() -> list[Callback]:
-        return [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
 
     def clocked() -> float:
         """What is read off the clocks; all of it in one turn."""
@@ -281,7 +285,6 @@ def main() -> None:
     )
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
     (nobody, _), (given, building), (_, reading) = map(clocked_median, ("nobody", "given", "reads"))
-    handing = given - nobody + building
     print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
     print(f"| handing one event over, in a step of {short_step:.0f} µs | µs | of InstructLab's context copied twice | promised |")
     print("| --- | --- | --- | --- |")
@@ -289,8 +292,8 @@ def main() -> None:
     for name, took, promised in (
         ("taking it, on the training thread", given - nobody, ""),
         ("building and telling it, on the lane's", building, ""),
-        ("both", handing, f"{COPIES_PROMISED:.3f}"),
         ("the callback's own reading of ten fields", reading - building, ""),
+        ("all of it", given - nobody + reading, f"{COPIES_PROMISED:.3f}"),
         ("InstructLab's context copied twice", whole, ""),
     ):
         print(f"| {name} | {took:.1f} | {took / whole:.3f} | {promised} |")

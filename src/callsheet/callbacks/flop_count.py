@@ -148,10 +148,8 @@ class StepFlops:
         """
         waiting, self._waiting = float(self._waiting) if not self.by_tokens else tokens, 0
         numbers = waiting if self._says is None and self.is_settled and self.rate is not None else None
-        return self._flops_of(waiting), numbers
-
-    def _flops_of(self, waiting: float) -> float | None:
-        return waiting if self._says is not None else self.rate * waiting if self.rate is not None else None
+        flops = waiting if self._says is not None else self.rate * waiting if self.rate is not None else None
+        return flops, numbers
 
     def stop(self) -> OperationCounter | None:
         """Count no more, also after an exception; returns what counted, if anything did."""
