@@ -4,11 +4,12 @@ The loops are those of the tests (`tests/bridges/homes`): a small model, no eval
 side, each in a process of its own, and pass a baton: a bare loop, the same in Ignite's engine without handlers, the framework with its
 empty callback, with a host that nobody listens to, and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one
 forward of the model to the next, and the others wait: so all have the same weather, which lasts longer than that, and what is added is the
-mean of the differences within a round. The first three steps with the baton do not count. The time is the training thread's own.
+mean of the differences within a round, the middle half of them. The first three steps with the baton do not count. The time is the training thread's own.
 
 Python that runs once a step, between operations that have emptied the caches, is slowed down by a machine far more than the operations are. So
-what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop, in the same rounds. That took
-10 µs a step where the promises were made: 20 µs are 2 of it, and 50 µs are 5.
+what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop. That took 10 µs a step where
+the promises were made: 20 µs are 2 of it, and 50 µs are 5. What Ignite adds has nothing to do with the host, so the rounds of all hosts say what it
+is; since the machine is slower at one host than at another, both are taken as shares of the bare step of their rounds.
 
     python benchmarks/bridges.py [--rounds 400] [--homes lightning,ignite]
 """
@@ -32,7 +33,7 @@ import torch
 import homes
 import trainer as peers
 from homes import EMPTY, NOBODY, TEN
-from timing import held_mean, machine
+from timing import machine, middle_mean
 
 MISSING = 3  # a child's status, where the framework is not installed
 STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not count
@@ -158,7 +159,7 @@ def differences(took: dict[str, list[float]], runner: str, floor: str) -> list[f
 
 def added(took: dict[str, list[float]], runner: str, floor: str) -> tuple[float, float]:
     """Microseconds that it takes more, and their standard error."""
-    return held_mean(differences(took, runner, floor))
+    return middle_mean(differences(took, runner, floor))
 
 
 def main() -> None:
@@ -181,29 +182,29 @@ def main() -> None:
         *("host", "µs, a bare step", "Ignite adds", "an empty callback of its own"),
         *("µs more, nobody", "of Ignite's", "µs more, ten callbacks", "of Ignite's"),
     )
-    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
-    missing, of_peers = [], list[float]()
-    for name in names:
+    missing, raced_by = [], dict[str, dict[str, list[float]]]()
+    for number, name in enumerate(names, 1):
+        if sys.stderr.isatty():
+            print(f"\r{name}, {number} of {len(names)}   ", end="\r", file=sys.stderr, flush=True)
         try:
             host, took = raced(name, given.rounds)
         except (ModuleNotFoundError, FileNotFoundError):
             missing.append(name)
-            continue
-        peer, error = added(took, PEER, BARE)
-        of_peers += differences(took, PEER, BARE)
-        cells = [
-            host,
-            f"{statistics.median(took[BARE]):.0f}",
-            f"{peer:.0f} ± {error:.0f}",
-            f"{statistics.median(took[EMPTY]):.0f}",
-        ]
+        else:
+            raced_by[host] = took
+    shares = [each / statistics.median(took[BARE]) for took in raced_by.values() for each in differences(took, PEER, BARE)]
+    share, share_error = middle_mean(shares)
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    for host, took in raced_by.items():
+        bare, (peer, error) = statistics.median(took[BARE]), added(took, PEER, BARE)
+        cells = [host, f"{bare:.0f}", f"{peer:.0f} ± {error:.0f}", f"{statistics.median(took[EMPTY]):.0f}"]
         for runner in (NOBODY, TEN):
             more, error = added(took, runner, EMPTY)
-            cells += [f"{more:+.0f} ± {error:.0f}", f"{more / peer:.1f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    if len(of_peers) > given.rounds:
-        peer, error = held_mean(of_peers)
-        print(f"\nOver the rounds of all hosts, Ignite adds {peer:.0f} ± {error:.0f}.")
+            of_peer = more / bare / share
+            spread = ((error / bare / share) ** 2 + (of_peer * share_error / share) ** 2) ** 0.5
+            cells += [f"{more:+.0f} ± {error:.0f}", f"{of_peer:.1f} ± {spread:.1f}"]
+        print(f"| {' | '.join(cells)} |")
+    print(f"\nOver the rounds of all hosts, Ignite adds {share:.1%} ± {share_error:.1%} of a bare step.")
     if missing:
         print(f"\nNot installed here: {', '.join(missing)}.")
 

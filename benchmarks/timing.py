@@ -48,6 +48,16 @@ def held_mean(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(held), statistics.stdev(held) / len(held) ** 0.5
 
 
+def middle_mean(differences: Sequence[float]) -> tuple[float, float]:
+    """The mean of their middle half and its standard error (Tukey and McLaughlin's), whatever the outer quarters are: minutes of
+    weather in which a process stands still, say."""
+    ordered = sorted(differences)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    held = [middle[0]] * cut + middle + [middle[-1]] * cut
+    return statistics.fmean(middle), statistics.stdev(held) / (len(middle) / len(held)) / len(held) ** 0.5
+
+
 def least(figures: Mapping[str, list[float]], subject: str) -> float:
     """The subject's best turn: for nanoseconds, where everything that disturbs only adds."""
     return min(figures[subject])

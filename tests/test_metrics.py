@@ -401,3 +401,12 @@ def test_the_latest_of_a_family_is_told_until_it_is_taken() -> None:
     assert log.latest("trai") == {}
     log.take()
     assert log.latest("train") == {}
+
+
+def test_what_is_logged_holds_no_graph_though_it_comes_to_have_a_gradient() -> None:
+    log, total = MetricLog(), torch.zeros(())
+    log.log({"train/total": total})
+    total += torch.ones((), requires_grad=True)
+    assert total.requires_grad
+    assert not log.latest("train")["train/total"].requires_grad
+    assert log.take()["train/total"] == 1.0

@@ -229,3 +229,35 @@ def test_how_far_training_is_stands_still() -> None:
     reads.goes_on.set()
     manager.close()
     assert reads.states == [before, before]
+
+
+@pytest.mark.parametrize("lane", [Background, Process])
+def test_what_every_event_tells_is_told_in_a_lane(lane: Any) -> None:
+    seen = lane(SeesWhatIsTold())
+    manager = CallbackManager([seen])
+    for name in ("first", "second"):  # what a run's snapshots have in common is not taken over by the next run's
+        ctx = Context(RunInfo(name))
+        manager.open(ctx)
+        for ctx.step in (1, 2):
+            manager.fire("on_train_step_end", ctx)
+        manager.drain(ctx)
+    found = seen.state_dict()["found"]
+    manager.close()
+    assert found == [(name, "on_train_step_end", step, True, step == 2) for name in ("first", "second") for step in (1, 2)]
+
+
+class SeesWhatIsTold(Callback):
+    """Notes what stands in every snapshot, and whether that of the event before is still what it was."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, ...]] = []
+        self._before: Context | None = None
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        before, self._before = self._before, ctx
+        is_same_run = before is not None and before.run.name == ctx.run.name and before.step == ctx.step - 1
+        has_all = all(map(ctx.has, ("event", "run", "state", "step", "epoch", "control")))
+        self.found.append((ctx.run.name, str(ctx.event), ctx.step, has_all, is_same_run))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +34,7 @@ class CallbackLane:
         owner = member.thing if isinstance(member.thing, Callback) else Callback
         self.needs: tuple[str, ...] = owner.needs
         self.inbox = inbox
-        self.lane = Lane(member.label, _do, owner.lane_options, kind=_kind, finish=self._finish)
+        self.lane = Lane(member.label, None, owner.lane_options, kind=_kind, finish=self._finish)
         self._runner: asyncio.Runner | None = None
         self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
         if self._process is not None:
@@ -87,24 +86,31 @@ def join(lanes: Iterable[CallbackLane]) -> None:
         lane.join(max(0.0, until - time.monotonic()))
 
 
-@dataclass(slots=True, eq=False)
 class Handover:
-    """Whose it is what lies in a lane's queue, in front of the fields that were taken; what is done with it on the lane's thread."""
+    """One callback's hearing of one event, or one call of a logger's method, off the training thread.
 
-    event: str
-    kind: object
-    """By which a lane that keeps the latest alone tells one from another."""
-    member: Member
-    lane: CallbackLane
-    handler: Callable[[Snapshot], Any]
-    taker: Taker
+    Args:
+        event: what it is called where it fails.
+        kind: by which a lane that keeps the latest alone tells one from another.
+        member: whose it is.
+        lane: that it goes through.
+        handler: called there, with a snapshot.
+        taker: of snapshots.
+    """
+
+    def __init__(
+        self, event: str, kind: object, member: Member, lane: CallbackLane, handler: Callable[[Snapshot], Any], taker: Taker
+    ) -> None:
+        self._event, self._member, self._lane, self._taker = event, member, lane, taker
+        self._tell = taker.telling(event, member, handler, lane.answered, self._fails)
+        self._tell.kind = kind  # type: ignore[attr-defined]  # what the lane finds in its queue
 
     @classmethod
     def of_line(cls, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
         """What is told, on the training thread, of a line of the call sheet whose handler runs in a lane."""
         taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        whose = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), taker)
-        return taker.handing(whose, entry.member, lane.lane, whose.put)
+        made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), taker)
+        return taker.handing(made._tell, entry.member, lane.lane, made.put)
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
@@ -121,32 +127,18 @@ class Handover:
 
     def put(self, ctx: Context) -> None:
         """On the training thread, where something has to be copied, or may not be told."""
-        if self.member.is_off and self.member.is_silent_at(self.event):
+        if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
-            values = self.taker.take(self, ctx)
+            values = self._taker.take(self._tell, ctx)
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
-            failed(self.member, self.event, ctx, error)
+            failed(self._member, self._event, ctx, error)
         else:
-            self.lane.lane.put(values)
+            self._lane.lane.put(values)
 
-
-def _do(values: Values) -> None:
-    """On the lane's thread: what `isolated` does, for what may be awaited, or end a program."""
-    whose, ctx = values[0], values[1]
-    member = whose.member
-    if member.is_off and member.is_silent_at(whose.event):
-        return
-    try:
-        ctx = whose.taker.build(values)
-        if (answer := whose.handler(ctx)) is not None:
-            whose.lane.answered(answer)
-    except Exception as error:
-        failed(member, whose.event, ctx, error)
-    except BaseException as error:
-        failed(member, whose.event, ctx, as_failure(error))
-    else:
-        member.failures_in_a_row = 0
+    def _fails(self, ctx: Context, error: BaseException) -> None:
+        """On the lane's thread: what `isolated` does, for what may end a program."""
+        failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 
 
 def _kind(values: Values) -> object:

@@ -81,7 +81,7 @@ class Lane:
 
     Args:
         name: of whose items they are, for messages.
-        run: takes an item; runs on the lane's thread. What it raises is logged, and the lane goes on.
+        run: takes an item; runs on the lane's thread. What it raises is logged, and the lane goes on. None: the first in the item does that.
         kind: of an item, by which `latest` compares.
         finish: called on the lane's thread when it ends.
     """
@@ -89,7 +89,7 @@ class Lane:
     def __init__(
         self,
         name: str,
-        run: Callable[[Any], object],
+        run: Callable[[Any], object] | None,
         options: LaneOptions | None = None,
         *,
         kind: Callable[[Any], object] = type,
@@ -114,7 +114,7 @@ class Lane:
         self.room = 0
         """While fewer wait, `items.append` may stand for `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
-        self._run = run if not self._forgets_kinds else lambda waiting: run(waiting.item)
+        self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
         self._finish = finish
         self._in_hand = False
@@ -252,23 +252,22 @@ class Lane:
         self._finish()
 
     def _work_off(self) -> None:
-        items, run = self.items, self._run
+        items, popleft, run = self.items, self.items.popleft, self._run
         self._in_hand = True  # before one leaves the queue: at every moment it is in one of the two
         while items:
-            try:
-                item = items.popleft()
-            except IndexError:  # dropped meanwhile
-                break
-            try:
-                run(item)
-            except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
-                logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
-            self.done += 1
-            if not self.done % _LOOK_EVERY:
-                self._name_if_busy()
-        item = None  # nothing is held while it waits
+            for _ in range(_LOOK_EVERY):
+                try:
+                    item = popleft()
+                except IndexError:  # that was all, or it was dropped meanwhile
+                    break
+                try:
+                    (run or item[0])(item)
+                except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
+                    logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
+                self.done += 1
+            item = None  # nothing is held while it waits
+            self._name_if_busy()
         self._in_hand = False
-        self._name_if_busy()
 
     def _name_if_busy(self) -> None:
         """A thread that computes takes the interpreter from the training thread: say who does, by its last seconds."""

@@ -64,14 +64,15 @@ class Series:
         if self.over == "last":
             self.values = [value]
             return
+        values = self.values
         if weight is None or self.over == "sum":
-            self.values.append(value)
+            values.append(value)
             self.unweighted += 1
         else:
-            self.values.append(_wider(value) * _wider(weight))
+            values.append(_wider(value) * _wider(weight))
             self.weights.append(weight)
-        if len(self.values) >= _FOLD:
-            self.values = [_total(self.values)]
+        if len(values) >= _FOLD:
+            self.values = [_total(values)]
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
@@ -114,14 +115,14 @@ class MetricLog:
                 a name.
         """
         if weight is not None:
-            weight = _scalar("weight", weight)
+            weight = scalar("weight", weight)
         for name, value in values.items():
             if isinstance(name, tuple):
                 self._log_vector(name, _vector(name, value), over, across, weight)
                 continue
             series = self.series(name, over, across)
             if type(value) is not float and type(value) is not int:
-                value = _scalar(name, value)
+                value = scalar(name, value)
             series.add(value, weight)
 
     def series(self, names: Names, over: str, across: str) -> Series:
@@ -272,7 +273,7 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
     return merged
 
 
-def _scalar(name: str, value: Any) -> Any:
+def scalar(name: str, value: Any) -> Any:
     """`value` as a number or a detached scalar tensor."""
     if hasattr(value, "detach"):
         if value.dim() and value.numel() == 1:
@@ -281,7 +282,7 @@ def _scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()
+        return value.detach()  # also without a gradient: it may come to have one before the boundary
     try:
         if isinstance(value, str):
             raise TypeError

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from callsheet.context import Context
+from callsheet.context import Context, RunInfo
 from callsheet.control import Control, Request
 from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
+from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_told
 
 logger = logging.getLogger("callsheet")
@@ -207,7 +208,13 @@ class Snapshot(Context):
     __slots__ = ("_lane",)
 
     _lane: LaneControl
-    """The control once more, whatever becomes of the field, for what is said to the run."""
+    """The control once more, as it is, for what is said to the run."""
+
+    @classmethod
+    def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
+        """The kind of snapshots at one event of one run: what is the same in all of them stands in their class, and is written once."""
+        same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
+        return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
         """Refused."""
@@ -228,6 +235,10 @@ class Snapshot(Context):
         raise RequestRefused(
             "ctx.gather() in a lane would meet the training's own collectives; gather inline, and write in a lane"
         )
+
+    def has(self, name: str) -> bool:
+        """See `Context.has`."""
+        return name in _SAME or super().has(name)
 
     def control_told(self) -> dict[str, Any]:
         """For a lane that is elsewhere: what can be read from the control."""
@@ -254,6 +265,9 @@ class Snapshot(Context):
                     f"ctx.{name} is told in a lane where it is asked for: let the callback's class say needs = ({name!r}, ...)"
                 )
             return super().__getattr__(name)
+
+
+_SAME = frozenset({"control", "event", "run"})
 
 
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:

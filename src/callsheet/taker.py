@@ -28,7 +28,9 @@ _NOT_TOLD = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was taken: whose it is, the context that it was taken of, and the fields; a tuple of what cannot change, or a list with copies in it."""
+"""What was taken: what tells it, the context that it was taken of, and the fields; a tuple of what cannot change, or a list with copies in it."""
+
+Tell = Callable[[Values], None]
 
 
 class DeviceNumbers:
@@ -97,8 +99,8 @@ class Taker:
 
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         told = fields_told(event) if event is not None else ()
-        self.event = as_event(event) if event is not None else None
-        self._is_last = self.event is Event.RUN_END  # at which the run has its outcome
+        self._event = as_event(event) if event is not None else None
+        self._is_last = self._event is Event.RUN_END  # at which the run has its outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -109,56 +111,76 @@ class Taker:
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
         self.control: Any = None
-        """The run's, of the snapshots that were built last; None where the next needs what is `of_run` anew."""
-        self.of_run: tuple[Any, ...] = ()
-        """What is the same in every snapshot of a run."""
+        """The run's, of the snapshots that were built last; None where the next needs a kind of its own."""
+        self.kind: type[Snapshot] = Snapshot
+        """The kind of snapshots of that run: it holds what is the same in all of them."""
         self._written = _written(self._names, self._changing)
-        self.build: Callable[[Values], Snapshot] = self._written["building"](self)
-        """On the lane's thread: a snapshot of what was taken."""
 
     def handing(
-        self, whose: object, member: Member, queue: Lane, otherwise: Callable[[Context], object]
+        self, tell: Tell, member: Member, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
         """What puts, on the training thread, what is told now into the queue.
 
         Args:
-            whose: stands in front of it there.
+            tell: stands in front of it there.
             member: which is told nothing while it is off.
             otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the member is
                 off.
         """
-        hand: Callable[[Context], None] = self._written["handing"](whose, member, queue, otherwise)
+        hand: Callable[[Context], None] = self._written["handing"](tell, member, queue, otherwise)
         return hand
 
-    def take(self, whose: object, ctx: Context) -> Values:
+    def telling(
+        self,
+        event: str,
+        member: Member,
+        handler: Callable[[Snapshot], Any],
+        answered: Callable[[Any], None],
+        fails: Callable[[Context, BaseException], None],
+    ) -> Tell:
+        """What builds, on the lane's thread, a snapshot of what was taken, and calls the handler with it.
+
+        Args:
+            event: what it is called where the member is off.
+            member: whose failures are counted.
+            handler: called with the snapshot.
+            answered: is given what it returns, if that is anything.
+            fails: is given the context and what has gone wrong.
+        """
+        tell: Tell = self._written["telling"](self, event, member, handler, answered, fails)
+        return tell
+
+    def take(self, tell: Tell, ctx: Context) -> Values:
         """On the training thread: what is told now, with copies of what may change."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
-        values = [whose, ctx, ctx.step, ctx.epoch, *always, *fields]
+        values = [tell, ctx, ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
         for place in self._changing:
             values[place] = copied(values[place], numbers)
         return values
 
-    def arrived(self, values: Values) -> Snapshot:
-        """`build`, of what has copies in it, that may be on their way."""
-        built = self.build((*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:])))
-        for name in self._names:
-            if getattr(built, name) is _NOT_TOLD:
-                delattr(built, name)
-        return built
+    def arrived(self, values: Values) -> Values:
+        """What has copies in it, with those that were on their way."""
+        return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
-    def begin(self, ctx: Context) -> tuple[Any, ...]:
-        """`of_run`, for a run that a snapshot is of for the first time."""
+    def forget_untold(self, made: Snapshot) -> None:
+        """Leave out of a snapshot the fields that the loop has not told."""
+        for name in self._names:
+            if getattr(made, name) is _NOT_TOLD:
+                delattr(made, name)
+
+    def begin(self, ctx: Context) -> type[Snapshot]:
+        """The kind of snapshots of a run that one is built of for the first time."""
         control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
-        self.of_run = (control, control, self.event, copy.copy(ctx.run))
+        self.kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
         self.control = ctx.control if not self._is_last else None
-        return self.of_run
+        return self.kind
 
 
 @functools.cache
 def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
-    """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot.
+    """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot and tells it.
 
     Every event that is handed over goes through both: with a loop over names they take three times as long. Nothing is put into the source but names of
     the lifecycle's table.
@@ -168,12 +190,12 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Cal
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
     are_changing = "".join(f" or type(values[{place}]) not in plain" for place in changing)
     source = f"""
-def handing(whose, member, queue, otherwise):
+def handing(tell, member, queue, otherwise):
     items, append = queue.items, queue.items.append
     def hand(ctx):
         try:
             state = ctx.state
-            values = (whose, ctx, {", ".join(taken)})
+            values = (tell, ctx, {", ".join(taken)})
         except FieldNotTold:
             return otherwise(ctx)
         if member.is_off{are_changing}:
@@ -184,19 +206,30 @@ def handing(whose, member, queue, otherwise):
             queue.put(values)
     return hand
 
-def building(taker):
-    def build(values):
-        if type(values) is list:
-            return taker.arrived(values)
-        made, state = new(Snapshot), new(TrainState)
-        _, ctx, {", ".join(filled)} = values
-        made.state = state
-        made._lane, made.control, made.event, made.run = taker.of_run if taker.control is ctx.control else taker.begin(ctx)
-        return made
-    return build
+def telling(taker, event, member, handler, answered, fails):
+    def tell(values):
+        if member.is_off and member.is_silent_at(event):
+            return
+        ctx = values[1]
+        try:
+            made = new(taker.kind if taker.control is ctx.control else taker.begin(ctx))
+            made.state = state = new(TrainState)
+            if type(values) is tuple:
+                _, _, {", ".join(filled)} = values
+            else:
+                _, _, {", ".join(filled)} = taker.arrived(values)
+                taker.forget_untold(made)
+            ctx = made
+            if (answer := handler(made)) is not None:
+                answered(answer)
+        except BaseException as error:
+            fails(ctx, error)
+        else:
+            member.failures_in_a_row = 0
+    return tell
 """
     scope: dict[str, Any] = {
-        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "Snapshot": Snapshot, "TrainState": TrainState
+        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "TrainState": TrainState
     }  # fmt: skip
     exec(source, scope)
     return scope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import logging
@@ -42,6 +43,7 @@ from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
 from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers.in_memory import InMemoryLogger
+from tqdm import tqdm  # type: ignore[import-untyped]  # it has none
 
 from callsheet import Callback, CheckpointError, Context, NotCarried
 from callsheet.bridges.matrix import Cell
@@ -540,7 +542,9 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path) -> None:
+def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = functools.partialmethod(tqdm.__init__, mininterval=0, miniters=1)
+    monkeypatch.setattr(tqdm, "__init__", shown)  # at each update, however fast they come
     row = ROWS[name]
     at_home, here = row.make(tmp_path / "home"), None
     unit = trained([at_home], job=LINE, epochs=2)

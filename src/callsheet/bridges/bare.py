@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.host_parts import Evaluates
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Context, Outcome
@@ -21,6 +21,7 @@ from callsheet.errors import ConfigError, NotCarried, RequestRefused
 from callsheet.manager import CallbackManager
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.time import Time
+from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -140,7 +141,8 @@ class AttachedRun:
         run.parts["place"] = self._place
         self._is_over = False
         self._is_iterating = False
-        self._hears_microbatch = True
+        self._is_checked = False
+        self._hears_fetch = self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
 
     @property
@@ -199,19 +201,19 @@ class AttachedRun:
         if self._is_over:
             return
         self._catch_up(goes_on=True)
-        run, narrator, ctx, place = self._run, self._run.narrator, self._run.ctx, self._place
+        run, narrator, ctx, place, watch = self._run, self._run.narrator, self._run.ctx, self._place, self._backward
         self._is_iterating = True
         narrator.start("epoch")
         try:
             batches = place.begin(dataloader)
             while not self._is_over and (group := self._fetched(batches)):
-                narrator.start("train_step")
+                narrator.start_step()
                 run.counted = counts_of(group[0])
                 for batch in group[1:]:
                     samples, tokens = counts_of(batch)
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-                self._optimizer_hooks.has_stepped, self._backward.total = False, None
-                self._backward.is_on, is_heard = True, self._hears_microbatch
+                self._optimizer_hooks.has_stepped, watch.total = False, None
+                watch.is_on, is_heard = True, self._hears_microbatch
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
                     ctx.batch = batch
@@ -222,7 +224,7 @@ class AttachedRun:
                         narrator.end("microbatch")
                     else:
                         yield batch
-                self._backward.is_on = False
+                watch.is_on = False
                 self._end_step()
             if is_whole := place.is_at_end:
                 place.end()
@@ -234,9 +236,9 @@ class AttachedRun:
         """The batches of a step, fewer at the epoch's end."""
         narrator, ctx, group = self._run.narrator, self._run.ctx, []
         if narrator.listen():
-            self._hears_microbatch = narrator.hears("microbatch")
+            self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        is_heard = narrator.hears("fetch")
+        is_heard = self._hears_fetch
         for _ in range(self._accumulate):
             if is_heard:
                 narrator.start("fetch")
@@ -251,10 +253,10 @@ class AttachedRun:
 
     def _end_step(self) -> None:
         run = self._run
-        is_first = run.state.timestamp.batch == run.state.baseline.batch
         run.step_skipped = not self._optimizer_hooks.has_stepped
         self._is_over = run.end_step()
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             self._check_first()
 
     def _check_first(self) -> None:

@@ -30,7 +30,6 @@ from callsheet.trainer.arguments import check_run_name, duration, log_boundary, 
 from callsheet.trainer.boundaries import Boundaries
 from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.records import Records
-from callsheet.trainer.tasks import Task
 from callsheet.trainer.world import World
 
 
@@ -133,6 +132,7 @@ class HostedRun:
                 "on_optimizer_step_end": self._optimizer_ends,
                 "on_train_step_end": self._step_ends,
             },
+            step_passes=self._step_passes,
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.losses: Callable[[], Tensor | None] = lambda: None
@@ -209,7 +209,7 @@ class HostedRun:
 
     def end_step(self) -> bool:
         """The step in hand is over; whether training is to end."""
-        self.narrator.end("train_step")
+        self.narrator.end_step()
         ctx, made = self.ctx, self.made
         if made:
             self.made = []
@@ -431,24 +431,38 @@ class HostedRun:
         self.ctx.step_skipped = self.step_skipped
 
     def _step_ends(self) -> None:
-        ctx, state = self.ctx, self.state
-        loss = self.losses()
-        if loss is not None:
-            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
-            self.records.add(ctx.loss_dict, *self.counted, moved=not self.step_skipped)
-        else:
-            self.records.tally.samples += self.counted[0]
-            self.records.tally.tokens += self.counted[1]
+        ctx, losses = self.ctx, self._count_step()
+        if losses is not None:
+            ctx.loss, ctx.loss_dict = losses["loss"], losses
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
         if self.step_skipped and not ctx.has("learning_rate"):
             self._optimizer_begins()
-        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
+
+    def _step_passes(self) -> None:
+        """It ends, and nobody hears that: nothing of it is left but what it counts for."""
+        ctx = self.ctx
+        self._count_step()
+        if self.step_skipped and not ctx.has("learning_rate"):
+            self._optimizer_begins()
+        ctx.batch, ctx.loss, ctx.learning_rate = None, None, 0.0  # a slot that is empty cannot be emptied
+        del ctx.batch, ctx.loss, ctx.learning_rate
+
+    def _count_step(self) -> dict[str, Tensor] | None:
+        """Count what the step's batches held, and its losses by name, which are given back where it has any."""
+        records, state, (samples, tokens) = self.records, self.state, self.counted
+        now = state.timestamp
+        state.previous_timestamp, state.timestamp = now, now.next_batch()
+        loss = self.losses()
+        if loss is None:
+            records.tally.samples += samples
+            records.tally.tokens += tokens
+            return None
+        losses = {"loss": loss, **self.other_losses}
+        records.add(losses, samples, tokens, moved=not self.step_skipped)
+        return losses
 
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})
-
-counts_of = Task().counts
-"""How many samples and tokens a batch holds, as far as it shows."""
 
 
 def _name_of(listener: Any) -> str:

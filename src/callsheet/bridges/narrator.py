@@ -78,9 +78,11 @@ class Narrator:
     Args:
         spans: those of the run's context.
         before: by event, what is to be done just before it is told, such as setting the fields whose window opens there.
+        step_passes: what is to be done instead where a step ends and nobody has heard or hears anything of it: no field has to be told,
+            and those that were set all the same have to be shut.
     """
 
-    def __init__(self, spans: Spans, before: Mapping[str, Act]) -> None:
+    def __init__(self, spans: Spans, before: Mapping[str, Act], step_passes: Act | None = None) -> None:
         self._ctx: Context = spans.ctx
         self._spans = spans
         self.parts: Mapping[str, Part] = {name: Part(getattr(spans, name), before) for name in SPANS}
@@ -93,6 +95,7 @@ class Narrator:
             for index, each in enumerate(sequence):
                 parts[each].index = index
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
+        self._step, self._step_passes = parts["train_step"], step_passes
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
@@ -117,7 +120,7 @@ class Narrator:
         quiet[_BACKWARD] &= "outputs" not in self._ctx.kept  # which somebody reads later
         for behind in _BEHIND:  # these end it, where somebody hears it
             quiet[behind] &= quiet[_BACKWARD]
-        step = self.parts["train_step"]
+        step = self._step
         is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
         is_news |= is_heard is not self.is_heard
         self.is_heard = is_heard
@@ -175,6 +178,27 @@ class Narrator:
             while self._open[-1] is not part:
                 self._pop()
             self._pop()
+
+    def start_step(self) -> None:
+        """`start("train_step")`, by a short way where nobody hears that and the epoch has come to it."""
+        step = self._step
+        if step.span.starts is not None or self._open[-1] is not step.parent:
+            self.start("train_step")
+            return
+        if step.act_at_start is not None:
+            step.act_at_start()
+        self._open.append(step)
+        step.is_open, step.done = True, 0
+
+    def end_step(self) -> None:
+        """`end("train_step")`, by a short way where nobody hears anything of it."""
+        step, passes = self._step, self._step_passes
+        if passes is None or self._open[-1] is not step or step.needed or step.span.ends is not None or self._ctx.kept:
+            self.end("train_step")
+        else:
+            passes()
+            self._open.pop()
+            step.is_open = False
 
     def tell(self, name: str) -> None:
         """The loop has been in a span, or is passing it by: both of its edges."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -132,7 +132,11 @@ class OptimizerHooks:
         if self._step.is_open:
             if not self._clip.is_quiet:
                 self._narrator.tell("clip_gradients")  # whether or not the loop has clipped them
-            self._narrator.start("optimizer_step")
+            own = self._own
+            if not own.is_quiet:
+                self._narrator.start("optimizer_step")
+            elif own.act_at_start is not None:  # as the narrator would, without a call of it at every step
+                own.act_at_start()
 
     def _ends(self, *_: Any) -> None:
         if self._step.is_open:
@@ -161,7 +165,7 @@ class BackwardWatch:
         self._ctx = ctx
         self._scaler = scaler
         self._backward = narrator.parts["backward"]
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self.is_on = False
         """Whether the loop is within a step."""
         self.total: Tensor | None = None
@@ -183,11 +187,12 @@ class BackwardWatch:
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's; whether it was."""
-        if loss.dim() or threading.get_ident() != self._thread:
+        if loss.dim() or get_ident() != self._thread:
             return False
-        scaler, is_heard = self._scaler, not self._backward.is_quiet
-        scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        told = loss if scale is None else loss / scale
+        scaler, is_heard, scale, told = self._scaler, not self._backward.is_quiet, None, loss
+        if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
+            scale = scaler._scale
+            told = loss / scale
         if is_heard:
             narrator, ctx = self._narrator, self._ctx
             if not narrator.is_open("microbatch") or self._backward.is_open:

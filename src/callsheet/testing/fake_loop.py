@@ -167,7 +167,7 @@ class FakeLoop:
         narrator.start("fetch")
         ctx.batch = torch.zeros(ROWS, INPUTS)
         narrator.end("fetch")
-        narrator.start("train_step")
+        narrator.start_step()
         self._run.counted = (ROWS, 0)
         self._optimizer.zero_grad()
         parts = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from callsheet.context import Context, LogRecord
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
-from callsheet.metrics import MetricLog
+from callsheet.metrics import MetricLog, Series, scalar
 from callsheet.time import Interval
 from callsheet.trainer.tally import Tally
 from callsheet.trainer.world import World
@@ -23,6 +23,7 @@ class Records:
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: World) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
+        self._others: dict[str, Series] = {}  # of the losses beside it, by their names
         self.tally = Tally(world)
         self.learning_rate = 0.0
         """The last step's."""
@@ -41,15 +42,22 @@ class Records:
 
         `scale` is what this rank's mean weighs against the others'; `moved` is false for a step that was skipped.
         """
-        self.tally.samples += samples
-        self.tally.tokens += tokens
+        tally = self.tally
+        tally.samples += samples
+        tally.tokens += tokens
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
+        loss = losses["loss"]
         if moved:  # what overflowed under a loss scale says nothing about the weights
-            self.last_loss = losses["loss"]
-        self._train_loss.add(losses["loss"])
+            self.last_loss = loss
+        self._train_loss.add(loss)
         if len(losses) > 1:
-            self.metrics.log({f"train/{name}": loss for name, loss in losses.items() if name != "loss"}, over="mean")
+            for name, each in losses.items():
+                if name != "loss":
+                    series = self._others.get(name)
+                    if series is None:
+                        series = self._others[name] = self.metrics.series(f"train/{name}", "mean", "mean")
+                    series.add(scalar(name, each))
 
     def are_due(self, ctx: Context) -> bool:
         """Whether a log boundary has been reached since the last record."""
@@ -118,5 +126,5 @@ class Records:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.metrics.load_state_dict(state["metrics"])
-        self._train_loss = self.metrics.series("train/loss", "mean", "mean")
+        self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self._told_at, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]

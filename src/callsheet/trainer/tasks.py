@@ -40,10 +40,8 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not say what its metrics compare; override judged()")
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
-        if type(batch) is dict and (ids := batch.get("input_ids")) is not None:
-            return ids.size(0), ids.numel()
-        return _leading_length(batch), 0
+        """How many samples and tokens the batch holds; by default as `counts_of` says."""
+        return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
         """What a (micro)batch's mean weighs in the mean over several, and over ranks: a number, or a scalar tensor on the device.
@@ -217,6 +215,19 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "to")):
             raise ConfigError(f"metrics[{name!r}] is {type(metric).__name__}, not a torchmetrics Metric")
     return metrics or {}
+
+
+def counts_of(batch: Any) -> tuple[int, int]:
+    """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
+    if type(batch) is dict:
+        if (ids := batch.get("input_ids")) is not None:
+            return ids.size(0), ids.numel()
+        batch = tuple(batch.values())
+    if type(batch) in (list, tuple) and batch:  # by a short way: every step asks
+        first = batch[0]
+        if type(first) is Tensor and first.ndim and (length := first.size(0)):
+            return length, 0
+    return _leading_length(batch), 0
 
 
 def _leading_length(batch: Any) -> int:

@@ -20,12 +20,13 @@ from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
 from callsheet.bridges.bare import AttachedRun
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
 from callsheet.errors import NotCarried, RequestRefused
 from callsheet.manager import CallbackManager
 from callsheet.time import Time
+from callsheet.trainer.tasks import counts_of
 
 __all__ = ["NOT_TOLD", "TOLD_AT", "AcceleratedRun", "TrackerGuest", "guest", "host"]
 
@@ -255,9 +256,9 @@ class AcceleratedRun(AttachedRun):
         run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
         self._may_tell_save = False
         if narrator.listen():
-            self._hears_microbatch = narrator.hears("microbatch")
+            self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
-        if is_heard := narrator.hears("fetch"):
+        if is_heard := self._hears_fetch:
             narrator.start("fetch")
         ctx.batch = next(batches, None)
         if is_heard:
@@ -266,7 +267,7 @@ class AcceleratedRun(AttachedRun):
         if batch is not None:
             run.counted = (0, 0)
             self._optimizer_hooks.has_stepped, self._backward.total = False, None
-            narrator.start("train_step")
+            narrator.start_step()
         return batch
 
     def _end_microbatch(self) -> None:

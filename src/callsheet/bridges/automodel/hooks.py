@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, StaysBehind
+from callsheet.trainer.tasks import counts_of
 
 
 class CalledModel(StaysBehind):
@@ -44,7 +45,7 @@ class CalledModel(StaysBehind):
             run.ctx.batch = None
             run.narrator.tell("fetch")
             run.narrator.made_up.add("fetch")
-            run.narrator.start("train_step")
+            run.narrator.start_step()
         self._is_in_step = self._watch.is_on = False
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -68,7 +69,7 @@ class CalledModel(StaysBehind):
         if is_first:
             if not narrator.parts["fetch"].is_quiet:
                 narrator.tell("fetch")
-            narrator.start("train_step")
+            narrator.start_step()
         if self._hears_forward:
             narrator.end("microbatch")  # the one before, whose fields are gone with it
             ctx.microbatch = ctx.batch

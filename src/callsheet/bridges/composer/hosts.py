@@ -15,13 +15,14 @@ from torch import Tensor
 from callsheet.bridges.composer import NOT_TOLD
 from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
 from callsheet.bridges.host_states import own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.time import Time
 from callsheet.trainer.arguments import duration
+from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -198,7 +199,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
 
     def _batch_start(self, state: Any) -> None:
         self._has_stepped = False
-        self._run.narrator.start("train_step")
+        self._run.narrator.start_step()
 
     def _before_train_batch(self, state: Any) -> None:
         if self._run.narrator.is_open("optimizer_step"):  # the closure is called again
@@ -268,7 +269,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
     def _batch_end(self, state: Any) -> None:
         run, self._handlers = self._run, self._all
         run.step_skipped = not self._has_stepped
-        run.narrator.end("train_step")
+        run.narrator.end_step()
         self._ask_for_evaluation()
 
     def _batch_checkpoint(self, state: Any) -> None:

@@ -140,6 +140,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         self._run: HostedRun | None = None
         self._asks = _Asks()
         self._datasets = Datasets(eval_names)
+        self._hears_optimizer = True
+        self._is_checked = False  # whether the first step has told what is heard
         self._is_due_told = False  # since the last step or epoch, and before an evaluation
         self._skips: Any = None
 
@@ -187,7 +189,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             self._fail(error)
             raise
         self._asks.control = control
-        self._datasets.done = 0
+        self._datasets.done, self._is_checked = 0, False
         if not args.eval_on_start:  # else training begins when that is over
             run.narrator.start("round")
 
@@ -216,38 +218,56 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     @_in_a_run
     def on_step_begin(self, run: HostedRun, *_: Any) -> None:
         """The first batch of a step comes; it is told once the model is called with it."""
-        run.narrator.listen()
-        run.counted = (0, 0)
-        self._watch.total, self._watch.is_on = None, True
+        watch, narrator = self._watch, run.narrator
+        if narrator.listen():
+            self._hooks.listen(narrator.hears("forward"))
+            self._hears_optimizer = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")
+        watch.total, watch.is_on = None, True
 
     @_in_a_run
     def on_substep_end(self, run: HostedRun, *_: Any) -> None:
         """A batch is through, and its step is not."""
         run.narrator.end("microbatch")
 
-    @_in_a_run
-    def on_pre_optimizer_step(self, run: HostedRun, *_: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """The gradients are there, and clipped."""
+        if self._hears_optimizer:
+            self._begin_optimizer_step(args, state, control, **given)
+
+    @_in_a_run
+    def _begin_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         narrator = run.narrator
-        narrator.start("train_step")
+        if not narrator.parts["train_step"].is_open:
+            self._begin_step(run)
         if not narrator.parts["clip_gradients"].is_quiet:
             narrator.tell("clip_gradients")
         narrator.start("optimizer_step")
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
-        """The parameters have moved; the gradients are there for a moment."""
-        run.step_skipped = bool(self._skips is not None and self._skips.step_was_skipped)
+        """The parameters have moved; the gradients are there for a moment, and the rate is that of the step."""
+        narrator = run.narrator
+        run.step_skipped = self._skips is not None and self._skips.step_was_skipped
         self._watch.is_on = False
-        run.narrator.end("train_step")  # and the optimizer's
+        if not self._hears_optimizer:
+            if not narrator.parts["train_step"].is_open:
+                self._begin_step(run)
+            narrator.start("optimizer_step")
+        if narrator.is_heard:
+            narrator.end_step()  # and the optimizer's; else it ends with what follows it
+
+    def _begin_step(self, run: HostedRun) -> None:
+        """One in which the model was not called."""
+        run.counted = (0, 0)
+        run.narrator.start_step()
 
     @_in_a_run
     def on_step_end(self, run: HostedRun, *_: Any) -> None:
         """What may be between steps."""
-        is_first = run.state.timestamp.batch == run.state.baseline.batch + 1
         run.end_step()
         self._is_due_told = True
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
         if run.control.pending:
             self._stop_if_asked(run)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.narrator import Narrator
 from callsheet.bridges.torch_hooks import BackwardWatch, StaysBehind
+from callsheet.trainer.tasks import counts_of
 
 ALONE = "validation"
 """The name of a dataset that has none."""
@@ -45,39 +46,47 @@ class Datasets:
 
 
 class ForwardHooks(StaysBehind):
-    """Hears the model being called: in training a microbatch, else a batch of an evaluation."""
+    """Hears the model being called: in training a microbatch, else a batch of an evaluation; and what it answers, where that is heard."""
 
     def __init__(self, run: HostedRun, watch: BackwardWatch, datasets: Datasets, model: nn.Module) -> None:
         self._run = weakref.proxy(run)
         self._watch = weakref.proxy(watch)
         self._datasets = datasets
         self._model = model
-        self._handles = [
-            model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ends),
-        ]
+        self._before: Any = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self._after: Any = None
+
+    def listen(self, is_heard: bool) -> None:
+        """To the model's answers, or not: a model with hooks is called more slowly."""
+        if is_heard and self._after is None:
+            self._after = self._model.register_forward_hook(self._ends)
+        elif self._after is not None and not is_heard:
+            self._after.remove()
+            self._after = None
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         run, batch = self._run, kwargs if kwargs or not args else args[0]
         if not model.training:
             return self._evaluates(run.eval_narrator, batch, args, kwargs)
-        if not torch.is_grad_enabled() or not self._watch.is_on:
+        if not self._watch.is_on or not torch.is_grad_enabled():
             return None
-        narrator, ctx, parts = run.narrator, run.ctx, run.narrator.parts
-        samples, tokens = counts_of(batch)
-        run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        ctx.batch = batch
-        if not parts["train_step"].is_open:
+        narrator, ctx, (samples, tokens) = run.narrator, run.ctx, counts_of(batch)
+        parts, ctx.batch = narrator.parts, batch
+        if parts["train_step"].is_open:
+            samples, tokens = samples + run.counted[0], tokens + run.counted[1]
+        else:
             if not parts["fetch"].is_quiet:
                 narrator.tell("fetch")
-            narrator.start("train_step")
+            narrator.start_step()
+        run.counted = samples, tokens
+        if not narrator.is_heard:
+            return None
+        given = ctx.batch
         if not parts["forward"].is_quiet:
-            ctx.microbatch = ctx.batch
+            ctx.microbatch = given
             narrator.start("microbatch")
             narrator.start("forward")
             given = ctx.microbatch
-        else:
-            given = ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
@@ -100,13 +109,15 @@ class ForwardHooks(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
+        if self._after is None and run.hears_outputs("eval"):
+            self.listen(True)
         given = run.eval_ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._before.remove()
+        self.listen(False)
 
 
 def by_dataset(metrics: Mapping[str, Any], names: Iterable[str]) -> tuple[str | None, dict[str, float]]:

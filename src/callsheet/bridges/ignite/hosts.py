@@ -14,7 +14,7 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
@@ -23,6 +23,7 @@ from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
 from callsheet.errors import CheckpointError, ConfigError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -240,7 +241,7 @@ class IgniteHost:
         if is_first:
             run.counted = counts_of(batch)
             watch.total, self._optimizer_hooks.has_stepped = None, False
-            narrator.start("train_step")
+            narrator.start_step()
         else:
             samples, tokens = counts_of(batch)
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)

@@ -220,7 +220,7 @@ class Teller:
         run.listen()
         narrator = run.narrator
         narrator.tell("fetch")
-        narrator.start("train_step")
+        narrator.start_step()
 
     @_in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:

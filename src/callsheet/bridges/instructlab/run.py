@@ -142,7 +142,7 @@ class HookedRun:
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.next_batch().settled(samples=samples, tokens=tokens, seconds=seconds)
         self._since = samples, tokens, seconds
-        self.narrator.end("train_step")
+        self.narrator.end_step()
 
     def listen(self) -> None:
         """Before a step: leave out what nobody hears."""

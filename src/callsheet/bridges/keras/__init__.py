@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from torch import nn
 
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
 from callsheet.bridges.place import Place
@@ -22,6 +22,7 @@ from callsheet.context import Outcome
 from callsheet.errors import ConfigError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.time import Time
+from callsheet.trainer.tasks import counts_of
 
 __all__ = ["NOT_TOLD", "KerasGuest", "KerasHost", "guest", "host"]
 
@@ -240,7 +241,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         (ctx.batch,) = data
         if is_heard:
             narrator.end("fetch")
-        narrator.start("train_step")
+        narrator.start_step()
         run.counted = counts_of(ctx.batch)
         watch.total, watch.is_on = None, True
         self._steps.has_stepped = False

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.bridges.foreign import Common
-from callsheet.bridges.hosted_run import counts_of
 from callsheet.context import Context
+from callsheet.trainer.tasks import counts_of
 
 
 class KerasRun(Common):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from callsheet import distributed
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.fabric_run import fabric
 from callsheet.bridges.lightning.guests import LightningGuest, guest
 from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
@@ -21,6 +21,7 @@ from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.trainer.tasks import counts_of
 
 try:
     from lightning.pytorch import Callback as LightningCallback
@@ -235,7 +236,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
                 self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
             if not parts["fetch"].is_quiet:
                 narrator.tell("fetch")
-            narrator.start("train_step")
+            narrator.start_step()
             watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
         watch.is_on = True
         given = ctx.batch

@@ -248,7 +248,7 @@ class MegatronBridgeHost:
             self._steps.listen(self._hears_step)
         self._forward.in_step = self._hears_forward
         if not self._hears_forward:
-            narrator.start("train_step")
+            narrator.start_step()
         if not self._hears_step:
             narrator.start("optimizer_step")  # notes the learning rate that the step will use
 
@@ -260,7 +260,7 @@ class MegatronBridgeHost:
         if not narrator.parts["train_step"].is_open:
             narrator.made_up.add("fetch")
             narrator.tell("fetch")
-            narrator.start("train_step")
+            narrator.start_step()
         settings.loss, run.other_losses = _losses(context.loss_dict or {})
         run.step_skipped = bool(context.skipped_iter)
         if run.step_skipped:  # torch's optimizer was not called
@@ -415,6 +415,8 @@ def _inner(chunk: Any) -> Any:
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     """The loss, Megatron's `lm loss` or the first there is, and the others."""
+    if len(given) == 1:  # as it mostly is
+        return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)
     others = {other.replace(" ", "_"): value for other, value in given.items() if other != name}
     return (given[name] if name is not None else None), others

@@ -79,7 +79,7 @@ class ForwardHooks(StaysBehind):
         ctx.batch = batch
         if not narrator.is_open("train_step"):
             narrator.tell("fetch")
-            narrator.start("train_step")
+            narrator.start_step()
         if not narrator.hears("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
         ctx.microbatch = ctx.batch

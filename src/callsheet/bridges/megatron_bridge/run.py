@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.bridges.foreign import Common
-from callsheet.bridges.hosted_run import counts_of
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
 from callsheet.context import Context
 from callsheet.errors import NotCarried
 from callsheet.time import Time, TimeUnit
+from callsheet.trainer.tasks import counts_of
 
 LM_LOSS = "lm loss"
 """What Megatron calls the loss."""

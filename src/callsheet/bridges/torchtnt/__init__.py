@@ -16,7 +16,7 @@ from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.host_states import own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, counts_of
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
@@ -26,6 +26,7 @@ from callsheet.context import Outcome
 from callsheet.errors import CheckpointError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.time import Time
+from callsheet.trainer.tasks import counts_of
 
 __all__ = ["NOT_TOLD", "TorchTNTGuest", "TorchTNTHost", "guest", "host"]
 
@@ -253,7 +254,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if narrator.parts["train_step"].is_open:
             run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
         else:
-            narrator.start("train_step")
+            narrator.start_step()
             run.counted = counted
             watch.total = None
             if self._optimizer_hooks is not None:
@@ -278,7 +279,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run.step_skipped = hooks is not None and not hooks.has_stepped
         every = self._evaluates_every
         if every and steps % every == 0:
-            run.narrator.end("train_step")
+            run.narrator.end_step()
             self._waiting = "step"
         else:
             self._end_step(run, state)
