@@ -330,6 +330,39 @@ def test_a_scaled_loss_is_told_without_its_scale() -> None:
     assert history["train/loss"] == pytest.approx(expected)
 
 
+def test_whoever_comes_late_to_the_records_reads_the_steps_from_then_on() -> None:
+    manager, history = CallbackManager(), History()
+    model, optimizer, data = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    losses = []
+    with attach(model=model, optimizer=optimizer, callbacks=manager, scheduler=scheduler, log_interval=4) as run:
+        for _ in run.epochs(3):
+            for inputs, targets in run.steps(data):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+                losses.append(loss.item())
+                if len(losses) == 6:  # the record of the first four steps was for nobody
+                    manager.add(history)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert history["train/loss"] == pytest.approx([sum(losses[6:8]) / 2, sum(losses[8:12]) / 4, sum(losses[12:]) / 3])
+    assert history["train/learning_rate"] == pytest.approx([0.05 * 0.5**step for step in (7, 11, 14)])
+
+
+def test_of_steps_that_nobody_reads_nothing_is_kept_but_the_last_loss(tmp_path: Path) -> None:
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[], run_name="run", runs_folder=tmp_path) as run:
+        for inputs, targets in run.steps(data):
+            assert not optimizer._optimizer_step_pre_hooks
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        records = run._run.records
+        assert not records.metrics
+        assert records.mean_loss() == loss.item()
+
+
 def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
     recorder = Recorder()
     model, optimizer, data = parts()

@@ -20,7 +20,6 @@ from callsheet.costs import PATH_EVENTS
 from callsheet.errors import HangError
 from callsheet.testing import RankProcesses, run_ranks
 
-
 AT = 40  # the step that hangs: until then, steps of 20 ms are looked at seven times
 
 

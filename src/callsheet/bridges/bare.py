@@ -238,6 +238,7 @@ class AttachedRun:
         if narrator.listen():
             self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
+            self._optimizer_hooks.listen(narrator.is_read)
         is_heard = self._hears_fetch
         for _ in range(self._accumulate):
             if is_heard:

@@ -133,6 +133,7 @@ class HostedRun:
                 "on_train_step_end": self._step_ends,
             },
             step_passes=self._step_passes,
+            is_recorded=lambda: self.records.are_read,
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.losses: Callable[[], Tensor | None] = lambda: None
@@ -192,9 +193,7 @@ class HostedRun:
 
     def finish_training(self) -> None:
         """The same, for a host that may still evaluate or test."""
-        self.records.tally.stop()
-        self.records.tally.settle(self.state)
-        self.narrator.end("train")
+        self.tell_the_rest()
         self.boundaries.finish()
         if not self.boundaries.is_making_way:
             self.lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
@@ -431,35 +430,37 @@ class HostedRun:
         self.ctx.step_skipped = self.step_skipped
 
     def _step_ends(self) -> None:
-        ctx, losses = self.ctx, self._count_step()
-        if losses is not None:
-            ctx.loss, ctx.loss_dict = losses["loss"], losses
+        ctx, loss = self.ctx, self._count_step()
+        if loss is not None:
+            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
+            self.records.add(ctx.loss_dict, moved=not self.step_skipped)
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
-        if self.step_skipped and not ctx.has("learning_rate"):
+        if not ctx.has("learning_rate"):  # skipped, or of an optimizer that nobody listened to when it began
             self._optimizer_begins()
 
     def _step_passes(self) -> None:
         """It ends, and nobody hears that: nothing of it is left but what it counts for."""
-        ctx = self.ctx
-        self._count_step()
-        if self.step_skipped and not ctx.has("learning_rate"):
-            self._optimizer_begins()
-        ctx.batch, ctx.loss, ctx.learning_rate = None, None, 0.0  # a slot that is empty cannot be emptied
-        del ctx.batch, ctx.loss, ctx.learning_rate
+        ctx, loss = self.ctx, self._count_step()
+        if self.narrator.is_read:
+            if loss is not None:
+                self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
+            if self.step_skipped and not ctx.has("learning_rate"):
+                self._optimizer_begins()
+            ctx.loss, ctx.learning_rate = None, 0.0  # a slot that is empty cannot be emptied
+            del ctx.loss, ctx.learning_rate
+        elif loss is not None and not self.step_skipped:
+            self.records.last_loss = loss
+        ctx.batch = None
+        del ctx.batch
 
-    def _count_step(self) -> dict[str, Tensor] | None:
-        """Count what the step's batches held, and its losses by name, which are given back where it has any."""
-        records, state, (samples, tokens) = self.records, self.state, self.counted
-        now = state.timestamp
+    def _count_step(self) -> Tensor | None:
+        """Count the step and what its batches held; gives its loss."""
+        state, tally, now = self.state, self.records.tally, self.state.timestamp
+        samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()
-        loss = self.losses()
-        if loss is None:
-            records.tally.samples += samples
-            records.tally.tokens += tokens
-            return None
-        losses = {"loss": loss, **self.other_losses}
-        records.add(losses, samples, tokens, moved=not self.step_skipped)
-        return losses
+        tally.samples += samples
+        tally.tokens += tokens
+        return self.losses()
 
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})

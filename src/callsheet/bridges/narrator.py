@@ -80,9 +80,16 @@ class Narrator:
         before: by event, what is to be done just before it is told, such as setting the fields whose window opens there.
         step_passes: what is to be done instead where a step ends and nobody has heard or hears anything of it: no field has to be told,
             and those that were set all the same have to be shut.
+        is_recorded: whether anybody reads what steps leave behind, such as records; it may change where the call sheet does.
     """
 
-    def __init__(self, spans: Spans, before: Mapping[str, Act], step_passes: Act | None = None) -> None:
+    def __init__(
+        self,
+        spans: Spans,
+        before: Mapping[str, Act],
+        step_passes: Act | None = None,
+        is_recorded: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._ctx: Context = spans.ctx
         self._spans = spans
         self.parts: Mapping[str, Part] = {name: Part(getattr(spans, name), before) for name in SPANS}
@@ -95,12 +102,14 @@ class Narrator:
             for index, each in enumerate(sequence):
                 parts[each].index = index
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
-        self._step, self._step_passes = parts["train_step"], step_passes
+        self._step, self._step_passes, self._is_recorded = parts["train_step"], step_passes, is_recorded
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
         self.is_heard = False
         """Whether anybody hears anything of a step, by the last `listen`."""
+        self.is_read = True
+        """Whether anybody does, or reads what steps leave behind: else they need only be counted."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
@@ -122,8 +131,9 @@ class Narrator:
             quiet[behind] &= quiet[_BACKWARD]
         step = self._step
         is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
-        is_news |= is_heard is not self.is_heard
-        self.is_heard = is_heard
+        is_read = is_heard or self._is_recorded()
+        is_news |= is_heard is not self.is_heard or is_read is not self.is_read
+        self.is_heard, self.is_read = is_heard, is_read
         for group, is_quiet in zip(self._groups, quiet, strict=True):
             if group[0].is_quiet is not is_quiet:
                 is_news = True

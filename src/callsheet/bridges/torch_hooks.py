@@ -36,25 +36,48 @@ class StaysBehind:
         return Deaf, ()
 
 
+class Hook:
+    """One of torch's hooks, which stands only while it is wanted: what has hooks is called more slowly.
+
+    Args:
+        register: the method of a model or an optimizer that puts it up.
+    """
+
+    def __init__(self, register: Callable[..., Any]) -> None:
+        self._register = register
+        self._handle: Any = None
+        self.stands = False
+        """Whether it does."""
+
+    def stand(self, is_wanted: bool, function: Callable[..., Any]) -> None:
+        """Put it up or take it away, if it is not so; the function is not kept here, whose owner keeps this."""
+        if is_wanted and not self.stands:
+            self._handle, self.stands = self._register(function), True
+        elif not is_wanted:
+            self.remove()
+
+    def remove(self) -> None:
+        """Take it away, if it stands."""
+        if self.stands:
+            self._handle.remove()
+            self._handle, self.stands = None, False
+
+
 class ModelHooks(StaysBehind):
     """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
 
-    They stand in the model only between `listen(True)` and `listen(False)`: a model with hooks is called more slowly.
+    They stand in the model only between `listen(True)` and `listen(False)`.
     """
 
     def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module) -> None:
         self._narrator = narrator
         self._ctx = ctx
-        self._model = model
-        self._handles: list[Any] = []
+        self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:
         """Stand in the model, or leave it as it was."""
-        if is_heard and not self._handles:
-            model = self._model
-            self._handles = [model.register_forward_pre_hook(self._begins), model.register_forward_hook(self._ends)]
-        elif self._handles and not is_heard:
-            self.remove()
+        self._before.stand(is_heard, self._begins)
+        self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled() and self._narrator.is_open("microbatch"):
@@ -71,8 +94,7 @@ class ModelHooks(StaysBehind):
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        self.listen(False)
 
 
 class JudgingHooks(StaysBehind):
@@ -87,16 +109,13 @@ class JudgingHooks(StaysBehind):
     def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module, *, kind: str = "eval") -> None:
         self._narrator = narrator
         self._ctx = ctx
-        self._model = model
         self._step, self._forward = f"{kind}_step", f"{kind}_forward"
-        self._handles: list[Any] = []
+        self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:
         """Stand in the model, or leave it as it was."""
-        if is_heard and not self._handles:
-            self._handles = [self._model.register_forward_pre_hook(self._begins), self._model.register_forward_hook(self._ends)]
-        elif not is_heard:
-            self.remove()
+        self._before.stand(is_heard, self._begins)
+        self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         if not model.training and self._narrator.is_open(self._step):
@@ -111,22 +130,33 @@ class JudgingHooks(StaysBehind):
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        self.listen(False)
 
 
 class OptimizerHooks:
-    """Tells the optimizer's step; all of the gradients are there when it begins."""
+    """Tells the optimizer's step; all of the gradients are there when it begins.
 
-    def __init__(self, narrator: Narrator, optimizer: Optimizer) -> None:
-        self._listen_to(narrator)
-        self._handles = [optimizer.register_step_pre_hook(self._begins), optimizer.register_step_post_hook(self._ends)]
+    Args:
+        optimizers: those that the loop steps, the first one first and the last one last.
+        asks: whether the host asks for `has_stepped` also where nobody reads what a step leaves.
+    """
 
-    def _listen_to(self, narrator: Narrator) -> None:
+    def __init__(self, narrator: Narrator, *optimizers: Optimizer, asks: bool = True) -> None:
         self._narrator = narrator
         self._step, self._clip, self._own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
         """Since this was last set to False."""
+        self._asks = asks
+        self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
+        self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
+        self.listen(True)
+
+    def listen(self, is_read: bool) -> None:
+        """Stand in the optimizer, as far as is needed for steps that somebody reads, or that nobody does."""
+        for hook in self._before:
+            hook.stand(is_read, self._begins)
+        for hook in self._after:
+            hook.stand(is_read or self._asks, self._ends)
 
     def _begins(self, *_: Any) -> None:
         if self._step.is_open:
@@ -146,8 +176,8 @@ class OptimizerHooks:
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
-        for handle in self._handles:
-            handle.remove()
+        for hook in (*self._before, *self._after):
+            hook.remove()
 
 
 class BackwardWatch:

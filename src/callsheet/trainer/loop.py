@@ -179,9 +179,11 @@ class TrainLoop:
                 if self._scheduler is not None and not ctx.step_skipped:
                     self._scheduler.step()
                 if portions is None:
-                    records.add(means, *task.counts(ctx.batch), moved=not ctx.step_skipped)
+                    records.tally.count(*task.counts(ctx.batch))
+                    records.add(means, moved=not ctx.step_skipped)
                 else:
-                    records.add(means, *portions.counts(task), portions.scale, moved=not ctx.step_skipped)
+                    records.tally.count(*portions.counts(task))
+                    records.add(means, portions.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
                 if (
                     ctx.step >= next_boundary and heard.on_log and records.are_due(ctx)

@@ -25,31 +25,36 @@ class Records:
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
         self._others: dict[str, Series] = {}  # of the losses beside it, by their names
         self.tally = Tally(world)
-        self.learning_rate = 0.0
-        """The last step's."""
+        self.learning_rate: Any = None
+        """The last step's; None where nobody has said it since a record that nobody read."""
         self.last_loss: Tensor | None = None
         """The last step's mean, of this rank; its mean over the ranks is the step's."""
         self.every = every
         self._manager = manager
+        self._heard = manager.heard
         self._device = device
         self._world = world
         self._process = psutil.Process()  # this one: a fork would take an earlier one's for its own
         self._passed = 0  # intervals
         self._told_at = 0  # the step
 
-    def add(self, losses: dict[str, Tensor], samples: int, tokens: int, scale: Any = None, *, moved: bool = True) -> None:
-        """Count one step: its mean losses by name, and what its batches held.
+    @property
+    def are_read(self) -> bool:
+        """Whether anybody waits for records; of several ranks it may be another than this."""
+        return self._world.size > 1 or self._heard.on_log
+
+    def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
+        """One step's mean losses by name; of those that nobody will read only the last is kept, for a checkpoint to name.
 
         `scale` is what this rank's mean weighs against the others'; `moved` is false for a step that was skipped.
         """
-        tally = self.tally
-        tally.samples += samples
-        tally.tokens += tokens
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
         if moved:  # what overflowed under a loss scale says nothing about the weights
             self.last_loss = loss
+        if not self.are_read:
+            return
         self._train_loss.add(loss)
         if len(losses) > 1:
             for name, each in losses.items():
@@ -70,11 +75,12 @@ class Records:
             return
         self._told_at = ctx.step
         samples, tokens, seconds = self.tally.since_record()
-        if self._world.size == 1 and not self._manager.heard.on_log:
+        if not self.are_read:
             self.metrics.clear()  # nobody waits for the device, and neither do we
+            self.learning_rate = None
             return
         now = ctx.state.timestamp
-        logged: dict[str, float] = {"train/learning_rate": self.learning_rate}
+        logged: dict[str, float] = {"train/learning_rate": self.learning_rate} if self.learning_rate is not None else {}
         if tokens and seconds:
             logged["train/tokens_per_second"] = tokens / seconds
         logged |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
@@ -94,7 +100,7 @@ class Records:
         return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
 
     def _tell(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
-        if not self._manager.heard.on_log:
+        if not self._heard.on_log:
             return
         ctx.record = LogRecord(
             ctx.step,

@@ -24,6 +24,11 @@ class Tally:
         self._running_since: float | None = None
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last record
 
+    def count(self, samples: int, tokens: int) -> None:
+        """One step more, and what its batches held."""
+        self.samples += samples
+        self.tokens += tokens
+
     def start(self) -> None:
         """Training goes on."""
         if self._running_since is None:

@@ -198,8 +198,8 @@ class AutoModelHost(AutoModelCallback):
             run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
         run.losses = watch.reader
-        self._called = CalledModel(run, watch, scheduler, model, sets)
-        self._ends = weakref.finalize(self, _end, run, [watch, self._called, OptimizerHooks(run.narrator, optimizer)])
+        self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.narrator, optimizer, asks=False), sets)
+        self._ends = weakref.finalize(self, _end, run, [watch, self._called])
         try:
             run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
             run.begin()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, StaysBehind
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, StaysBehind
 from callsheet.trainer.tasks import counts_of
 
 
@@ -20,22 +20,31 @@ class CalledModel(StaysBehind):
     Args:
         scheduler: the recipe's, for its epoch.
         model: what the recipe calls.
+        optimizer: the hooks of what it steps.
         sets: the validation sets' names; of several the batches are not told, since nobody says whose they are.
     """
 
-    def __init__(self, run: HostedRun, watch: BackwardWatch, scheduler: Any, model: nn.Module, sets: list[str]) -> None:
+    def __init__(
+        self,
+        run: HostedRun,
+        watch: BackwardWatch,
+        scheduler: Any,
+        model: nn.Module,
+        optimizer: OptimizerHooks,
+        sets: list[str],
+    ) -> None:
         self._run: HostedRun = weakref.proxy(run)
         self._watch: BackwardWatch = weakref.proxy(watch)
         self._scheduler = scheduler
-        self._model = model
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
         self._hears_forward = self._hears_loss = True
+        self._optimizer = optimizer
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
-        self._after: Any = None  # while somebody hears the forward's end: with it the model is called more slowly
+        self._after = Hook(model.register_forward_hook)
 
     def end_step(self) -> None:
         """The loop has told that the step is over."""
@@ -91,17 +100,11 @@ class CalledModel(StaysBehind):
         if narrator.listen():
             self._hears_forward = narrator.hears("forward")
             self._hears_loss = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")  # or what comes before them
+            self._optimizer.listen(narrator.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, self._hears_loss
-        if self._hears_forward is not (self._after is not None):
-            self._listen(self._hears_forward)
-
-    def _listen(self, is_heard: bool) -> None:
-        if is_heard and self._after is None:
-            self._after = self._model.register_forward_hook(self._ends)
-        elif self._after is not None and not is_heard:
-            self._after.remove()
-            self._after = None
+        if self._hears_forward is not self._after.stands:
+            self._after.stand(self._hears_forward, self._ends)
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
@@ -130,14 +133,15 @@ class CalledModel(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
-        self._listen(run.hears_outputs("eval"))  # as it is now: a batch's callbacks may mute and unmute
+        self._after.stand(run.hears_outputs("eval"), self._ends)  # as it is now: a batch's callbacks may mute and unmute
         given = run.eval_ctx.batch
         return None if given is batch else _replaced(given, args)
 
     def remove(self) -> None:
         """Leave the model as it was."""
         self._before.remove()
-        self._listen(False)
+        self._after.remove()
+        self._optimizer.remove()
 
 
 def _replaced(given: Any, args: Any) -> Any:

@@ -44,11 +44,13 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
     """What is logged to Composer's Logger goes into our records too."""
 
     def __init__(self, run: HostedRun) -> None:
-        self._log = run.ctx.log
+        self._records, self._log = run.records, run.ctx.log
         self._names: dict[str, str] = {}  # Composer's, and ours; the empty one is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Numbers by name; those of times and evaluations are told in their own ways."""
+        if not self._records.are_read:
+            return
         names = self._names
         for name, value in metrics.items():
             ours = names.get(name)

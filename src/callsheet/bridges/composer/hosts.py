@@ -35,6 +35,9 @@ _INSIDE = (
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
 """What is not listened to where nobody hears the parts of a microbatch; the loss is, for records."""
 
+_OPTIMIZER = ("after_train_batch",)
+"""What is not where nobody reads what a step leaves either."""
+
 
 class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
     """See `callsheet.bridges.composer.host`."""
@@ -65,7 +68,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
         }
         self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
-        self._forward = {event: self._all[event] for event in _FORWARD}
+        self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER)}
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of the three is in force
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
@@ -178,15 +181,16 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._look_for_checkpoint()
         narrator = self._run.narrator
         if narrator.listen():
-            self._listen(is_heard=narrator.hears("forward"))
+            self._listen(_FORWARD, narrator.hears("forward"))
+            self._listen(_OPTIMIZER, narrator.is_read)
         if not narrator.is_open("fetch"):  # else Composer passes over batches that were trained on before
             narrator.start("fetch")
 
-    def _listen(self, *, is_heard: bool) -> None:
-        """To the events of the forward and what belongs to it, or not."""
-        for event, handler in self._forward.items():
+    def _listen(self, events: Iterable[str], is_heard: bool) -> None:
+        """To these, or not."""
+        for event in events:
             if is_heard:
-                self._all[event] = handler
+                self._all[event] = self._parts_of_steps[event]
             else:
                 self._all.pop(event, None)
 
@@ -225,19 +229,27 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._run.narrator.start("loss")
 
     def _after_loss(self, state: Any) -> None:
-        ctx = self._run.ctx
-        ctx.loss = loss = trained_on(state.loss)
-        self._run.narrator.end("loss")
-        if ctx.loss is not loss:
-            if isinstance(state.loss, dict) and "total" in state.loss:
-                state.loss["total"] = ctx.loss
-            else:
-                state.loss = ctx.loss
-        value = ctx.loss.detach()
+        run, loss = self._run, trained_on(state.loss)
+        if not run.narrator.parts["loss"].is_quiet:
+            loss = self._replaced(loss, state)
+        value = loss.detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # Composer scales the total where it stands
-        is_whole = state.device_train_microbatch_size >= self._run.counted[0]  # nothing to weigh
+        is_whole = state.device_train_microbatch_size >= run.counted[0]  # nothing to weigh
         self._parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
+
+    def _replaced(self, loss: Tensor, state: Any) -> Tensor:
+        """Tell the loss, and give Composer and the caller what a callback has put in its place."""
+        ctx = self._run.ctx
+        ctx.loss = loss
+        self._run.narrator.end("loss")
+        told: Tensor = ctx.loss
+        if told is not loss:
+            if isinstance(state.loss, dict) and "total" in state.loss:
+                state.loss["total"] = told
+            else:
+                state.loss = told
+        return told
 
     def _before_backward(self, state: Any) -> None:
         self._run.narrator.start("backward")
@@ -257,7 +269,8 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._has_stepped = True
         if self._run is not None:
             self._run.step_skipped = False
-            self._run.narrator.end("optimizer_step")
+            if not self._run.narrator.parts["optimizer_step"].is_quiet:
+                self._run.narrator.end("optimizer_step")
 
     def _mean_loss(self) -> Tensor | None:
         parts = self._parts

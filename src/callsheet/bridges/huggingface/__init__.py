@@ -252,7 +252,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         if not self._hears_optimizer:
             if not narrator.parts["train_step"].is_open:
                 self._begin_step(run)
-            narrator.start("optimizer_step")
+            if narrator.is_read:
+                narrator.start("optimizer_step")
         if narrator.is_heard:
             narrator.end_step()  # and the optimizer's; else it ends with what follows it
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.narrator import Narrator
-from callsheet.bridges.torch_hooks import BackwardWatch, StaysBehind
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, StaysBehind
 from callsheet.trainer.tasks import counts_of
 
 ALONE = "validation"
@@ -52,17 +52,12 @@ class ForwardHooks(StaysBehind):
         self._run = weakref.proxy(run)
         self._watch = weakref.proxy(watch)
         self._datasets = datasets
-        self._model = model
         self._before: Any = model.register_forward_pre_hook(self._begins, with_kwargs=True)
-        self._after: Any = None
+        self._after = Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:
-        """To the model's answers, or not: a model with hooks is called more slowly."""
-        if is_heard and self._after is None:
-            self._after = self._model.register_forward_hook(self._ends)
-        elif self._after is not None and not is_heard:
-            self._after.remove()
-            self._after = None
+        """To the model's answers, or not."""
+        self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         run, batch = self._run, kwargs if kwargs or not args else args[0]
@@ -109,7 +104,7 @@ class ForwardHooks(StaysBehind):
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
-        if self._after is None and run.hears_outputs("eval"):
+        if not self._after.stands and run.hears_outputs("eval"):
             self.listen(True)
         given = run.eval_ctx.batch
         return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None

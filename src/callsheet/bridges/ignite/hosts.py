@@ -151,7 +151,6 @@ class IgniteHost:
             self._go_on(run)
             run.narrator.start("round")  # if there was no epoch to train
             self._leave_step(run)
-            run.tell_the_rest()
             run.finish()
             self._let_go()
 
@@ -213,6 +212,7 @@ class IgniteHost:
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
+            self._optimizer_hooks.listen(narrator.is_read)
         if not narrator.parts["fetch"].is_quiet:
             narrator.start("fetch")
             run.ctx.batch = None

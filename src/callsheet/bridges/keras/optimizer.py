@@ -26,7 +26,8 @@ class Steps:
                 return apply(*args, **named)
             if not clip.is_quiet:
                 narrator.tell("clip_gradients")  # which Keras does within `apply`
-            narrator.start("optimizer_step")
+            if narrator.is_read:
+                narrator.start("optimizer_step")
             result = apply(*args, **named)
             self.has_stepped = True
             if not own.is_quiet:

@@ -262,7 +262,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
             if not parts["clip_gradients"].is_quiet:
                 narrator.end("clip_gradients")
-            narrator.start("optimizer_step")
+            if narrator.is_read:
+                narrator.start("optimizer_step")
 
     def _stepped(self, *_: Any) -> None:
         run = self._run

@@ -249,7 +249,7 @@ class MegatronBridgeHost:
         self._forward.in_step = self._hears_forward
         if not self._hears_forward:
             narrator.start_step()
-        if not self._hears_step:
+        if not self._hears_step and narrator.is_read:
             narrator.start("optimizer_step")  # notes the learning rate that the step will use
 
     @_told
@@ -261,7 +261,9 @@ class MegatronBridgeHost:
             narrator.made_up.add("fetch")
             narrator.tell("fetch")
             narrator.start_step()
-        settings.loss, run.other_losses = _losses(context.loss_dict or {})
+        settings.loss, others = _losses(context.loss_dict or {})
+        if narrator.is_read:
+            run.other_losses = others
         run.step_skipped = bool(context.skipped_iter)
         if run.step_skipped:  # torch's optimizer was not called
             narrator.tell("clip_gradients")
@@ -350,8 +352,9 @@ class MegatronBridgeHost:
             self._let_go()
 
     def _judge(self, run: HostedRun, kind: str) -> None:
-        if self._forward.listen(run.hears_outputs(kind) and not self._is_pipelined):
-            self._forward.judging = kind
+        is_heard = run.hears_outputs(kind) and not self._is_pipelined
+        self._forward.listen(is_heard)
+        self._forward.judging = kind if is_heard else ""
 
     def _end_judging(self) -> None:
         self._forward.judging = ""

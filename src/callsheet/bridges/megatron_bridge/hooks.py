@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import OptimizerHooks, StaysBehind
+from callsheet.bridges.torch_hooks import Hook, OptimizerHooks, StaysBehind
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+Told = TypeVar("Told", bound=Callable[..., Any])
 
 
-def _fails_the_run(hook: Hook) -> Hook:
+def _fails_the_run(hook: Told) -> Told:
     """Megatron tells nobody of an exception: a callback's that comes out of a hook is told here."""
 
     @functools.wraps(hook)
@@ -39,28 +39,20 @@ class ForwardHooks(StaysBehind):
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run = run
-        self._model = model
-        self._handles: list[Any] = []
+        self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
+        self._after = Hook(model.register_forward_hook)
         self.in_step = False
         self.judging = ""
         """`eval` or `test`, while that runs."""
 
-    def listen(self, is_heard: bool) -> bool:
-        """Stand in the model, or leave it as it was; whether it is heard."""
-        if is_heard and not self._handles:
-            model = self._model
-            self._handles = [
-                model.register_forward_pre_hook(self._begins, with_kwargs=True),
-                model.register_forward_hook(self._ends),
-            ]
-        elif self._handles and not is_heard:
-            self.remove()
-        return is_heard
+    def listen(self, is_heard: bool) -> None:
+        """Stand in the model, or leave it as it was."""
+        self._before.stand(is_heard, self._begins)
+        self._after.stand(is_heard, self._ends)
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        while self._handles:
-            self._handles.pop().remove()
+        self.listen(False)
 
     @_fails_the_run
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,25 +110,8 @@ class StepHooks(OptimizerHooks):
     """Of Megatron's optimizer, which wraps one of torch or several: from the first one's step to the last one's."""
 
     def __init__(self, run: HostedRun, optimizers: list[Optimizer]) -> None:
-        self._listen_to(run.narrator)
-        self._run, self._optimizers = run, optimizers
-        self._handles = []
-
-    def listen(self, is_heard: bool) -> bool:
-        """Stand in the optimizers, or leave them as they were; whether they are heard."""
-        if is_heard and not self._handles and self._optimizers:
-            self._handles = [
-                self._optimizers[0].register_step_pre_hook(self._begins),
-                self._optimizers[-1].register_step_post_hook(self._ends),
-            ]
-        elif self._handles and not is_heard:
-            self.remove()
-        return is_heard
-
-    def remove(self) -> None:
-        """Leave them as they were."""
-        super().remove()
-        self._handles = []
+        self._run = run
+        super().__init__(run.narrator, *optimizers, asks=False)
 
     _begins = _fails_the_run(OptimizerHooks._begins)
     _ends = _fails_the_run(OptimizerHooks._ends)
