@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from callsheet import distributed
 from callsheet.control import Control
@@ -88,7 +89,23 @@ class RunInfo:
         return self.ranks.local_rank == 0
 
 
-@dataclass(slots=True)
+class Course(NamedTuple):
+    """What of a `TrainState` no step changes: written anew where it changes, so that a snapshot takes it as one."""
+
+    max_duration: Time | None = None
+    baseline: Timestamp = Timestamp()
+    epoch_batches: int | None = None
+    evaluators: tuple[str, ...] = ()
+
+
+def _of_course(name: str) -> Any:
+    def write(state: TrainState, value: Any) -> None:
+        state.course = state.course._replace(**{name: value})
+
+    return property(attrgetter(f"course.{name}"), write)
+
+
+@dataclass(init=False, slots=True)
 class TrainState:
     """How far training is.
 
@@ -97,12 +114,22 @@ class TrainState:
     `epoch_batches` is how many steps an epoch has, where that is known; `evaluators` are the names of the datasets that are evaluated.
     """
 
-    max_duration: Time | None = None
-    timestamp: Timestamp = field(default_factory=Timestamp)
-    previous_timestamp: Timestamp = field(default_factory=Timestamp)
-    baseline: Timestamp = field(default_factory=Timestamp)
-    epoch_batches: int | None = None
-    evaluators: tuple[str, ...] = ()
+    timestamp: Timestamp
+    previous_timestamp: Timestamp
+    course: Course
+
+    def __init__(self, *, timestamp: Timestamp | None = None, previous_timestamp: Timestamp | None = None, **course: Any) -> None:
+        self.timestamp = timestamp if timestamp is not None else Timestamp()
+        self.previous_timestamp = previous_timestamp if previous_timestamp is not None else Timestamp()
+        self.course = Course(**course)
+
+    if TYPE_CHECKING:  # else they would be fields of the dataclass
+        max_duration: Time | None
+        baseline: Timestamp
+        epoch_batches: int | None
+        evaluators: tuple[str, ...]
+    else:
+        max_duration, baseline, epoch_batches, evaluators = map(_of_course, Course._fields)
 
     def state_dict(self) -> dict[str, Any]:
         """How far training is, as plain data."""

@@ -136,7 +136,7 @@ class Handover:
         else:
             self._lane.lane.put(values)
 
-    def _fails(self, ctx: Context, error: BaseException) -> None:
+    def _fails(self, ctx: Snapshot, error: BaseException) -> None:
         """On the lane's thread: what `isolated` does, for what may end a program."""
         failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from callsheet.sheet import Member
 
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
-_OF_STATE = ("max_duration", "timestamp", "previous_timestamp", "baseline", "epoch_batches", "evaluators")
+_OF_STATE = ("timestamp", "previous_timestamp", "course")
 """What every snapshot holds of the state; it is written anew, never changed."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
@@ -28,7 +28,7 @@ _NOT_TOLD = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was taken: what tells it, the context that it was taken of, and the fields; a tuple of what cannot change, or a list with copies in it."""
+"""What was taken: what tells it, the kind of snapshots to build, and the fields; a tuple of what cannot change, or a list with copies in it."""
 
 Tell = Callable[[Values], None]
 
@@ -110,10 +110,8 @@ class Taker:
         self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self.control: Any = None
-        """The run's, of the snapshots that were built last; None where the next needs a kind of its own."""
-        self.kind: type[Snapshot] = Snapshot
-        """The kind of snapshots of that run: it holds what is the same in all of them."""
+        self._state: TrainState | None = None  # the run's, of what was taken last; None where the next needs a kind of its own
+        self._kind: type[Snapshot] = Snapshot
         self._written = _written(self._names, self._changing)
 
     def handing(
@@ -127,7 +125,7 @@ class Taker:
             otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the member is
                 off.
         """
-        hand: Callable[[Context], None] = self._written["handing"](tell, member, queue, otherwise)
+        hand: Callable[[Context], None] = self._written["handing"](self.kind_at, tell, member, queue, otherwise)
         return hand
 
     def telling(
@@ -136,7 +134,7 @@ class Taker:
         member: Member,
         handler: Callable[[Snapshot], Any],
         answered: Callable[[Any], None],
-        fails: Callable[[Context, BaseException], None],
+        fails: Callable[[Snapshot, BaseException], None],
     ) -> Tell:
         """What builds, on the lane's thread, a snapshot of what was taken, and calls the handler with it.
 
@@ -145,7 +143,7 @@ class Taker:
             member: whose failures are counted.
             handler: called with the snapshot.
             answered: is given what it returns, if that is anything.
-            fails: is given the context and what has gone wrong.
+            fails: is given the snapshot, as far as it was built, and what has gone wrong.
         """
         tell: Tell = self._written["telling"](self, event, member, handler, answered, fails)
         return tell
@@ -154,7 +152,7 @@ class Taker:
         """On the training thread: what is told now, with copies of what may change."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
-        values = [tell, ctx, ctx.step, ctx.epoch, *always, *fields]
+        values = [tell, self.kind_at(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
         for place in self._changing:
             values[place] = copied(values[place], numbers)
@@ -170,12 +168,13 @@ class Taker:
             if getattr(made, name) is _NOT_TOLD:
                 delattr(made, name)
 
-    def begin(self, ctx: Context) -> type[Snapshot]:
-        """The kind of snapshots of a run that one is built of for the first time."""
-        control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
-        self.kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
-        self.control = ctx.control if not self._is_last else None
-        return self.kind
+    def kind_at(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
+        """The kind of snapshots in this run, and its state, while which is the same the kind is."""
+        if self._state is None or self._state is not ctx.state:
+            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
+            self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
+            self._state = ctx.state if not self._is_last else None
+        return self._kind, self._state
 
 
 @functools.cache
@@ -190,12 +189,15 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Cal
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
     are_changing = "".join(f" or type(values[{place}]) not in plain" for place in changing)
     source = f"""
-def handing(tell, member, queue, otherwise):
-    items, append = queue.items, queue.items.append
+def handing(kind_at, tell, member, queue, otherwise):
+    items, append, kind, known = queue.items, queue.items.append, None, None
     def hand(ctx):
+        nonlocal kind, known
         try:
             state = ctx.state
-            values = (tell, ctx, {", ".join(taken)})
+            if state is not known:
+                kind, known = kind_at(ctx)
+            values = (tell, kind, {", ".join(taken)})
         except FieldNotTold:
             return otherwise(ctx)
         if member.is_off{are_changing}:
@@ -210,22 +212,21 @@ def telling(taker, event, member, handler, answered, fails):
     def tell(values):
         if member.is_off and member.is_silent_at(event):
             return
-        ctx = values[1]
+        made = new(values[1])
         try:
-            made = new(taker.kind if taker.control is ctx.control else taker.begin(ctx))
             made.state = state = new(TrainState)
             if type(values) is tuple:
                 _, _, {", ".join(filled)} = values
             else:
                 _, _, {", ".join(filled)} = taker.arrived(values)
                 taker.forget_untold(made)
-            ctx = made
             if (answer := handler(made)) is not None:
                 answered(answer)
         except BaseException as error:
-            fails(ctx, error)
+            fails(made, error)
         else:
-            member.failures_in_a_row = 0
+            if member.failures_in_a_row:  # nothing is written that the training thread would have to fetch anew
+                member.failures_in_a_row = 0
     return tell
 """
     scope: dict[str, Any] = {
