@@ -1,6 +1,8 @@
-"""What hosts, guests and trainers add to a step, in instructions, which no other tenant of the machine can disturb.
+"""What hosts, guests and trainers add to a step, in instructions and estimated cycles, which no other tenant of the machine can disturb.
 
-Valgrind counts the instructions of forty steps, two records among them, of the training process with all its threads. What a host adds is
+Valgrind counts the instructions of forty steps, two records among them, of the training process with all its threads, and the misses of
+the machine's caches, which it simulates: Python that runs once a step finds them full of the operations' data. A cycle an instruction, ten more
+for what the first cache misses, and a hundred more for what the last one does, are the cycles that KCachegrind estimates. What a host adds is
 what its run takes more than the same loop with one empty callback of the host's framework; it is given as a multiple of what Ignite's
 engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step where the promises were made: 20 µs are 2 of
 it, 50 µs are 5, and the Trainer was to add no more than Ignite does.
@@ -10,12 +12,13 @@ A guest is held against its own framework's dispatch: see `guests.py`.
     python benchmarks/instructions.py hosts [--of lightning,ignite]
     python benchmarks/instructions.py guests [--of lightning,ignite]
 
-It needs `valgrind`, and takes about three minutes a host, and one a guest.
+It needs `valgrind`, and takes about four minutes a host, and two a guest.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import re
@@ -25,6 +28,7 @@ import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +36,7 @@ import homes
 import trainer as peers
 from timing import machine
 
+MISS, LAST_MISS = 10, 100  # cycles: <https://valgrind.org/docs/manual/cg-manual.html>, and KCachegrind's formula
 WARM, COUNTED = 30, 40  # steps that are passed over, and those whose instructions are counted
 RECORD_EVERY = 20
 HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
@@ -114,12 +119,45 @@ def collecting() -> None:
 # --- around it ---
 
 
-def counted(what: str, whose: str) -> list[float]:
-    """Instructions a step, of every run of a child."""
+class Count(NamedTuple):
+    """Of a step."""
+
+    instructions: float
+    cycles: float
+
+    def over(self, floor: Count) -> Count:
+        """What it is more."""
+        return Count(self.instructions - floor.instructions, self.cycles - floor.cycles)
+
+    def shown(self, unit: Count) -> str:
+        """Both, and as multiples of a unit."""
+        return f"{self.instructions:,.0f} | {self.instructions / unit.instructions:.1f} | {self.cycles:,.0f} | {self.cycles / unit.cycles:.1f}"
+
+    @classmethod
+    def read(cls, path: Path) -> Count:
+        """A file of callgrind's."""
+        text = path.read_text()
+        names, numbers = (re.findall(rf"^{line}: (.*)", text, re.M)[-1].split() for line in ("events", "totals"))
+        of = {
+            name: int(number) / COUNTED for name, number in itertools.zip_longest(names, numbers, fillvalue="0")
+        }  # it leaves out zeros
+        misses, last = ([value for name, value in of.items() if name[:2] in level] for level in (("I1", "D1"), ("IL", "DL")))
+        return cls(of["Ir"], of["Ir"] + MISS * sum(misses) + LAST_MISS * sum(last))
+
+
+def counted(what: str, whose: str) -> list[Count]:
+    """What every run of a child takes."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
-                *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
+                *(
+                    "valgrind",
+                    "--tool=callgrind",
+                    "--instr-atstart=no",
+                    "--collect-atstart=no",
+                    "--trace-children=no",
+                    "--cache-sim=yes",
+                ),
                 *(f"--callgrind-out-file={folder}/out", homes.python_of(whose), __file__, what, "--child", whose),
             ],
             capture_output=True,
@@ -128,9 +166,7 @@ def counted(what: str, whose: str) -> list[float]:
         )
         if done.returncode:
             raise RuntimeError(f"{whose}: {done.stderr[-2000:]}")
-        files = sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))
-        totals = [int(re.findall(r"^totals: (\d+)", path.read_text(), re.M)[-1]) for path in files]
-    return [total / COUNTED for total in totals]
+        return [Count.read(path) for path in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))]
 
 
 def main() -> None:
@@ -162,29 +198,33 @@ def main() -> None:
 def print_hosts(wanted: list[str]) -> None:
     """Of trainers too."""
     bare, ignite, ignite_ten, ours, ours_ten = counted(HOSTS, PEERS)
-    unit = ignite - bare
-    print(f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare:,.0f} instructions, and Ignite adds {unit:,.0f}\n")
-    print("| trainer | instructions a step over the bare loop | of Ignite's | with ten callbacks of two events | of Ignite's |")
-    print("| --- | --- | --- | --- | --- |")
+    unit = ignite.over(bare)
+    print(
+        f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare.instructions:,.0f} instructions in {bare.cycles:,.0f} cycles,"
+    )
+    print(f"and Ignite adds {unit.instructions:,.0f} and {unit.cycles:,.0f}\n")
+    figures = "instructions more | of Ignite's | cycles more | of Ignite's"
+    print(f"| a trainer over the bare loop | {figures} | with ten callbacks of two events: {figures} |\n|{' --- |' * 9}")
     for name, none, ten in (("Ignite", ignite, ignite_ten), ("callsheet", ours, ours_ten)):
-        print(f"| {name} | {none - bare:,.0f} | {(none - bare) / unit:.1f} | {ten - bare:,.0f} | {(ten - bare) / unit:.1f} |")
-    print("\n| host | instructions a step more, nobody listens | of Ignite's | ten callbacks of four events | of Ignite's |")
-    print("| --- | --- | --- | --- | --- |", flush=True)
+        print(f"| {name} | {none.over(bare).shown(unit)} | {ten.over(bare).shown(unit)} |")
+    print(f"\n| a host, nobody listens | {figures} | ten callbacks of four events: {figures} |\n|{' --- |' * 9}", flush=True)
     for name in wanted or homes.names():
         empty, nobody, ten = counted(HOSTS, name)
-        added = [each - empty for each in (nobody, ten)]
-        shown = " | ".join(f"{each:,.0f} | {each / unit:.1f}" for each in added)
-        print(f"| {name} | {shown} |", flush=True)
+        print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
 
 
 def print_guests(wanted: list[str]) -> None:
     """Of each framework."""
     print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
-    print("| a callback of | instructions a step at home | instructions a step as a guest | |")
-    print("| --- | --- | --- | --- |", flush=True)
+    print("| a callback of | instructions a step at home | as a guest | | cycles at home | as a guest | |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in wanted or FRAMEWORKS:
-        home, none, ten = (each / 10 for each in counted(GUESTS, name))
-        print(f"| {name} | {home:,.0f} | {ten - none:,.0f} | {(ten - none) / home:.2f} x |", flush=True)
+        home, none, ten = counted(GUESTS, name)
+        shown = [
+            f"{there / 10:,.0f} | {here / 10:,.0f} | {here / there:.2f} x"
+            for there, here in zip(home, ten.over(none), strict=True)
+        ]
+        print(f"| {name} | {' | '.join(shown)} |", flush=True)
 
 
 if __name__ == "__main__":

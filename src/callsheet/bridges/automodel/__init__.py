@@ -174,6 +174,7 @@ class AutoModelHost(AutoModelCallback):
         output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
         sets = _validation_sets(recipe)
         self._asks = asks = _Asks(scheduler)
+        self._is_checked = False
         self._run = run = HostedRun(
             self.manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
@@ -246,9 +247,9 @@ class AutoModelHost(AutoModelCallback):
         self._asks.take_back()
         self._called.end_step()
         self._take(run, {} if train_log_data is None else train_log_data.metrics)
-        is_first = run.state.timestamp.batch == run.state.baseline.batch
         run.end_step()
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
         if getattr(recipe.step_scheduler, "is_last_batch", False):
             run.end_epoch(is_whole=True)

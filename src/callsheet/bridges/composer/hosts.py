@@ -60,7 +60,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._wishes = Wishes()
         self._parts: list[tuple[Tensor, int]] = []
         self._is_standalone = False
-        self._has_stepped = False
+        self._has_stepped = self._is_checked = False
         self._hook: Any = None
         self._listener: Listener | None = None
         self._idle = {Event.AFTER_LOAD.value: self._begin}
@@ -94,7 +94,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._hosts = [each for each in state.callbacks if isinstance(each, ComposerHost)]
         self._seen = [each.last_checkpoint_batch for each in self._savers]
         optimizer = state.optimizers[0] if state.optimizers else None
-        self._state, self._logger = state, logger_
+        self._state, self._logger, self._is_checked = state, logger_, False
         self._run = run = HostedRun(
             self.manager,
             model=state.model,
@@ -287,9 +287,9 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
 
     def _batch_checkpoint(self, state: Any) -> None:
         run = self._run
-        is_first = run.state.timestamp.batch == run.state.baseline.batch + 1
         run.end_step()
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
         self._stop_if_asked()
 

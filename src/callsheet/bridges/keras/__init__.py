@@ -175,7 +175,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
         run.losses = watch.reader
-        self._is_epoch_open = False
+        self._is_epoch_open = self._is_checked = False
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, self._hooks)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
@@ -252,9 +252,9 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         watch.is_on = False
         place.taken += 1
         run.step_skipped = not self._steps.has_stepped
-        is_first = run.state.timestamp.batch == run.state.baseline.batch
         run.end_step()
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run)

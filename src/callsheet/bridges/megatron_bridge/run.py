@@ -8,9 +8,9 @@ from typing import Any
 from callsheet.bridges.foreign import Common
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
-from callsheet.context import Context
+from callsheet.context import Context, Course
 from callsheet.errors import NotCarried
-from callsheet.time import Time, TimeUnit
+from callsheet.time import TimeUnit
 from callsheet.trainer.tasks import counts_of
 
 LM_LOSS = "lm loss"
@@ -38,7 +38,7 @@ class MegatronBridgeRun(Common):
         self.step, self.length = 0, self.train.train_iters
         """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
-        self._longest: Time | None = None
+        self._course: Course | None = None
         self._ctx: Context | None = None
         if state is None:  # else its configuration may be Megatron's, and each guest looks
             tell_when_moved(self.state, self.drive)
@@ -103,8 +103,8 @@ class MegatronBridgeRun(Common):
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
         )
-        if progress.max_duration is not self._longest:
-            self._longest = longest = progress.max_duration
+        if progress.course is not self._course:
+            self._course, longest = progress.course, progress.max_duration
             if longest is not None and longest.unit is TimeUnit.BATCH and isinstance(self.state.cfg, Config):
                 train.__dict__["train_iters"] = int(longest.value)  # which is told nobody
         self.length, model = train.train_iters, ctx.model

@@ -155,6 +155,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
+        self._is_checked = False  # whether the first step has told all that is heard
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
         self._batch: Any = None
@@ -287,9 +288,9 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             self._end_step(run, state)
 
     def _end_step(self, run: HostedRun, state: State) -> None:
-        is_first = run.state.timestamp.batch == run.state.baseline.batch + 1
         run.end_step()
-        if is_first:
+        if not self._is_checked:
+            self._is_checked = True
             if self._scaler is not None:  # it leaves steps out until it has found its scale
                 run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
             run.check_carried(strict=self._strict, logger=logger)
