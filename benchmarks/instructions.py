@@ -1,6 +1,6 @@
 """What hosts, guests and trainers add to a step, in instructions and estimated cycles, which no other tenant of the machine can disturb.
 
-Valgrind counts the instructions of forty steps, two records among them, of the training process with all its threads, and the misses of
+Valgrind counts the instructions of forty steps, two records among them, of the training thread, and the misses of
 the machine's caches, which it simulates: Python that runs once a step finds them full of the operations' data. A cycle an instruction, ten more
 for what the first cache misses, and a hundred more for what the last one does, are the cycles that KCachegrind estimates. What a host adds is
 what its run takes more than the same loop with one empty callback of the host's framework; it is given as a multiple of what Ignite's
