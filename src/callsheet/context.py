@@ -309,7 +309,10 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """What was logged as `<family>/<name>` since the last boundary, on this rank: the last value of each, by that name."""
+        """What was logged as `<family>/<name>` since the last boundary, on this rank: the last value of each, by that name.
+
+        What loops log themselves, such as `train/loss`, is there where somebody hears records.
+        """
         return self._accumulator.latest(family) if self._accumulator is not None else {}
 
     def log_hyperparameters(self, values: Mapping[str, Any]) -> None:

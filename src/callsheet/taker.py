@@ -218,6 +218,7 @@ def telling(taker, event, member, handler, answered, fails):
             if type(values) is tuple:
                 _, _, {", ".join(filled)} = values
             else:
+                _, _, made.step, made.epoch, *_ = values  # for whom a copy's failure is told to
                 _, _, {", ".join(filled)} = taker.arrived(values)
                 taker.forget_untold(made)
             if (answer := handler(made)) is not None:

@@ -350,6 +350,37 @@ def test_whoever_comes_late_to_the_records_reads_the_steps_from_then_on() -> Non
     assert history["train/learning_rate"] == pytest.approx([0.05 * 0.5**step for step in (7, 11, 14)])
 
 
+def test_an_error_at_the_last_record_fails_the_run() -> None:
+    class Fails(Callback):
+        def on_log(self, ctx: Context) -> None:
+            raise ValueError("no disk")
+
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    run = attach(model=model, optimizer=optimizer, callbacks=[recorder, Fails()])
+    with pytest.raises(ValueError, match="no disk"), run:  # noqa: PT012
+        for inputs, targets in run.steps(data):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert recorder.events[-2:] == ["on_exception", "on_run_end"]
+
+
+def test_what_a_lane_logs_at_the_end_of_training_stands_in_the_last_record() -> None:
+    class Says(Callback):
+        lane = "background"
+
+        def on_epoch_end(self, ctx: Context) -> None:
+            ctx.log({"lane/said": 1.0})
+
+    history = History()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[Says(), history]) as run:
+        for inputs, targets in run.steps(data):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert history["lane/said"] == [1.0]
+
+
 def test_of_steps_that_nobody_reads_nothing_is_kept_but_the_last_loss(tmp_path: Path) -> None:
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[], run_name="run", runs_folder=tmp_path) as run:

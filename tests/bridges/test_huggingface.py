@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,24 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
     ]  # what is logged after the last step, and at the end
     assert "train/grad_norm" in records[-2].values
     assert "huggingface/train_runtime" in records[-1].values
+
+
+@pytest.mark.parametrize("hears_outputs", [False, True])
+def test_who_calls_a_copy_of_the_model_is_not_the_trainer(hears_outputs: bool, tmp_path: Path) -> None:
+    called: list[int] = []
+
+    class Copies(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            copied = copy.deepcopy(ctx.model)
+            for is_training in (True, False):
+                with torch.enable_grad():
+                    copied.train(is_training)(**ctx.batch)
+            called.append(ctx.step)
+
+    recorder = Recorder()
+    trainer(tmp_path, [host([Copies(), recorder] if hears_outputs else [Copies()])]).train()
+    assert called == [*range(1, 13)]
+    assert recorder.events.count("on_forward_end") == (12 if hears_outputs else 0)
 
 
 def test_what_the_trainer_never_tells_is_refused(tmp_path: Path) -> None:

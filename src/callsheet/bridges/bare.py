@@ -305,11 +305,15 @@ class AttachedRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         run = self._run
         try:
-            if error is None:
-                self._catch_up(goes_on=False)
-                run.finish()
-            else:
+            if error is not None:
                 run.fail(error)
+            else:
+                try:
+                    self._catch_up(goes_on=False)
+                    run.finish()
+                except BaseException as raised:
+                    run.fail(raised)
+                    raise
         finally:
             run.signals.__exit__(kind, error, frames)
             for hook in self._hooks:

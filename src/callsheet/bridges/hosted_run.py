@@ -179,21 +179,18 @@ class HostedRun:
             self.narrator.end("data_init")
         self.manager.between_steps(ctx.step)
 
-    def tell_the_rest(self) -> None:
-        """Training is over, perhaps between two records: tell its end, and what was logged after the last one. `finish` follows."""
-        self.records.tally.stop()
-        self.records.tally.settle(self.state)
-        self.narrator.end("train")
-        self.records.tell(self.ctx)
-
     def finish(self) -> None:
         """Training is over: tell its end, carry out what was asked for last, and end the run."""
         self.finish_training()
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """The same, for a host that may still evaluate or test."""
-        self.tell_the_rest()
+        """The same, for a host that may still evaluate or test. What was logged after the last record is told."""
+        self.records.tally.stop()
+        self.records.tally.settle(self.state)
+        self.narrator.end("train")
+        self.manager.settle(self.ctx)
+        self.records.tell(self.ctx)
         self.boundaries.finish()
         if not self.boundaries.is_making_way:
             self.lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
@@ -446,8 +443,13 @@ class HostedRun:
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self._optimizer_begins()
-            ctx.loss, ctx.learning_rate = None, 0.0  # a slot that is empty cannot be emptied
-            del ctx.loss, ctx.learning_rate
+            ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped = (
+                None,
+                0.0,
+                None,
+                False,
+            )  # an empty slot cannot be emptied
+            del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif loss is not None and not self.step_skipped:
             self.records.last_loss = loss
         ctx.batch = None

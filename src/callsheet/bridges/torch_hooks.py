@@ -32,6 +32,9 @@ class Deaf:
 class StaysBehind:
     """The owner of hooks in a model; it is not copied, nor pickled, with the model."""
 
+    is_deaf: bool = False
+    """Whether who calls the model is not the loop, as with every copy."""
+
     def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
         return Deaf, ()
 

@@ -175,18 +175,10 @@ class AcceleratedRun(AttachedRun):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
-            if error is None:
-                self._catch_up(goes_on=False)
-                self._run.tell_the_rest()
-        except BaseException as raised:
-            kind, error, frames = type(raised), raised, raised.__traceback__
-            raise
+            super().__exit__(kind, error, frames)
         finally:
-            try:
-                super().__exit__(kind, error, frames)
-            finally:
-                self._is_inside = False
-                self._instead.end()
+            self._is_inside = False
+            self._instead.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""

@@ -60,6 +60,8 @@ class ForwardHooks(StaysBehind):
         self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.is_deaf:
+            return None
         run, batch = self._run, kwargs if kwargs or not args else args[0]
         if not model.training:
             return self._evaluates(run.eval_narrator, batch, args, kwargs)
@@ -86,6 +88,8 @@ class ForwardHooks(StaysBehind):
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
+        if self.is_deaf:
+            return outputs
         if not model.training:
             if run.eval_narrator.is_open("eval_forward"):
                 run.eval_ctx.outputs = outputs

@@ -261,11 +261,9 @@ class MegatronBridgeHost:
             narrator.made_up.add("fetch")
             narrator.tell("fetch")
             narrator.start_step()
-        settings.loss, others = _losses(context.loss_dict or {})
-        if narrator.is_read:
-            run.other_losses = others
+        settings.loss, run.other_losses = _losses(context.loss_dict or {})
         run.step_skipped = bool(context.skipped_iter)
-        if run.step_skipped:  # torch's optimizer was not called
+        if run.step_skipped and narrator.is_read:  # torch's optimizer was not called
             narrator.tell("clip_gradients")
             narrator.tell("optimizer_step")
         norm = context.grad_norm

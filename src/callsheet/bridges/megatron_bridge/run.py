@@ -10,7 +10,7 @@ from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContex
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
 from callsheet.context import Context, Course
 from callsheet.errors import NotCarried
-from callsheet.time import TimeUnit
+from callsheet.time import Time, TimeUnit
 from callsheet.trainer.tasks import counts_of
 
 LM_LOSS = "lm loss"
@@ -39,6 +39,7 @@ class MegatronBridgeRun(Common):
         """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
         self._course: Course | None = None
+        self._longest: Time | None = None
         self._ctx: Context | None = None
         if state is None:  # else its configuration may be Megatron's, and each guest looks
             tell_when_moved(self.state, self.drive)
@@ -103,9 +104,11 @@ class MegatronBridgeRun(Common):
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
         )
-        if progress.course is not self._course:
-            self._course, longest = progress.course, progress.max_duration
-            if longest is not None and longest.unit is TimeUnit.BATCH and isinstance(self.state.cfg, Config):
+        if (course := progress.course) is not self._course:  # which is written anew where any of it changes
+            self._course, before = course, self._longest
+            self._longest = longest = course.max_duration
+            is_new = longest is not before and isinstance(self.state.cfg, Config)
+            if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
                 train.__dict__["train_iters"] = int(longest.value)  # which is told nobody
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
