@@ -292,8 +292,9 @@ def main() -> None:
     for name, took, promised in (
         ("taking it, on the training thread", given - nobody, ""),
         ("building and telling it, on the lane's", building, ""),
+        ("handing it over, both", given - nobody + building, f"{COPIES_PROMISED:.3f}"),
         ("the callback's own reading of ten fields", reading - building, ""),
-        ("all of it", given - nobody + reading, f"{COPIES_PROMISED:.3f}"),
+        ("handing it over, and that", given - nobody + reading, ""),
         ("InstructLab's context copied twice", whole, ""),
     ):
         print(f"| {name} | {took:.1f} | {took / whole:.3f} | {promised} |")
