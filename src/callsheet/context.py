@@ -118,10 +118,17 @@ class TrainState:
     previous_timestamp: Timestamp
     course: Course
 
-    def __init__(self, *, timestamp: Timestamp | None = None, previous_timestamp: Timestamp | None = None, **course: Any) -> None:
-        self.timestamp = timestamp if timestamp is not None else Timestamp()
-        self.previous_timestamp = previous_timestamp if previous_timestamp is not None else Timestamp()
-        self.course = Course(**course)
+    def __init__(
+        self,
+        max_duration: Time | None = None,
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # it cannot change
+        previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
+        baseline: Timestamp = Timestamp(),  # noqa: B008
+        epoch_batches: int | None = None,
+        evaluators: tuple[str, ...] = (),
+    ) -> None:
+        self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
+        self.course = Course(max_duration, baseline, epoch_batches, evaluators)
 
     if TYPE_CHECKING:  # else they would be fields of the dataclass
         max_duration: Time | None

@@ -443,12 +443,8 @@ class HostedRun:
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self._optimizer_begins()
-            ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped = (
-                None,
-                0.0,
-                None,
-                False,
-            )  # an empty slot cannot be emptied
+            ctx.loss, ctx.learning_rate = None, 0.0  # a slot that is empty cannot be emptied
+            ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif loss is not None and not self.step_skipped:
             self.records.last_loss = loss
