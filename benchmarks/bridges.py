@@ -1,38 +1,44 @@
 """What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
 
-The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation, a record every 20 steps. Five trainings stand side by
-side, each in a process of its own, and pass a baton: a bare loop, the same in Ignite's engine without handlers, the framework with its
-empty callback, with a host that nobody listens to, and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one
-forward of the model to the next, and the others wait: so all have the same weather, which lasts longer than that, and what is added is the
-mean of the differences within a round, the middle half of them. The first three steps with the baton do not count. The time is the training thread's own,
-and all five are on one core.
+The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation. Five trainings stand side by side, each in a process of
+its own, and pass a baton: a bare loop, the same in Ignite's engine without handlers, the framework with its empty callback, with a host that nobody
+listens to, and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one forward of the model to the next, and the others
+wait: so all have the same weather. The first three steps with the baton do not count. The time is the training thread's own, and all five are on
+one core.
 
-A process is faster or slower than another for its whole life, by where its memory came to lie, and that is as much as a host adds. So the five are
-started again and again, in an order of chance, and a set of five says one figure; the mean is over sets, and so is the error. Sets are kept in a
-file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is.
+Other work on a machine makes most steps slower, by more than a host does, and none faster. So what a step takes is what the fastest
+two-hundredth of them take: in the quiet moments that all five had. A process is faster or slower than another for its whole life too, by where its memory
+came to lie. So those that are compared are forked from one that has imported all that they have in common, and all are started again and again, in an
+order of chance; the errors are those that other sets of five would have given (a bootstrap over sets, Efron 1979).
 
 Python that runs once a step, between operations that have emptied the caches, is slowed down by a machine far more than the operations are. So
-what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop. That took 10 µs a step where
-the promises were made: 20 µs are 2 of it, and 50 µs are 5. What Ignite adds has nothing to do with the host, so the sets of all hosts say what it
-is; since the machine is slower in one set than in another, both are taken as shares of the bare step of their set.
+what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop, in the mean of all hosts' sets,
+with which it has nothing to do. That took 10 µs a step where the promises were made: 20 µs are 2 of it, and 50 µs are 5.
 
-    python benchmarks/bridges.py [--sets 16] [--rounds 30] [--homes lightning,ignite] [--raw FILE]
+Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is.
+
+    python benchmarks/bridges.py [--sets 10] [--rounds 80] [--homes lightning,ignite] [--raw FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
 import random
 import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,21 +47,25 @@ import torch
 import homes
 import trainer as peers
 from homes import EMPTY, NOBODY, TEN
-from timing import machine, middle_mean
+from timing import machine
 
 MISSING = 3  # a child's status, where the framework is not installed
 STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not count
 WARM = 70  # steps before the first; records are in the midst of stretches
 BARE, PEER = "bare", "peer"
-RUNNERS = (BARE, PEER, *homes.WITH)
+PEERS = (BARE, PEER)
+RUNNERS = (*PEERS, *homes.WITH)
 PROMISED = {NOBODY: 2, TEN: 5}  # of what the peer adds
+FLOORS = {PEER: BARE, NOBODY: EMPTY, TEN: EMPTY}
+FASTEST = 0.005  # of all steps of a host's sets: what a step takes
+KEPT = 0.05  # of a set's steps: enough for ten sets, if all of the fastest were in one
 
 
 # --- one who runs ---
 
 
 class Baton:
-    """Waits at a forward for its turn, takes the time of its stretch, and passes on.
+    """Waits at a forward for its turn, takes the time of its stretch, and passes on. Who has failed passes on nothing: see `raced`.
 
     Args:
         turn: the descriptor from which the baton comes.
@@ -67,7 +77,7 @@ class Baton:
 
     def __init__(self, turn: int, following: int, ready: int, rounds: int, core: int) -> None:
         self.took: list[float] = []
-        """Microseconds a step, of each stretch."""
+        """Microseconds of each step that counts."""
         self._turn, self._following, self._ready, self._last, self._core = turn, following, ready, rounds * STRETCH, core
         self.steps = WARM + self._last + 2
         """That the training has to have."""
@@ -78,53 +88,70 @@ class Baton:
         place, self._place = self._place, self._place + 1
         if not 0 <= place <= self._last:
             return
-        if place % STRETCH == COLD:
-            self._began = time.thread_time()
-        elif place % STRETCH == 0:
+        now = time.thread_time()
+        if place and (place - 1) % STRETCH >= COLD:
+            self.took.append((now - self._began) * 1e6)
+        if place % STRETCH == 0:
             if place:
-                self.took.append((time.thread_time() - self._began) / (STRETCH - COLD) * 1e6)
                 os.write(self._following, b".")
             else:
                 os.sched_setaffinity(0, {self._core})  # this thread alone
                 os.write(self._ready, b".")
-            if place < self._last and not os.read(self._turn, 1):
-                sys.exit("the one before this has failed")
+            if place < self._last:
+                os.read(self._turn, 1)
+            now = time.thread_time()
+        self._began = now
 
 
-def be_a_runner(runner: str, name: str, baton: Baton) -> None:
-    """A child's whole life; what it took goes to the standard output, in one line."""
+def be_a_runner(runner: str, name: str, baton: Baton) -> list[float]:
+    """A child's whole life; what it took."""
+    torch.set_num_threads(1)
+    if runner in homes.WITH:
+        homes.train(name, runner, baton.forward, steps=baton.steps, log_every=STRETCH)
+    else:
+        homes.train_a_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], baton.forward, steps=baton.steps)
+    return baton.took
+
+
+def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: int) -> None:
+    """Import what these runners have in common, fork them, and print what they took, in one line.
+
+    Args:
+        descriptors: `Baton`'s, of each runner.
+        name: of the home.
+        rounds: and
+        core: see `Baton`.
+    """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     said, sys.stdout = sys.stdout, sys.stderr  # frameworks print
     host = None
-    if runner in homes.WITH:
+    if set(descriptors) <= set(PEERS):
+        importlib.import_module("ignite.engine")
+    else:
         try:
             home = homes.home(name)
         except ModuleNotFoundError:
             sys.exit(MISSING)
         host = f"{home.NAME} {home.VERSION}"
-        homes.train(name, runner, baton.forward, steps=baton.steps, log_every=STRETCH)
-    else:
-        homes.train_a_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], baton.forward, steps=baton.steps)
-    print(json.dumps({"host": host, "took": baton.took}), file=said)
+    batons = [Baton(turn, following, ready, rounds, core) for turn, following, ready in descriptors.values()]
+    with ProcessPoolExecutor(len(batons), get_context("fork")) as pool:  # all at once, one each
+        took = dict(zip(descriptors, pool.map(be_a_runner, descriptors, [name] * len(batons), batons), strict=True))
+    print(json.dumps({"host": host, "took": took}), file=said)
 
 
 # --- around them ---
 
 
 class Set(NamedTuple):
-    """What a set of five says: microseconds of a step in its median, and shares of the bare one's in the mean of its rounds."""
+    """What a set of five says."""
 
     home: str
     host: str
-    bare: float
-    empty: float
-    peer: float
-    """That Ignite's engine adds to the bare step."""
-    nobody: float
-    """That the host adds to an empty callback of the framework's."""
-    ten: float
+    steps: int
+    """Of each of the five."""
+    fastest: dict[str, list[int]]
+    """Microseconds of the fastest of them, in order."""
 
 
 def raced(name: str, rounds: int, number: int) -> Set:
@@ -142,53 +169,50 @@ def raced(name: str, rounds: int, number: int) -> Set:
     order = random.Random(f"{name} {number}").sample(RUNNERS, len(RUNNERS))
     cores = sorted(os.sched_getaffinity(0))
     pipes, (is_ready, ready) = [os.pipe() for _ in order], os.pipe()
-    runners, said = [], tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
-    for i, runner in enumerate(order):
-        descriptors = pipes[i][0], pipes[(i + 1) % len(pipes)][1], ready
-        python = homes.python_of(name) if runner in homes.WITH else sys.executable
-        command = [python, __file__, "--child", runner, "--homes", name, "--rounds", str(rounds)]
-        command += ["--descriptors", ",".join(map(str, descriptors)), "--core", str(cores[number % len(cores)])]
-        runners.append(
-            subprocess.Popen(
-                command,
-                pass_fds=descriptors,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-        )
+    descriptors = {runner: [pipes[place][0], pipes[(place + 1) % len(pipes)][1], ready] for place, runner in enumerate(order)}
+    starters, said = list[subprocess.Popen[bytes]](), tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
+    printed = [tempfile.TemporaryFile() for _ in (PEERS, homes.WITH)]  # noqa: SIM115  # more than a pipe holds
+
+    def look() -> bool:
+        """Whether all are done."""
+        ended = [each.poll() for each in starters]
+        if MISSING in ended:
+            raise ModuleNotFoundError(name)
+        if any(ended):
+            said.seek(0)
+            raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
+        return None not in ended
+
     try:
+        for python, runners, file in zip((sys.executable, homes.python_of(name)), (PEERS, homes.WITH), printed, strict=True):
+            own = {runner: descriptors[runner] for runner in runners}
+            command = [python, __file__, "--start", json.dumps(own), "--homes", name, "--rounds", str(rounds)]
+            command += ["--core", str(cores[number % len(cores)])]
+            passed = {descriptor for each in own.values() for descriptor in each}
+            starter = subprocess.Popen(command, pass_fds=passed, stdout=file, stderr=said, start_new_session=True)
+            starters.append(starter)
         waiting = 0
         while waiting < len(order):
             if select.select([is_ready], [], [], 1.0)[0]:
                 waiting += len(os.read(is_ready, len(order)))
-            elif MISSING in (ended := {each.poll() for each in runners}):
-                raise ModuleNotFoundError(name)
-            elif ended - {None}:
-                said.seek(0)
-                raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
+            look()
         os.write(pipes[0][1], b".")
-        for _, end in pipes:  # else nobody would hear that another has ended
-            os.close(end)
-        printed = [each.communicate()[0].decode().splitlines() for each in runners]
-        if any(each.returncode for each in runners):
-            said.seek(0)
-            raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
-        found = {runner: json.loads(lines[-1]) for runner, lines in zip(order, printed, strict=True)}
-        took = {runner: each["took"] for runner, each in found.items()}
-        bare = statistics.median(took[BARE])
-        shares = (added(took, runner, floor) / bare for runner, floor in ((PEER, BARE), (NOBODY, EMPTY), (TEN, EMPTY)))
-        return Set(name, found[EMPTY]["host"], bare, statistics.median(took[EMPTY]), *shares)
+        while not look():
+            time.sleep(0.2)
     finally:
-        for each in runners:
-            each.kill()
-        for descriptor in (is_ready, ready, *(beginning for beginning, _ in pipes)):
+        for each in starters:
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+        for descriptor in (is_ready, ready, *(end for pipe in pipes for end in pipe)):
             os.close(descriptor)
-
-
-def added(took: dict[str, list[float]], runner: str, floor: str) -> float:
-    """Microseconds that it takes more."""
-    return middle_mean([more - less for more, less in zip(took[runner], took[floor], strict=True)])[0]
+    for file in printed:
+        file.seek(0)
+    of_peers, of_host = (json.loads(file.read().splitlines()[-1]) for file in printed)
+    took = of_peers["took"] | of_host["took"]
+    steps = len(took[BARE])
+    fastest = {runner: sorted(round(each) for each in took[runner])[: round(steps * KEPT)] for runner in RUNNERS}
+    return Set(name, of_host["host"], steps, fastest)
 
 
 # --- and around all of them ---
@@ -224,43 +248,55 @@ def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
     return [each for each in found if each.home in names]
 
 
+def microseconds(sets: Sequence[Set]) -> dict[str, float]:
+    """What a step of each of the five takes, and what it adds to its floor's."""
+    place = round(FASTEST * sum(each.steps for each in sets))
+    took = {runner: float(sorted(step for each in sets for step in each.fastest[runner])[place]) for runner in RUNNERS}
+    return took | {f"{runner} adds": took[runner] - took[floor] for runner, floor in FLOORS.items()}
+
+
+def errors(sets: Sequence[Set]) -> dict[str, float]:
+    """The standard error of each of them, over other sets that might have been."""
+    chance = random.Random(0)
+    again = [microseconds(chance.choices(sets, k=len(sets))) for _ in range(1000)]
+    return {name: statistics.stdev(each[name] for each in again) for name in again[0]}
+
+
 def show(sets: list[Set]) -> None:
     """The table."""
-    share, share_error = middle_mean([each.peer for each in sets])
+    of_hosts = [[each for each in sets if each.home == name] for name in sorted({each.home for each in sets})]
+    found = [(microseconds(of_host), errors(of_host)) for of_host in of_hosts]
+    peer = statistics.fmean(took[f"{PEER} adds"] for took, _ in found)
+    peer_error = sum(error[f"{PEER} adds"] ** 2 for _, error in found) ** 0.5 / len(found)
     heads = (
-        *("host", "sets", "µs, a bare step", "an empty callback of its own"),
-        *("more with nobody", "of Ignite's", "more with ten callbacks", "of Ignite's"),
+        *("host", "sets", "µs, a bare step", "Ignite adds", "an empty callback of its own"),
+        *("µs more, nobody", "of Ignite's", "µs more, ten callbacks", "of Ignite's"),
     )
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for name in sorted({each.home for each in sets}):
-        of_host = [each for each in sets if each.home == name]
-        cells = [of_host[-1].host, f"{len(of_host)}"]
-        cells += [
-            f"{statistics.median(values):.0f}" for values in ([each.bare for each in of_host], [each.empty for each in of_host])
-        ]
-        for values in ([each.nobody for each in of_host], [each.ten for each in of_host]):
-            more, error = middle_mean(values)
-            spread = ((error / share) ** 2 + (more / share * share_error / share) ** 2) ** 0.5
-            cells += [f"{more:+.1%} ± {error:.1%}", f"{more / share:.1f} ± {spread:.1f}"]
+    for of_host, (took, error) in zip(of_hosts, found, strict=True):
+        cells = [of_host[-1].host, f"{len(of_host)}", f"{took[BARE]:.0f}"]
+        cells += [f"{took[f'{PEER} adds']:.0f} ± {error[f'{PEER} adds']:.0f}", f"{took[EMPTY]:.0f}"]
+        for runner in (NOBODY, TEN):
+            more, spread = took[f"{runner} adds"], error[f"{runner} adds"]
+            ratio_spread = ((spread / peer) ** 2 + (more / peer * peer_error / peer) ** 2) ** 0.5
+            cells += [f"{more:+.0f} ± {spread:.0f}", f"{more / peer:.1f} ± {ratio_spread:.1f}"]
         print(f"| {' | '.join(cells)} |")
-    print(f"\nOver all sets, Ignite adds {share:.1%} ± {share_error:.1%} of a bare step.")
+    print(f"\nIn the mean of all hosts' sets, Ignite adds {peer:.1f} ± {peer_error:.1f} µs.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", type=int, default=16, help="of five processes, for every host")
-    parser.add_argument("--rounds", type=int, default=30, help="of the baton, in a set")
+    parser.add_argument("--sets", type=int, default=10, help="of five processes, for every host")
+    parser.add_argument("--rounds", type=int, default=80, help="of the baton, in a set")
     parser.add_argument("--homes", default="", help="such as lightning,ignite; all that are installed")
     parser.add_argument(
         "--raw", type=Path, help="where sets are kept, a line each; benchmarks/results/bridges.jsonl is the published"
     )
-    parser.add_argument("--child", choices=RUNNERS, help=argparse.SUPPRESS)
-    parser.add_argument("--descriptors", help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child:
-        turn, following, ready = map(int, given.descriptors.split(","))
-        be_a_runner(given.child, given.homes, Baton(turn, following, ready, given.rounds, given.core))
+    if given.start:
+        start(given.start, given.homes, given.rounds, given.core)
         return
     with tempfile.TemporaryDirectory() as folder:
         names = given.homes.split(",") if given.homes else homes.names()
