@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable as Function
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
 from callsheet.bridges.composer import EVENT_MAP, guest, host
@@ -19,7 +20,7 @@ from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger, Logger, read_metrics
-from callsheet.testing import Recorder, check_events
+from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
 from .homes.composer import composer, made
@@ -262,6 +263,73 @@ def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
     assert later.outcomes == []  # Composer has told nobody
     trained.close()
     assert later.outcomes == ["failed"]
+
+
+# --- several ranks ---
+
+
+class OnTheSecond(Asks):
+    """Asks on one rank alone."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.run.rank == 1:
+            super().on_train_step_end(ctx)
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    """Trains on this rank's half of the data under DDP; the second rank asks, and both do it."""
+    rank = int(os.environ["RANK"])
+    os.environ["NODE_RANK"] = "0"
+    os.chdir(Path(folder, f"{rank}"))
+    options: dict[str, Any] = {"max_duration": "4ep"}
+    for name, data in (("train_dataloader", POINTS.train), ("eval_dataloader", POINTS.validation)):
+        shared = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
+        options[name] = DataLoader(data, batch_size=2, sampler=shared)
+    saved = {"save_folder": str(Path(folder, "saved")), "save_interval": "1ep", "autoresume": True}
+    plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)
+    recorder, history = Recorder(), History()
+    ours = fit(POINTS, Path(folder, "ours"), [recorder, history], **options)
+    asked, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), Ends()
+    fit(POINTS, Path(folder, "asked"), [OnTheSecond("save", 1), OnTheSecond("evaluate", 7), asked, before], **saved, **options)
+    options["max_duration"] = "40ep"
+    again = fit(POINTS, Path(folder, "asked"), [OnTheSecond("stop", 29), after, ends], **saved, **options)
+    published = [info for event, info in asked.values["checkpoint"] if event == "on_checkpoint_published" and info is not None]
+    return {
+        "kind": type(ours.state.model).__name__,
+        "neutral": all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True)),
+        "events": recorder.events,
+        "losses": history["train/loss"],
+        "own": in_memory(plain, "loss/train/total"),
+        "evaluated": history["eval/loss"],
+        "own evaluated": in_memory(plain, "metrics/eval/loss"),
+        "asked": asked.events,
+        "saved": [(info.step, info.kind) for info in published],
+        "are there": all(Path(info.path).is_file() for info in published),
+        "before": before["train/loss"],
+        "after": after["train/loss"],
+        "stopped": (int(again.state.timestamp.batch), ends.outcomes),
+    }
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    one, other = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert one["are there"]  # the first rank writes them; the others' paths are names of their own
+    for name in one.keys() - {"are there"}:
+        assert one[name] == other[name], name
+    assert one["kind"] == "DistributedDataParallel"
+    assert one["neutral"]
+    check_events(one["events"])
+    check_events(one["asked"])
+    pairs = [(a + b) / 2 for a, b in zip(one["own"][::2], one["own"][1::2], strict=True)]  # Composer's are of all ranks
+    assert one["losses"] == pytest.approx(pairs, rel=1e-6)
+    assert one["evaluated"] == pytest.approx(one["own evaluated"])
+    assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
+    evaluated = [at for at, event in enumerate(one["asked"]) if event == "on_eval_all_end"]
+    assert [one["asked"][:at].count("on_train_step_end") for at in evaluated] == [6, 9, 12, 18, 24]
+    assert one["after"][: len(one["before"])] == one["before"]
+    assert one["stopped"] == (30, ["stopped"])
 
 
 class Bursts(composer.Callback):  # type: ignore[misc]
