@@ -283,7 +283,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     os.chdir(Path(folder, f"{rank}"))
     options: dict[str, Any] = {"max_duration": "4ep"}
     for name, data in (("train_dataloader", POINTS.train), ("eval_dataloader", POINTS.validation)):
-        shared = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
+        shared: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
         options[name] = DataLoader(data, batch_size=2, sampler=shared)
     saved = {"save_folder": str(Path(folder, "saved")), "save_interval": "1ep", "autoresume": True}
     plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)

@@ -41,6 +41,7 @@ class ForwardHooks(StaysBehind):
         self._run = run
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
+        self._told_with_it = run.spans.loss, run.spans.backward, run.spans.microbatch
         self.in_step = False
         self.judging = ""
         """`eval` or `test`, while that runs."""
@@ -91,9 +92,14 @@ class ForwardHooks(StaysBehind):
             run.ctx.outputs = outputs
             run.narrator.start("loss")
             outputs = run.ctx.outputs
-            if (tensor := _with_gradient(outputs)) is not None:
+            if self._hears_backward() and (tensor := _with_gradient(outputs)) is not None:
                 tensor.register_hook(self._backward_begins)
         return outputs
+
+    def _hears_backward(self) -> bool:
+        """Whether anybody hears what is told with it; else the engine has no hook to call, and what stands there passes unheard."""
+        loss, backward, microbatch = self._told_with_it
+        return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
     @_fails_the_run
     def _backward_begins(self, gradient: Tensor) -> None:
