@@ -25,6 +25,7 @@ from callsheet.callbacks import (
     CheckpointSaver,
     EarlyStopper,
     History,
+    Lambda,
     LRMonitor,
     NaNMonitor,
     SpeedMonitor,
@@ -143,6 +144,22 @@ def test_hooks_stand_in_the_model_only_while_somebody_hears_them() -> None:
     assert counts[unheard:][:6] == [1] * 6  # and none once training is over
     assert not trained.model[0]._forward_hooks
     assert not trained.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("event", ["on_backward_end", "on_backward_start", "on_loss_end", "on_microbatch_end", ""])
+def test_the_outputs_have_a_hook_only_where_somebody_hears_the_backward(event: str) -> None:
+    told: list[str] = []
+    outputs: list[Tensor] = []
+
+    def keep(ctx: Context) -> None:
+        outputs.append(ctx.outputs)
+
+    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: told.append("on_optimizer_step_end"))
+    functions: dict[str, Any] = {event: lambda ctx: told.append(event)}
+    hears = [Lambda(**functions)] if event else []
+    loop(None, host([given, *hears]), train__train_iters=2).run()
+    assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 2
+    assert told == [*([event] if event else []), "on_optimizer_step_end"] * 2
 
 
 def test_outputs_can_be_replaced_and_batches_too() -> None:
