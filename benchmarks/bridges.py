@@ -15,7 +15,7 @@ Python that runs once a step, between operations that have emptied the caches, i
 what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop, in the mean of all hosts' sets,
 with which it has nothing to do. That took 10 µs a step where the promises were made: 20 µs are 2 of it, and 50 µs are 5.
 
-Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is.
+Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is. It runs on Linux, which can hold a thread to a core.
 
     python benchmarks/bridges.py [--sets 10] [--rounds 80] [--homes lightning,ignite] [--raw FILE]
 """
