@@ -119,8 +119,8 @@ def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: in
     Args:
         descriptors: `Baton`'s, of each runner.
         name: of the home.
-        rounds: and
-        core: see `Baton`.
+        rounds: as for `Baton`.
+        core: as for `Baton`.
     """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -269,12 +269,12 @@ def show(sets: list[Set]) -> None:
     peer = statistics.fmean(took[f"{PEER} adds"] for took, _ in found)
     peer_error = sum(error[f"{PEER} adds"] ** 2 for _, error in found) ** 0.5 / len(found)
     heads = (
-        *("host", "sets", "µs, a bare step", "Ignite adds", "an empty callback of its own"),
+        *("host", "sets, of steps each", "µs, a bare step", "Ignite adds", "an empty callback of its own"),
         *("µs more, nobody", "of Ignite's", "µs more, ten callbacks", "of Ignite's"),
     )
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for of_host, (took, error) in zip(of_hosts, found, strict=True):
-        cells = [of_host[-1].host, f"{len(of_host)}", f"{took[BARE]:.0f}"]
+        cells = [of_host[-1].host, f"{len(of_host)}, {of_host[0].steps}", f"{took[BARE]:.0f}"]
         cells += [f"{took[f'{PEER} adds']:.0f} ± {error[f'{PEER} adds']:.0f}", f"{took[EMPTY]:.0f}"]
         for runner in (NOBODY, TEN):
             more, spread = took[f"{runner} adds"], error[f"{runner} adds"]
@@ -303,7 +303,7 @@ def main() -> None:
         sets = raced_all(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
     if not sets:
         sys.exit("there is no set to show")
-    print(f"# {machine()}; sets of {given.rounds} rounds of {STRETCH} steps, one thread, its own time\n")
+    print(f"# {machine()}; one thread, its own time\n")
     print(
         f"Promised, of what Ignite adds: no more than {PROMISED[NOBODY]} with nobody who listens, {PROMISED[TEN]} with ten callbacks.\n"
     )

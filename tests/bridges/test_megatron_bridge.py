@@ -157,9 +157,9 @@ def test_the_outputs_have_a_hook_only_where_somebody_hears_the_backward(event: s
     given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: told.append("on_optimizer_step_end"))
     functions: dict[str, Any] = {event: lambda ctx: told.append(event)}
     hears = [Lambda(**functions)] if event else []
-    loop(None, host([given, *hears]), train__train_iters=2).run()
-    assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 2
-    assert told == [*([event] if event else []), "on_optimizer_step_end"] * 2
+    loop(None, host([given, *hears]), train__train_iters=2, train__micro_batch_size=2).run()
+    assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 4
+    assert told == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
 
 
 def test_outputs_can_be_replaced_and_batches_too() -> None:

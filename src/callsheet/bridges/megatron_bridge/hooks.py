@@ -34,7 +34,8 @@ class ForwardHooks(StaysBehind):
     """Hears a model being called: a microbatch in training, else a batch of an evaluation or a test.
 
     The step is told from its first forward on, when its data has been fetched. The loss stands between the forward and the backward,
-    which is heard when the first gradient comes back to the outputs; the backward's end is that of the engine's work.
+    which is heard when the first gradient comes back to the outputs; the backward's end is that of the engine's work. Where nobody
+    hears either, nor the microbatch's end, the microbatch ends with what follows it.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
@@ -75,6 +76,7 @@ class ForwardHooks(StaysBehind):
             narrator.start_step()
         if not narrator.hears("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
+        narrator.end("microbatch")  # the one before, where no backward has ended it: its fields are gone with it
         ctx.microbatch = ctx.batch
         narrator.start("microbatch")
         narrator.start("forward")
