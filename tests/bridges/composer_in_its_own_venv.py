@@ -285,7 +285,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     for name, data in (("train_dataloader", POINTS.train), ("eval_dataloader", POINTS.validation)):
         shared: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
         options[name] = DataLoader(data, batch_size=2, sampler=shared)
-    saved = {"save_folder": str(Path(folder, "saved")), "save_interval": "1ep", "autoresume": True}
+    saved = {"save_folder": str(Path(folder, "saved")), "save_interval": "1ep", "autoresume": True, "eval_interval": "100ep"}
     plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)
     recorder, history = Recorder(), History()
     ours = fit(POINTS, Path(folder, "ours"), [recorder, history], **options)
@@ -327,7 +327,9 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one["evaluated"] == pytest.approx(one["own evaluated"])
     assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
     evaluated = [at for at, event in enumerate(one["asked"]) if event == "on_eval_all_end"]
-    assert [one["asked"][:at].count("on_train_step_end") for at in evaluated] == [6, 9, 12, 18, 24]
+    asked, at_the_end = [one["asked"][:at].count("on_train_step_end") for at in evaluated]
+    assert 8 <= asked <= 12  # a tenth of a second after the seventh, and at the epoch's end at the latest
+    assert at_the_end == 24
     assert one["after"][: len(one["before"])] == one["before"]
     assert one["stopped"] == (30, ["stopped"])
 
