@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -104,3 +105,57 @@ def test_who_unmutes_the_forward_s_end_within_an_evaluation_is_told_its_outputs(
 
     home(where).train(POINTS, tmp_path, [second := Second()], strict=False)
     assert second.read == [True, True]  # of two epochs
+
+
+class Saves(Callback):
+    """Has a checkpoint written at each epoch's end, and is told which loss it names."""
+
+    def __init__(self) -> None:
+        self.named: list[float | None] = []
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        ctx.control.save("to see its loss")
+
+    def on_checkpoint_published(self, ctx: Context) -> None:
+        assert ctx.checkpoint is not None
+        self.named.append(ctx.checkpoint.train_loss)
+
+
+class HearsLosses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.losses.append(ctx.loss.item())
+
+
+@pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
+def test_a_checkpoint_names_the_last_step_s_loss_though_nobody_hears_the_steps(where: str, tmp_path: Path) -> None:
+    try:
+        beside, alone, hears = Saves(), Saves(), HearsLosses()
+        home(where).train(POINTS, tmp_path / "beside", [beside, hears])
+        home(where).train(POINTS, tmp_path / "alone", [alone])
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed here")
+    assert alone.named == beside.named == pytest.approx([hears.losses[5], hears.losses[11]])
+
+
+@pytest.mark.parametrize("where", ["automodel", "huggingface", "ignite", "lightning"])
+def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_path: Path) -> None:
+    def backwards(*callbacks: Callback) -> set[bool]:
+        own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)
+
+        def looks(self: Any, inputs: torch.Tensor) -> Any:
+            if self.training:
+                found.append(torch.Tensor.backward is own)
+            return kind.forward(self, inputs)
+
+        home(where).train(replace(POINTS, model=type("Looks", (kind,), {"forward": looks})), tmp_path, callbacks)
+        assert torch.Tensor.backward is own
+        return set(found)
+
+    class HearsBackward(Callback):
+        def on_backward_end(self, ctx: Context) -> None: ...
+
+    assert backwards() == {True}
+    assert backwards(HearsBackward()) == {False}

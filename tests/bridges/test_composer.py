@@ -25,8 +25,8 @@ torch.set_num_threads(1)
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-composer: python tools/composer_venv.py makes it")
 def test_with_the_real_composer() -> None:
-    """Every test of `composer_in_its_own_venv.py`, and the matrix's of Composer; those that fail are named with what went wrong."""
-    files = ["tests/bridges/composer_in_its_own_venv.py", "tests/bridges/test_matrix.py"]
+    """Every test of `composer_in_its_own_venv.py`, and the matrix's and others of Composer; those that fail are named with what went wrong."""
+    files = ["tests/bridges/composer_in_its_own_venv.py", "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"]
     which = [] if os.environ.get("CALLSHEET_MATRIX") else ["-m", "not slow"]
     ran = subprocess.run(
         [

@@ -134,6 +134,7 @@ class HostedRun:
             },
             step_passes=self._step_passes,
             is_recorded=lambda: self.records.are_read,
+            is_loss_told=lambda: saves is None or any(getattr(self.manager.heard, event) for event in _OF_CHECKPOINTS),
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.losses: Callable[[], Tensor | None] = lambda: None
@@ -446,20 +447,23 @@ class HostedRun:
             ctx.loss, ctx.learning_rate = None, 0.0  # a slot that is empty cannot be emptied
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
-        elif loss is not None and not self.step_skipped:
+        elif not self.step_skipped:
             self.records.last_loss = loss
         ctx.batch = None
         del ctx.batch
 
     def _count_step(self) -> Tensor | None:
-        """Count the step and what its batches held; gives its loss."""
+        """Count the step and what its batches held; gives its loss, where that is read."""
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()
         tally.samples += samples
         tally.tokens += tokens
-        return self.losses()
+        return self.losses() if self.narrator.is_loss_read else None
 
+
+_OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
+"""The events of a host's checkpoint that name the last step's loss; a checkpoint of ours has it in its file."""
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})
 

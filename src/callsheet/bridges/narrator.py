@@ -81,6 +81,7 @@ class Narrator:
         step_passes: what is to be done instead where a step ends and nobody has heard or hears anything of it: no field has to be told,
             and those that were set all the same have to be shut.
         is_recorded: whether anybody reads what steps leave behind, such as records; it may change where the call sheet does.
+        is_loss_told: whether anybody will be told the last step's loss all the same, of a checkpoint; it may change there too.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Narrator:
         before: Mapping[str, Act],
         step_passes: Act | None = None,
         is_recorded: Callable[[], bool] = lambda: True,
+        is_loss_told: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ctx: Context = spans.ctx
         self._spans = spans
@@ -102,7 +104,8 @@ class Narrator:
             for index, each in enumerate(sequence):
                 parts[each].index = index
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
-        self._step, self._step_passes, self._is_recorded = parts["train_step"], step_passes, is_recorded
+        self._step, self._step_passes = parts["train_step"], step_passes
+        self._is_recorded, self._is_loss_told = is_recorded, is_loss_told
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
@@ -110,6 +113,8 @@ class Narrator:
         """Whether anybody hears anything of a step, by the last `listen`."""
         self.is_read = True
         """Whether anybody does, or reads what steps leave behind: else they need only be counted."""
+        self.is_loss_read = True
+        """Whether anybody does, or is told the last step's loss of a checkpoint: else no host need find it."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
@@ -132,8 +137,9 @@ class Narrator:
         step = self._step
         is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
         is_read = is_heard or self._is_recorded()
-        is_news |= is_heard is not self.is_heard or is_read is not self.is_read
-        self.is_heard, self.is_read = is_heard, is_read
+        now = is_heard, is_read, is_read or self._is_loss_told()
+        is_news |= now != (self.is_heard, self.is_read, self.is_loss_read)
+        self.is_heard, self.is_read, self.is_loss_read = now
         for group, is_quiet in zip(self._groups, quiet, strict=True):
             if group[0].is_quiet is not is_quiet:
                 is_news = True

@@ -186,8 +186,8 @@ class OptimizerHooks:
 class BackwardWatch:
     """Tells the loss, which a callback may replace, and its backward.
 
-    Torch has no hook that knows what `backward` was called on, so `Tensor.backward` is another function while there is a watch. Calls
-    from other threads, and on what is no scalar, go through as they are.
+    Torch has no hook that knows what `backward` was called on, so `Tensor.backward` is another function between `listen(True)`, which
+    stands from the beginning, and `listen(False)`. Calls from other threads, and on what is no scalar, go through as they are.
 
     Args:
         scaler: the `torch.amp.GradScaler` by which the loop scales the loss, which is then told without the scale.
@@ -203,20 +203,28 @@ class BackwardWatch:
         """Whether the loop is within a step."""
         self.total: Tensor | None = None
         """The sum of the losses since this was last set to None, detached."""
-        _watches.append(self)
-        Tensor.backward = _watched_backward  # type: ignore[method-assign]
+        self.listen(True)
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
         """Gives the total; no function of Python's own, since every step calls it."""
         return partial(getattr, self, "total")
 
-    def remove(self) -> None:
-        """Put back what was there; may be called twice."""
-        if self in _watches:
+    def listen(self, is_read: bool) -> None:
+        """Stand before `backward`, where anybody reads the loss or hears of it, or leave it as it was."""
+        stands = self in _watches
+        if is_read and not stands:
+            _watches.append(self)
+            Tensor.backward = _watched_backward  # type: ignore[method-assign]
+        elif stands and not is_read:
+            self.total = None
             _watches.remove(self)
-        if not _watches and Tensor.backward is _watched_backward:
-            Tensor.backward = _backward  # type: ignore[method-assign]
+            if not _watches and Tensor.backward is _watched_backward:
+                Tensor.backward = _backward  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Leave `backward` as it was; may be called twice."""
+        self.listen(False)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's; whether it was."""

@@ -12,8 +12,9 @@ from callsheet.trainer.world import World
 class Tally:
     """Counts each step on this process, and settles the counts into the run's timestamp at boundaries.
 
-    Samples and tokens are those of all ranks, the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and seconds stand still, so that every decision made on them is made on values
-    that all ranks share. The clock runs while training does: evaluating and saving stop it.
+    Samples and tokens are those of all ranks, the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and seconds
+    stand still, so that every decision made on them is made on values that all ranks share. The clock runs while training does:
+    evaluating and saving stop it.
     """
 
     def __init__(self, world: World) -> None:

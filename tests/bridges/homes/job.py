@@ -25,9 +25,9 @@ Given = Sequence[Callback] | str | None
 class Job:
     """A model and its data: 24 rows for training, in batches of 4, not shuffled, so 6 steps an epoch, and 12 for validation.
 
-    A home trains with `torch.optim.AdamW(lr=0.02)`, makes a record every `log_every` steps, and evaluates after each epoch where its framework does
-    that, under its own name for the validation set. It sets `torch.manual_seed(3)` when model and data are made and training begins, so
-    that a run with callbacks and one without are the same to the last bit.
+    A home trains with `torch.optim.AdamW(lr=0.02)`, makes a record every `log_every` steps, and evaluates after each epoch where its
+    framework does that, under its own name for the validation set. It sets `torch.manual_seed(3)` when model and data are made and
+    training begins, so that a run with callbacks and one without are the same to the last bit.
     """
 
     model: Callable[[], nn.Module]

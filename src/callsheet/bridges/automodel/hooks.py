@@ -39,7 +39,7 @@ class CalledModel(StaysBehind):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
-        self._hears_forward = self._hears_loss = True
+        self._hears_forward = True
         self._optimizer = optimizer
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
@@ -99,10 +99,10 @@ class CalledModel(StaysBehind):
             narrator.start("epoch")
         if narrator.listen():
             self._hears_forward = narrator.hears("forward")
-            self._hears_loss = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")  # or what comes before them
+            watch.listen(narrator.hears("clip_gradients") or narrator.hears("optimizer_step"))  # or to what comes before them
             self._optimizer.listen(narrator.is_read)
         self._is_in_step = True
-        watch.total, watch.is_on = None, self._hears_loss
+        watch.total, watch.is_on = None, True
         if self._hears_forward is not self._after.stands:
             self._after.stand(self._hears_forward, self._ends)
 

@@ -16,6 +16,7 @@ from callsheet.bridges.composer import NOT_TOLD
 from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import Hook
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
@@ -33,10 +34,13 @@ _INSIDE = (
 """What an optimizer repeats that calls its closure several times."""
 
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
-"""What is not listened to where nobody hears the parts of a microbatch; the loss is, for records."""
+"""What is not listened to where nobody hears the parts of a microbatch."""
 
 _OPTIMIZER = ("after_train_batch",)
 """What is not where nobody reads what a step leaves either."""
+
+_LOSS = ("after_loss",)
+"""What is not where nobody reads the loss, in records or of a checkpoint."""
 
 
 class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
@@ -61,14 +65,14 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._parts: list[tuple[Tensor, int]] = []
         self._is_standalone = False
         self._has_stepped = self._is_checked = False
-        self._hook: Any = None
+        self._hook: Hook | None = None
         self._listener: Listener | None = None
         self._idle = {Event.AFTER_LOAD.value: self._begin}
         self._all: dict[Any, Callable[..., None]] = {
             event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
         }
         self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
-        self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER)}
+        self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of the three is in force
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
@@ -114,7 +118,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         run.losses = self._mean_loss
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
         run.begin()
-        self._hook = optimizer.register_step_post_hook(self._stepped) if optimizer is not None else None
+        self._hook = Hook(optimizer.register_step_post_hook) if optimizer is not None else None
         self._listener = Listener(run)
         logger_.destinations = (*logger_.destinations, self._listener)
         self._handlers = self._all
@@ -183,6 +187,9 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         if narrator.listen():
             self._listen(_FORWARD, narrator.hears("forward"))
             self._listen(_OPTIMIZER, narrator.is_read)
+            self._listen(_LOSS, narrator.is_loss_read)
+            if self._hook is not None:
+                self._hook.stand(narrator.is_loss_read, self._stepped)
         if not narrator.is_open("fetch"):  # else Composer passes over batches that were trained on before
             narrator.start("fetch")
 
@@ -202,7 +209,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         run.counted = counts_of(state.batch)
 
     def _batch_start(self, state: Any) -> None:
-        self._has_stepped = False
+        self._has_stepped = self._hook is not None and not self._hook.stands  # nobody asks whether it does
         self._run.narrator.start_step()
 
     def _before_train_batch(self, state: Any) -> None:

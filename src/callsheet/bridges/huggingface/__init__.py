@@ -221,6 +221,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         watch, narrator = self._watch, run.narrator
         if narrator.listen():
             self._hooks.listen(narrator.hears("forward"))
+            watch.listen(narrator.is_loss_read)
             self._hears_optimizer = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")
         watch.total, watch.is_on = None, True
 

@@ -213,6 +213,7 @@ class IgniteHost:
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
             self._optimizer_hooks.listen(narrator.is_read)
+            self._watch.listen(narrator.is_loss_read)
         if not narrator.parts["fetch"].is_quiet:
             narrator.start("fetch")
             run.ctx.batch = None

@@ -231,6 +231,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             if not parts["epoch"].is_open:
                 self._start_epoch(trainer)
             if narrator.listen():
+                watch.listen(narrator.is_loss_read)
                 self._hears_microbatch = narrator.hears("microbatch")
                 self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
                 self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
