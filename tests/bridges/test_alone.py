@@ -140,7 +140,7 @@ def test_a_checkpoint_names_the_last_step_s_loss_though_nobody_hears_the_steps(w
     assert alone.named == beside.named == pytest.approx([hears.losses[5], hears.losses[11]])
 
 
-@pytest.mark.parametrize("where", ["automodel", "huggingface", "ignite", "lightning"])
+@pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_path: Path) -> None:
     def backwards(*callbacks: Callback) -> set[bool]:
         own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)

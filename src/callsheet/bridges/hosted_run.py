@@ -70,7 +70,7 @@ class HostedRun:
         device: torch.device | str | None = None,
         evaluates: Evaluates | None = None,
         able: Iterable[str] = ("stop", "save"),
-        signals: Iterable[str] = (),
+        signals: Collection[str] = (),
         save_in_background: bool = False,
         saves: Callable[[tuple[Request, ...]], None] | None = None,
         timeout_seconds: float = 600.0,
@@ -121,6 +121,9 @@ class HostedRun:
         self.boundaries = Boundaries(
             self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints  # type: ignore[arg-type]
         )  # fmt: skip
+        # A checkpoint names the last step's loss: the host's to who is told of it; ours in its file, where anybody can ask for it.
+        askers = _OF_CHECKPOINTS if saves is not None else EVENTS
+        is_asked_by_signal = saves is None and bool(signals)
         self.narrator = Narrator(
             self.spans,
             {
@@ -134,7 +137,7 @@ class HostedRun:
             },
             step_passes=self._step_passes,
             is_recorded=lambda: self.records.are_read,
-            is_loss_told=lambda: saves is None or any(getattr(self.manager.heard, event) for event in _OF_CHECKPOINTS),
+            is_loss_told=lambda: is_asked_by_signal or any(getattr(self.manager.heard, event) for event in askers),
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.losses: Callable[[], Tensor | None] = lambda: None
@@ -463,7 +466,6 @@ class HostedRun:
 
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
-"""The events of a host's checkpoint that name the last step's loss; a checkpoint of ours has it in its file."""
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})
 

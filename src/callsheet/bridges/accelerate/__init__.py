@@ -251,6 +251,7 @@ class AcceleratedRun(AttachedRun):
             self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
             self._optimizer_hooks.listen(narrator.is_read)
+            self._backward.listen(narrator.is_loss_read)
         if is_heard := self._hears_fetch:
             narrator.start("fetch")
         ctx.batch = next(batches, None)

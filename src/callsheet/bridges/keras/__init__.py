@@ -236,6 +236,7 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
+            watch.listen(narrator.is_loss_read)
         if is_heard := narrator.hears("fetch"):
             narrator.start("fetch")
         (ctx.batch,) = data

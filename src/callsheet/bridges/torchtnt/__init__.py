@@ -219,6 +219,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             if narrator.listen():
                 self._hears_forward = narrator.hears("forward")
                 self._model_hooks.listen(self._hears_forward)
+                self._watch.listen(narrator.is_loss_read)
                 if self._optimizer_hooks is not None:
                     self._optimizer_hooks.listen(narrator.is_read)
             is_told = not narrator.parts["fetch"].is_quiet
