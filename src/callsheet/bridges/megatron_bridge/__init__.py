@@ -268,7 +268,7 @@ class MegatronBridgeHost:
             narrator.tell("optimizer_step")
         norm = context.grad_norm
         if run.spans.train_step.ends is not None:  # somebody hears it
-            run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.tensor(norm)
+            run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
         if norm is not None and run.manager.heard.on_log:
             run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
         run.end_step()
