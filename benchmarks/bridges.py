@@ -58,7 +58,7 @@ RUNNERS = (*PEERS, *homes.WITH)
 PROMISED = {NOBODY: 2, TEN: 5}  # of what the peer adds
 FLOORS = {PEER: BARE, NOBODY: EMPTY, TEN: EMPTY}
 FASTEST = 0.005  # of all steps of a host's sets: what a step takes
-KEPT = 0.05  # of a set's steps: enough for ten sets, if all of the fastest were in one
+KEPT = 0.1  # of a set's steps: enough for twenty sets, if all of the fastest were in one
 
 
 # --- one who runs ---
