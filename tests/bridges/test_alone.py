@@ -159,3 +159,34 @@ def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_pat
 
     assert backwards() == {True}
     assert backwards(HearsBackward()) == {False}
+
+
+def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path) -> None:
+    """Nobody hears the steps of the first epoch, in which somebody else replaces `backward` too, and somebody those of the second."""
+
+    class Second(Callback):
+        def on_epoch_start(self, ctx: Context) -> None:
+            if ctx.epoch == 1:
+                ctx.mute(self, "on_train_step_end")
+                replace_backward()
+            else:
+                ctx.unmute(self, "on_train_step_end")
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            losses.append(ctx.loss.item())
+
+    def replace_backward() -> None:
+        ours = torch.Tensor.backward
+
+        def counted(loss: torch.Tensor, *args: Any, **options: Any) -> None:
+            calls.append(None)
+            ours(loss, *args, **options)
+
+        torch.Tensor.backward = counted  # type: ignore[method-assign]
+
+    own, calls, losses = torch.Tensor.backward, list[None](), list[float]()
+    try:
+        home("ignite").train(POINTS, tmp_path, [Second()])
+    finally:
+        torch.Tensor.backward = own  # type: ignore[method-assign]
+    assert (len(calls), len(losses)) == (12, 6)

@@ -497,11 +497,11 @@ def test_what_came_too_late_is_taken_back(going: Path) -> None:
         ("", '{"SaveOnTrigger": "trigger"}', ""),
         (SHEET.replace("SaveOnTrigger", "on demand"), '{"on demand": "trigger"}', ""),  # under another name
         (SHEET, '{"SaveOnTrigger": 3, "other SaveOnTrigger": "x", "SaveOnTrigger ": "/x"}', "looks at '/x'"),
-        (SHEET, '{"of an earlier job": "trigger"}', "the run has no SaveOnTrigger"),  # which was killed
-        (SHEET, "", "the run has no SaveOnTrigger"),
+        (SHEET, '{"of an earlier job": "trigger"}', "SaveOnTrigger does not listen"),  # which was killed
+        (SHEET, "", "SaveOnTrigger does not listen"),
         ("", "", "the run has no SaveOnTrigger"),
-        (SHEET, "[1]", "the run has no SaveOnTrigger"),
-        (SHEET, "[" * 100_000, "the run has no SaveOnTrigger"),
+        (SHEET, "[1]", "SaveOnTrigger does not listen"),
+        (SHEET, "[" * 100_000, "SaveOnTrigger does not listen"),
         (
             SHEET,
             '{"SaveOnTrigger": "/elsewhere/trigger"}',

@@ -211,20 +211,23 @@ class BackwardWatch:
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """Stand before `backward`, where anybody reads the loss or hears of it, or leave it as it was."""
-        stands = self in _watches
-        if is_read and not stands:
+        """Stand before `backward`, where anybody reads the loss or hears of it, or leave it as it was.
+
+        Where somebody else stands before us by now, we stay: to come back would be to push them aside.
+        """
+        if not is_read and Tensor.backward is _watched_backward:
+            self.remove()
+        elif is_read and self not in _watches:
             _watches.append(self)
             Tensor.backward = _watched_backward  # type: ignore[method-assign]
-        elif stands and not is_read:
-            self.total = None
-            _watches.remove(self)
-            if not _watches and Tensor.backward is _watched_backward:
-                Tensor.backward = _backward  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Leave `backward` as it was; may be called twice."""
-        self.listen(False)
+        if self in _watches:
+            self.total = None
+            _watches.remove(self)
+        if not _watches and Tensor.backward is _watched_backward:
+            Tensor.backward = _backward  # type: ignore[method-assign]
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's; whether it was."""

@@ -148,6 +148,8 @@ def trigger_of(run: RunFolder) -> Path:
     if run.call_sheet:  # one that is not in it is of an earlier job, which was killed
         told = {name: file for name, file in told.items() if name in run.call_sheet}
     if not told:
+        if "SaveOnTrigger" in run.call_sheet:
+            raise ConfigError("the run's SaveOnTrigger does not listen: the run is about to begin, or to end")
         raise ConfigError(
             "the run has no SaveOnTrigger, which would hear it; add callsheet.callbacks.SaveOnTrigger() to its callbacks"
         )
