@@ -161,7 +161,7 @@ def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_pat
     assert backwards(HearsBackward()) == {False}
 
 
-def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path) -> None:
+def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears the steps of the first epoch, in which somebody else replaces `backward` too, and somebody those of the second."""
 
     class Second(Callback):
@@ -182,11 +182,9 @@ def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path) -> N
             calls.append(None)
             ours(loss, *args, **options)
 
-        torch.Tensor.backward = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(torch.Tensor, "backward", counted)
 
-    own, calls, losses = torch.Tensor.backward, list[None](), list[float]()
-    try:
-        home("ignite").train(POINTS, tmp_path, [Second()])
-    finally:
-        torch.Tensor.backward = own  # type: ignore[method-assign]
+    calls, losses = list[None](), list[float]()
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # which is put back at the end
+    home("ignite").train(POINTS, tmp_path, [Second()])
     assert (len(calls), len(losses)) == (12, 6)
