@@ -176,7 +176,7 @@ def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path, monk
             losses.append(ctx.loss.item())
 
     def replace_backward() -> None:
-        ours = torch.Tensor.backward
+        ours = cast(Any, torch.Tensor.backward)
 
         def counted(loss: torch.Tensor, *args: Any, **options: Any) -> None:
             calls.append(None)
