@@ -8,8 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from callsheet import Callback, Context
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.lifecycle import ALWAYS, FIELDS
 
 from .cells import home
@@ -161,14 +164,16 @@ def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_pat
     assert backwards(HearsBackward()) == {False}
 
 
-def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hears the steps of the first epoch, in which somebody else replaces `backward` too, and somebody those of the second."""
+@pytest.mark.parametrize("at", ["while we stand there", "when we have left"])
+def test_who_replaces_backward_too_is_not_pushed_aside(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears the steps of the first epoch, in which somebody else replaces `backward`, and somebody those of the second."""
 
     class Second(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
             if ctx.epoch == 1:
                 ctx.mute(self, "on_train_step_end")
-                replace_backward()
+                if at == "while we stand there":
+                    replace_backward()
             else:
                 ctx.unmute(self, "on_train_step_end")
 
@@ -176,15 +181,42 @@ def test_who_stands_before_our_backward_is_not_pushed_aside(tmp_path: Path, monk
             losses.append(ctx.loss.item())
 
     def replace_backward() -> None:
-        ours = cast(Any, torch.Tensor.backward)
+        before = cast(Any, torch.Tensor.backward)
 
         def counted(loss: torch.Tensor, *args: Any, **options: Any) -> None:
             calls.append(None)
-            ours(loss, *args, **options)
+            before(loss, *args, **options)
 
         monkeypatch.setattr(torch.Tensor, "backward", counted)
 
-    calls, losses = list[None](), list[float]()
+    def forward(self: Any, inputs: torch.Tensor) -> Any:
+        if self.training:
+            forwards.append(None)
+            if len(forwards) == 3 and at == "when we have left":
+                replace_backward()
+        return kind.forward(self, inputs)
+
+    calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # which is put back at the end
-    home("ignite").train(POINTS, tmp_path, [Second()])
-    assert (len(calls), len(losses)) == (12, 6)
+    home("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
+    assert (len(calls), len(losses)) == (12 if at == "while we stand there" else 10, 6)
+    assert torch.Tensor.backward.__qualname__.endswith("counted")
+
+
+def test_a_run_within_another_s_step_has_its_own_losses_though_the_other_was_quiet(tmp_path: Path) -> None:
+    def watched(name: str) -> BackwardWatch:
+        model = nn.Linear(1, 1)
+        run = HostedRun([Callback()], model=model, run_name=name, runs_folder=tmp_path)
+        return BackwardWatch(run.narrator, run.ctx)
+
+    own = torch.Tensor.backward
+    outer, inner = watched("outer"), watched("inner")
+    for watch in (outer, inner):
+        watch._backward.is_quiet = watch.is_on = True
+    outer.listen(False)
+    outer.listen(True)
+    nn.Linear(1, 1)(torch.ones(1)).sum().backward()
+    assert (outer.total, inner.total is None) == (None, False)
+    for watch in (outer, inner):
+        watch.remove()
+    assert torch.Tensor.backward is own

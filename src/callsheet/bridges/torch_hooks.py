@@ -14,8 +14,12 @@ from torch.optim import Optimizer
 from callsheet.bridges.narrator import Narrator
 from callsheet.context import Context
 
-_watches: list[BackwardWatch] = []
-_backward: Callable[..., None] = Tensor.backward
+_TORCH_S: Callable[..., None] = Tensor.backward
+_watches: list[
+    BackwardWatch
+] = []  # the latest made last: it is asked first, so that a run within another's step has its own losses
+_backward = _TORCH_S  # what stands behind ours
+_stands = False  # whether ours does, as far as we know: somebody may stand before it by now, who calls it
 
 
 class Deaf:
@@ -203,6 +207,8 @@ class BackwardWatch:
         """Whether the loop is within a step."""
         self.total: Tensor | None = None
         """The sum of the losses since this was last set to None, detached."""
+        self._listens = False
+        _watches.append(self)
         self.listen(True)
 
     @property
@@ -211,27 +217,21 @@ class BackwardWatch:
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """Stand before `backward`, where anybody reads the loss or hears of it, or leave it as it was.
-
-        Where somebody else stands before us by now, we stay: to come back would be to push them aside.
-        """
-        if not is_read and Tensor.backward is _watched_backward:
-            self.remove()
-        elif is_read and self not in _watches:
-            _watches.append(self)
-            Tensor.backward = _watched_backward  # type: ignore[method-assign]
+        """To `backward`, where anybody reads the loss or hears of it, or to nothing: where no run does, it is left as it was."""
+        self._listens = is_read
+        if not is_read:
+            self.total = None
+        _stand(any(watch._listens for watch in _watches))
 
     def remove(self) -> None:
-        """Leave `backward` as it was; may be called twice."""
+        """Listen no more; may be called twice."""
         if self in _watches:
-            self.total = None
             _watches.remove(self)
-        if not _watches and Tensor.backward is _watched_backward:
-            Tensor.backward = _backward  # type: ignore[method-assign]
+        self.listen(False)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Tell it and go backward, where it is the loop's; whether it was."""
-        if loss.dim() or get_ident() != self._thread:
+        """Tell it and go backward, where it is the loop's and somebody listens; whether it was."""
+        if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
         scaler, is_heard, scale, told = self._scaler, not self._backward.is_quiet, None, loss
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
@@ -253,6 +253,19 @@ class BackwardWatch:
         if is_heard:
             self._narrator.end("backward")
         return True
+
+
+def _stand(is_wanted: bool) -> None:
+    """Before what `backward` is by now, or not at all. Nobody is pushed aside: behind who stands before us we stay."""
+    global _backward, _stands
+    now: Any = Tensor.backward
+    if is_wanted:
+        if now is not _watched_backward and (not _stands or now is _TORCH_S):
+            _backward = now
+            Tensor.backward = _watched_backward  # type: ignore[method-assign]
+        _stands = True
+    elif now is _watched_backward:
+        Tensor.backward, _stands = _backward, False  # type: ignore[method-assign]
 
 
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
