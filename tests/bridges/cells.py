@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import mkstemp
 from types import ModuleType
 
 import torch
 
 from callsheet import Callback, CallsheetError, Context, NotCarried, RequestRefused
 from callsheet.bridges.matrix import Cell
-from callsheet.callbacks import EarlyStopper, ThresholdStopper
+from callsheet.callbacks import EarlyStopper, SaveOnTrigger, ThresholdStopper, TimeLimit
 from callsheet.testing import Subject
 
 from .homes.job import IMAGES, POINTS, TOKENS, Job
 
 EPOCHS = 3
 
+
+def triggered() -> Callback:
+    """One whose file asks for a checkpoint, and a stop."""
+    number, path = mkstemp()
+    os.write(number, b"save as asked\nstop as asked\n")
+    os.close(number)
+    return SaveOnTrigger(file=path, seconds=0)
+
+
 WITH_CAUSE: dict[str, Callable[[], Callback]] = {
     "EarlyStopper": lambda: EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep"),
+    "SaveOnTrigger": triggered,
     "ThresholdStopper": lambda: ThresholdStopper(monitor="train/loss", threshold=1e9),
+    "TimeLimit": lambda: TimeLimit(limit=0.001),
 }
 """Those that act only where they have cause to, and here have it."""
 
@@ -59,6 +72,11 @@ class Effects:
     saves: bool
     outcome: str
     weights: tuple[torch.Tensor, ...] = field(repr=False)
+
+    def shows(self, alone: Effects) -> bool:
+        """Whether it does anything: the run is other than without it, and not because it fails."""
+        told = (self.names, self.suffixes, self.saves, self.outcome) != (alone.names, alone.suffixes, alone.saves, alone.outcome)
+        return self.outcome != "failed" and (told or not _same(self, alone))
 
     def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
         """What a callback does in a run `wanted` and does not in this one; `alone` are the runs without it."""
@@ -132,11 +150,10 @@ def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) ->
     except RequestRefused as error:
         return Cell("refused", _short(error))
     wanted = at_home(subject, make, shared / name)
-    lacks = found.lacks(wanted, alone(where, job, shared), alone("trainer", job, shared))
-    nothing = refusal and not (found.names - alone(where, job, shared).names) and bool(lacks)
-    if nothing:
+    without = alone(where, job, shared)
+    if refusal and not found.shows(without):
         return Cell("refused", refusal)
-    why = "; ".join([*([refusal] if refusal else []), *lacks])
+    why = "; ".join([*([refusal] if refusal else []), *found.lacks(wanted, without, alone("trainer", job, shared))])
     return Cell("limited" if why else "works", why)
 
 
