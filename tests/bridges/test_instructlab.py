@@ -218,6 +218,28 @@ def test_an_error_ends_our_run_and_not_theirs(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_hook_that_does_not_come_is_named_after_the_first_step(
+    strict: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hears(Callback):
+        def on_optimizer_step_end(self, ctx: Context) -> None: ...
+
+    ends = Ends()
+    loop = hosted(tmp_path, [Hears(), ends], strict=strict)
+    fire = loop.manager.fire
+
+    def fires_most(hook: str, **given: Any) -> None:
+        if hook != "on_optimizer_step":
+            fire(hook, **given)
+
+    loop.manager.fire = fires_most
+    loop.run()
+    assert loop.done == 6
+    assert ends.outcome == ("failed" if strict else "finished")
+    assert "Hears hears on_optimizer_step_end, which InstructLab Training has not told in its first step" in caplog.text
+
+
 def test_a_run_twice(tmp_path: Path) -> None:
     recorder = Recorder()
     one = host([recorder])

@@ -27,11 +27,14 @@ from callsheet.callback import Callback, label_of
 from callsheet.context import Outcome
 from callsheet.distributed import read_ranks
 from callsheet.errors import NotCarried
-from callsheet.lifecycle import EVENTS
+from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.transport.payload import open_payload, pack
 
 logger = logging.getLogger("callsheet")
+
+_WITHOUT_HOOK = frozenset({"loss", "backward"})
+"""What InstructLab's hooks do not tell of a microbatch: it is told to have been between two of them."""
 
 _REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.accumulate", "control.load")
 
@@ -130,6 +133,7 @@ class Teller:
         self._run: HookedRun | None = None
         self._saved: TrainingContext | None = None  # after an epoch's last step, until the epoch is over
         self._is_between = False  # two steps
+        self._is_checked = False  # whether the first step has told what is heard
         self._let_go: Callable[[], object] = lambda: None
         self._refuse()
 
@@ -171,10 +175,9 @@ class Teller:
             if event not in {*edges, *NOT_TOLD, *NOT_SEEN}
             for each in self.manager.list_callbacks(event)
         }
-        catch_all = {id(each) for each in self.manager.callbacks if type(inner(each)).on_event is not Callback.on_event}
         for event in (*NOT_SEEN, *NOT_TOLD):
             for each in self.manager.list_callbacks(event):
-                if id(each) not in catch_all and (event in NOT_SEEN or id(each) not in told):
+                if not _hears_all(each) and (event in NOT_SEEN or id(each) not in told):
                     self._not_carried(each, f"hears {event}, which {HOST} never tells")
         for each in self.manager.callbacks:
             reads = reads_of(each)
@@ -184,6 +187,14 @@ class Teller:
                 self._not_carried(each, f"may call ctx.{', ctx.'.join(asks)}, and nobody can ask {HOST} for anything")
             if each.collective and read_ranks().world_size > 1:
                 self._not_carried(each, f"calls collectives, which would meet those of {HOST}")
+
+    def _check_carried(self, run: HookedRun) -> None:
+        """After the first step: refuse, or warn of, what somebody hears and no hook has told."""
+        for name in sorted(run.narrator.made_up - _WITHOUT_HOOK, key=list(SPANS).index):
+            for event in (SPANS[name].start_event, SPANS[name].end_event):
+                for each in self.manager.list_callbacks(event):
+                    if not _hears_all(each):
+                        self._not_carried(each, f"hears {event}, which {HOST} has not told in its first step")
 
     def _not_carried(self, callback: Any, why: str) -> None:
         name = label_of(callback) if isinstance(callback, Callback) else getattr(callback, "__name__", repr(callback))
@@ -197,6 +208,7 @@ class Teller:
     def on_train_begin(self, context: TrainingContext) -> None:
         """Begin a run."""
         self._let_go()  # one that an exception had left
+        self._is_checked = False
         self._run = run = HookedRun(self.manager, context, is_strict=self._strict)
         self._let_go = weakref.finalize(self, _end, run)
         try:
@@ -250,6 +262,9 @@ class Teller:
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
         """The step's numbers are known: it ends here, and its record is told."""
         run.end_step(context)
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_carried(run)
         run.tell_record(context)
 
     @_in_a_run
@@ -294,6 +309,11 @@ class Teller:
             self._run.fail(error)
             self._run = None
             self._let_go()
+
+
+def _hears_all(listener: Any) -> bool:
+    """Whether it takes what there is, and asks for no event by its name."""
+    return isinstance(listener, Callback) and type(inner(listener)).on_event is not Callback.on_event
 
 
 def _end(run: HookedRun) -> None:
