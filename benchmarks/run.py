@@ -29,7 +29,7 @@ def main() -> int:
         ("monitors", ["monitors.py"]),
         ("lanes", ["lanes.py"]),
         ("recipes", ["recipes.py"]),
-        ("bridges", ["bridges.py"]),
+        ("bridges", ["bridges.py", "--anew", "--raw", str(HERE / "results" / "bridges.jsonl")]),
         ("guests", ["guests.py"]),
         ("instructions", ["instructions.py", "hosts"]),
         ("guest-instructions", ["instructions.py", "guests"]),

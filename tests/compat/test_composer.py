@@ -31,6 +31,7 @@ from callsheet.compat.composer import (
     Trainer,
 )
 from callsheet.compat.composer import callbacks as their_callbacks
+from callsheet.compat.composer import loggers as their_loggers
 from callsheet.compat.composer.callbacks import (
     CheckpointSaver,
     EarlyStopper,
@@ -402,6 +403,10 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         (lambda: CheckpointSaver(weights_only=True), "CheckpointSaver\\(weights_only=True\\)"),
         (lambda: ExportForInferenceCallback("torchscript", "x"), "torch_export"),
         (lambda: Evaluator(label="a", dataloader=data(), metric_names=["x"]), "metric_names"),
+        (
+            lambda: their_loggers.SlackLogger("a message"),
+            "SlackLogger is not carried over from Composer: callsheet.callbacks.Notify",
+        ),
     ],
 )
 def test_what_is_not_carried_is_refused_by_name(make: Any, says: str) -> None:

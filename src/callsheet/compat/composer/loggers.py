@@ -11,6 +11,7 @@ from callsheet.bridges.composer.names import LoggerDestination
 from callsheet.bridges.composer.state import Logger
 from callsheet.compat.composer.in_memory import InMemoryLogger
 from callsheet.compat.composer.refusals import refuse
+from callsheet.errors import NotCarried
 
 if TYPE_CHECKING:
     from callsheet.compat.composer.trackers import MLFlowLogger, TensorboardLogger, WandBLogger
@@ -26,6 +27,17 @@ __all__ = [
     "TensorboardLogger",
     "WandBLogger",
 ]
+
+_OTHER_TRACKER = (
+    "take one of WandBLogger, MLFlowLogger, TensorboardLogger and callsheet.loggers, or a LoggerDestination of your own"
+)
+_NOT_CARRIED = {
+    "CometMLLogger": _OTHER_TRACKER,
+    "MosaicMLLogger": "callsheet watch shows a run as it goes",
+    "NeptuneLogger": _OTHER_TRACKER,
+    "RemoteUploaderDownloader": "callsheet's own Trainer(checkpoints_folder='s3://...') writes there at once",
+    "SlackLogger": "callsheet.callbacks.Notify tells Slack how a run fares",
+}
 
 _NAMES = "the file is `output.log` in the run's folder"
 
@@ -76,4 +88,12 @@ class ProgressBarLogger(loggers.ProgressBarLogger):
 def __getattr__(name: str) -> Any:
     if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # they need packages of their own
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
+    if name in _NOT_CARRIED:
+
+        def refused(self: Any, *args: Any, **options: Any) -> None:
+            raise NotCarried(f"{name} is not carried over from Composer: {_NOT_CARRIED[name]}")
+
+        return type(
+            name, (LoggerDestination,), {"__init__": refused, "__doc__": f"Refused when it is made: {_NOT_CARRIED[name]}."}
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
