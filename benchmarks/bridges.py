@@ -11,7 +11,7 @@ two-hundredth of them take: in the quiet moments that all five had. A process is
 came to lie. So those that are compared are forked from one that has imported all that they have in common, and all are started again and again, in an
 order of chance; the errors are those that other sets of five would have given (a bootstrap over sets, Efron 1979).
 
-Python that runs once a step, between operations that have emptied the caches, is slowed down by a machine far more than the operations are. So
+Machines differ, and five processes on one core are slower than one: a bare step takes more than twice what it took where the promises were made. So
 what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop, in the mean of all hosts' sets,
 with which it has nothing to do. That took 10 µs a step where the promises were made: 20 µs are 2 of it, and 50 µs are 5.
 

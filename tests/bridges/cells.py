@@ -16,7 +16,7 @@ import torch
 
 from callsheet import Callback, CallsheetError, Context, NotCarried, RequestRefused
 from callsheet.bridges.matrix import Cell
-from callsheet.callbacks import EarlyStopper, SaveOnTrigger, ThresholdStopper, TimeLimit
+from callsheet.callbacks import DiskSpaceGuard, EarlyStopper, LossSpikeDetector, SaveOnTrigger, ThresholdStopper, TimeLimit
 from callsheet.testing import Subject
 
 from .homes.job import IMAGES, POINTS, TOKENS, Job
@@ -33,7 +33,9 @@ def triggered() -> Callback:
 
 
 WITH_CAUSE: dict[str, Callable[[], Callback]] = {
+    "DiskSpaceGuard": lambda: DiskSpaceGuard(warn_below=2**62, stop_below=2**62),
     "EarlyStopper": lambda: EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep"),
+    "LossSpikeDetector": lambda: LossSpikeDetector(window=4, threshold=1e-9, action="stop"),
     "SaveOnTrigger": triggered,
     "ThresholdStopper": lambda: ThresholdStopper(monitor="train/loss", threshold=1e9),
     "TimeLimit": lambda: TimeLimit(limit=0.001),
@@ -150,10 +152,11 @@ def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) ->
     except RequestRefused as error:
         return Cell("refused", _short(error))
     wanted = at_home(subject, make, shared / name)
-    without = alone(where, job, shared)
+    without, wanted_without = alone(where, job, shared), alone("trainer", job, shared)
+    assert name not in WITH_CAUSE or wanted.shows(wanted_without)
     if refusal and not found.shows(without):
         return Cell("refused", refusal)
-    why = "; ".join([*([refusal] if refusal else []), *found.lacks(wanted, without, alone("trainer", job, shared))])
+    why = "; ".join([*([refusal] if refusal else []), *found.lacks(wanted, without, wanted_without)])
     return Cell("limited" if why else "works", why)
 
 
