@@ -356,7 +356,7 @@ def _end(run: HostedRun, hooks: list[Any]) -> None:
 
 
 def _scalar(measured: Any) -> Tensor:
-    """As callbacks know losses; of a number torch has it made in a third of the time that `torch.tensor` takes."""
+    """As callbacks know losses; `scalar_tensor` is quicker with a number than `tensor`, and this is at every step."""
     return measured.float() if isinstance(measured, Tensor) else torch.scalar_tensor(measured, dtype=torch.float32)
 
 
