@@ -62,6 +62,17 @@ def test_rows_are_learnt_and_compared_with_counts(tmp_path: Path) -> None:
     assert recipe.generations[0][0] == "train has"
 
 
+def test_the_results_are_written_to_the_run_s_folder(tmp_path: Path) -> None:
+    recipe = pretrain(config(tmp_path))
+    told = json.loads((tmp_path / "runs" / "pretrain" / "results.json").read_text())
+    assert told["results"] == recipe.results
+    assert told["evaluated"] == recipe.evaluated
+    assert told["step"] == 6
+    assert told["unit"] == recipe.results_are_in
+    assert told["samples"] == [sample.strip("\n") for sample in recipe.written()]
+    assert "train has" in told["samples"][0]
+
+
 @pytest.mark.parametrize("source", ["stream", "parquet"])
 def test_a_stream_and_parquet_give_what_lines_give(source: str, tmp_path: Path) -> None:
     lines = config(tmp_path)

@@ -14,6 +14,7 @@ from torch import nn
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver, LRMonitor, MemoryMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger, Logger
+from callsheet.loggers.json_text import json_text
 
 HOSTILE = '<img src=x onerror="window.hostile=1"><script>window.hostile=1</script>'
 
@@ -88,6 +89,9 @@ def fit(folder: Path, *callbacks: Callback, steps: int = 120, loggers: Sequence[
         trainer.fit()
         folder = Path(str(trainer.run.folder))
         (folder / "call_sheet.txt").write_text(f"{trainer.callbacks.call_sheet()}\n")
+        results = {"validation/loss": 0.25, f"{HOSTILE}, bigram": float("inf")}
+        told = {"step": steps, "unit": "nats", "results": results, "samples": ["it wrote this", HOSTILE]}
+        (folder / "results.json").write_text(json_text(told))
         (folder / "config.yaml").write_text("batch_size: 8\nmodel: two layers\n")
     return folder
 

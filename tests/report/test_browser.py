@@ -238,6 +238,7 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     page = seen.open(report)
     parts = [
         "Problems",
+        "Results",
         "Curves",
         "Timeline",
         "Costs",
@@ -252,6 +253,8 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     ]
     assert page.locator("nav a").all_inner_texts() == parts
     assert page.locator("#outcome").inner_text() == "finished"
+    assert "validation/loss" in page.locator("#results tbody").inner_text()
+    assert "it wrote this" in page.locator("#results pre").inner_text()
     assert "Broken failed" in page.locator(".problem.error").first.inner_text()
     page.locator("#images img").first.scroll_into_view_if_needed()
     assert page.locator("#images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 16
@@ -327,7 +330,7 @@ def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
         {"event": "evaluation", "step": 1, "results": {evil: {evil: 1.0}}},
         {"event": "exception", "type": evil, "message": evil, "span": evil},
         {"event": evil, evil: evil},
-        {"event": "run_end", "outcome": evil},
+        {"event": "run_end", "outcome": evil, "reason": evil},
     ]
     lines: dict[str, list[dict[str, Any]]] = {
         "metrics": [{"step": step, "values": values, "elapsed_seconds": step} for step in range(1, 50)],
@@ -343,6 +346,7 @@ def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in each))
     (tmp_path / "hyperparameters.json").write_text(json.dumps({evil: evil, "nested": {evil: [evil]}}))
+    (tmp_path / "results.json").write_text(json.dumps({"unit": evil, "results": {evil: 1.0}, "samples": [evil], "step": evil}))
     for name in ("config.yaml", "call_sheet.txt", "logs/rank-0.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{evil}\nWARNING {evil}\n")

@@ -45,6 +45,11 @@ def test_what_is_drawn_is_what_was_recorded(html: str, folder: Path) -> None:
     assert {row["callback"]: row["of_step"] > 0.05 for row in told(html)["data"]["costs"]["rows"]}["Slow"]
 
 
+def test_the_results_of_a_recipe_are_in_the_page(html: str) -> None:
+    rows = [["validation/loss", 0.25], [f"{HOSTILE}, bigram", None]]
+    assert told(html)["data"]["results"] == {"step": 120, "unit": "nats", "rows": rows, "samples": ["it wrote this", HOSTILE]}
+
+
 def test_images_are_in_the_page(html: str) -> None:
     pixels = told(html)["pixels"]
     assert len(pixels) == 12

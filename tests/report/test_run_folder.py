@@ -292,16 +292,18 @@ anything = st.recursive(
 )
 KEYS = (
     "step time values event run checkpoint results costs failures slices first_step last_step began seconds name files columns rows records "
-    "resumed_from_step process outcome type message span mode steps window_steps window_seconds path val_losses resumed_from lines_lost"
+    "resumed_from_step process outcome reason type message span mode steps window_steps window_seconds path val_losses resumed_from lines_lost"
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lines=st.lists(st.dictionaries(st.sampled_from(KEYS.split()), anything, max_size=12), max_size=12), text=st.text(max_size=30)
+    lines=st.lists(st.dictionaries(st.sampled_from(KEYS.split()), anything, max_size=12), max_size=12),
+    text=st.text(max_size=30),
+    results=st.dictionaries(st.sampled_from(["step", "unit", "results", "samples"]), anything),
 )
 def test_whatever_stands_there_makes_a_page(
-    lines: list[dict[str, Any]], text: str, tmp_path_factory: pytest.TempPathFactory
+    lines: list[dict[str, Any]], text: str, results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No line that is JSON, and no text, keeps a page from being made."""
     folder = tmp_path_factory.mktemp("any")
@@ -312,6 +314,7 @@ def test_whatever_stands_there_makes_a_page(
     for name in ("config.yaml", "hyperparameters.json", "call_sheet.txt", "logs/rank-0.log"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8", errors="replace")
+    (folder / "results.json").write_text(json.dumps(results))
     json.dumps(data(RunFolder.read(folder)), allow_nan=False)
 
 

@@ -135,6 +135,7 @@ class Distill(Finetune):
             other = self._beside(HARD_LABELS, self.config.model, f"{steps}ba", self.config.lora)
             _run(other)
             self.results |= {f"{name}, labels alone": found["loss"] for name, found in other.evaluated.items()}
+            self.write_results()
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:

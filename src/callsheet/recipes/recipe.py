@@ -16,6 +16,8 @@ from callsheet.callback import Callback
 from callsheet.checkpoint import find_checkpoints
 from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError
+from callsheet.loggers.file_names import replace_file
+from callsheet.loggers.json_text import json_text
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import seed_all
 from callsheet.recipes.job import JobConfig
@@ -25,6 +27,9 @@ from callsheet.trainer import Trainer
 from callsheet.trainer.tasks import Task
 
 logger = logging.getLogger("callsheet")
+
+RESULTS = "results.json"
+"""The file in a run's folder that has its results."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
@@ -190,9 +195,22 @@ class Recipe(Generic[AnyConfig]):
                 return self.results
             self.evaluate()
             self.finish()
+            self.write_results()
             if self.config.export:
                 self.export(self.folder / "export")
         return self.results
+
+    def write_results(self) -> None:
+        """Write `results.json` to the run's folder: the results, what was evaluated, and what the model has written, as plain data."""
+        told = {
+            "step": self.trainer.state.timestamp.batch,
+            "unit": self.results_are_in,
+            "results": self.results,
+            "evaluated": self.evaluated,
+            "samples": [sample.strip("\n") for sample in self.written()],
+        }
+        if self.ranks.rank == 0:
+            replace_file(self.folder / RESULTS, json_text(told, indent=2).encode())
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The losses and metrics of every validation dataset, and of the test data, by the dataset's name."""

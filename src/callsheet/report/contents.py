@@ -20,6 +20,7 @@ from callsheet.report.run_folder import RunFolder
 _MOST_WINDOWS, _MOST_SLICES = 40, 80_000
 _MOST_MARKS, _MOST_EVENTS, _MOST_ROWS, _MOST_TELLINGS = 400, 400, 500, 60
 _MOST_IMAGE_STEPS, _MOST_IMAGES = 120, 64
+_MOST_SAMPLES = 40
 _LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
 
 
@@ -37,6 +38,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "windows": [_window(window) for window in _chosen(run.windows)],
         "windows_left_out": len(run.windows) - len(_chosen(run.windows)),
         "costs": costs_told(run.costs),
+        "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
         "checkpoints": [_checkpoint(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
         "images": _images(run),
@@ -69,6 +71,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "name": run.name,
         "path": str(run.path),
         "outcome": run.outcome,
+        "reason": _cell(run.reason),
         "started": run.started,
         "ended": run.ended,
         "last_write": run.last_write,
@@ -173,6 +176,17 @@ def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
+def _final_results(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe wrote to `results.json`: its table's rows, and what the model has written."""
+    rows, samples = told.get("results"), told.get("samples")
+    return {
+        "step": whole(told.get("step")),
+        "unit": _cell(told.get("unit")),
+        "rows": [(_cell(name), number(value)) for name, value in rows.items()][:_MOST_ROWS] if isinstance(rows, dict) else [],
+        "samples": [_cell(sample) for sample in samples[:_MOST_SAMPLES]] if isinstance(samples, list) else [],
+    }
+
+
 def _checkpoint(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
     path = str(info.get("path") or "")
     name = _last_part(path)
@@ -267,7 +281,8 @@ def _start_text(event: dict[str, Any]) -> str:
 def _end_text(event: dict[str, Any]) -> str:
     lost = whole(event.get("lines_lost"))
     more = [f"{lost} lines could not be written"] if lost > 0 else []
-    return ", ".join([_cell(event.get("outcome")), f"{number(event.get('seconds')):.4g} s of training", *more])
+    ended = ": ".join(filter(None, [_cell(event.get("outcome")), _cell(event.get("reason"))]))
+    return ", ".join([ended, f"{number(event.get('seconds')):.4g} s of training", *more])
 
 
 def _other_text(event: dict[str, Any]) -> str:

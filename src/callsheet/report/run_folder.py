@@ -25,7 +25,7 @@ RUNNING, LOST = "running", "lost"
 """What a run that has told no end is called, by when it wrote last."""
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
-_TEXTS = ("hyperparameters.json", "config.yaml", "call_sheet.txt")
+_TEXTS = ("hyperparameters.json", "config.yaml", "call_sheet.txt", "results.json")
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_TELLINGS, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
@@ -41,13 +41,14 @@ class RunFolder:
     `records` are those that count, the futures that resumes left behind dropped, and `times` their times; of a run that would not fit
     into memory some records are left out (`records_left_out`), none that has the few values of a rare metric or one that is not
     finite. `checkpoints` and `evaluations` carry `is_undone` where a resume went back behind them. `costs` are the last line of each
-    process, `windows` in the order of their steps. `outcome` is what the run told last, or `running` or `lost`. `version` changes
+    process, `windows` in the order of their steps. `outcome` is what the run told last, or `running` or `lost`; `reason` says why it ended. `version` changes
     whenever something else would be read.
     """
 
     path: Path
     name: str
     outcome: str = LOST
+    reason: str = ""
     started: float = math.nan
     ended: float = math.nan
     last_write: float = math.nan
@@ -68,6 +69,7 @@ class RunFolder:
     costs: list[CostReport] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     torn_lines: int = 0
     version: str = ""
 
@@ -206,6 +208,7 @@ class RunReader:
             costs=list(self._costs.values()),
             windows=sorted(self._windows, key=lambda window: window.began),
             logs={name: text_of(path, name, at_most=_LOG_TAIL, from_end=True) for name in self._log_files()},
+            results=_json_object(text_of(path, "results.json", at_most=_MOST_TEXT)),
             torn_lines=sum(lines.torn for lines in self._lines.values()),
             version=version,
         )  # fmt: skip
@@ -213,6 +216,7 @@ class RunReader:
         run.started = min((moment for moment in began if math.isfinite(moment)), default=math.nan)
         run.outcome = self._outcome()
         if run.outcome != RUNNING:
+            run.reason = next((str(event.get("reason") or "") for event in events[-1:] if event["event"] == "run_end"), "")
             ends = [number(event.get("time")) for event in events[-1:] if event.get("event") == "run_end"]
             run.ended = ends[0] if ends else run.last_write
         return run

@@ -17,6 +17,7 @@ function header() {
   ];
   return el("div", {},
     el("div", { class: "name" }, el("h1", {}, named(run.name)), el("span", { class: `pill ${outcomes[run.outcome] ?? ""}`, id: "outcome" }, run.outcome)),
+    run.reason ? el("p", { class: "about", id: "reason" }, run.reason) : null,
     el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
 }
 
@@ -71,6 +72,18 @@ function evaluationsSection() {
     { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
   ];
   return el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" }));
+}
+
+function resultsSection() {
+  const { unit, rows, samples, step } = data.results;
+  const columns = [
+    { title: "result", value: ([name]) => name, cell: ([name]) => named(name) },
+    { title: "value", value: ([, value]) => value, cell: ([, value]) => number(value), numeric: true },
+  ];
+  const found = [el("p", { class: "about" }, `At step ${number(step)}${unit ? `, in ${unit}` : ""}.`)];
+  if (rows.length) found.push(el("div", { class: "card" }, table("results", columns, rows, { caption: "Results" })));
+  if (samples.length) found.push(folding("samples", { class: "card fold-card" }, `Samples (${samples.length})`, samples.length <= 4, () => el("pre", { tabindex: 0 }, samples.join("\n\n"))));
+  return found;
 }
 
 function checkpointsSection() {
