@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from callsheet.bridges.copies import add_hook
 from callsheet.bridges.narrator import Narrator
 from callsheet.context import Context
 
@@ -44,30 +45,30 @@ class StaysBehind:
 
 
 class Hook:
-    """One of torch's hooks, which stands only while it is wanted: what has hooks is called more slowly.
+    """One of torch's hooks, registered only while it is wanted: a model with hooks is called more slowly. Copies of the owner have none.
 
     Args:
-        register: the method of a model or an optimizer that puts it up.
+        register: the method of a model or an optimizer that registers it.
     """
 
     def __init__(self, register: Callable[..., Any]) -> None:
         self._register = register
-        self._handle: Any = None
+        self._remove: Callable[[], None] = lambda: None
         self.stands = False
         """Whether it does."""
 
     def stand(self, is_wanted: bool, function: Callable[..., Any]) -> None:
         """Put it up or take it away, if it is not so; the function is not kept here, whose owner keeps this."""
         if is_wanted and not self.stands:
-            self._handle, self.stands = self._register(function), True
+            self._remove, self.stands = add_hook(self._register, function), True
         elif not is_wanted:
             self.remove()
 
     def remove(self) -> None:
         """Take it away, if it stands."""
         if self.stands:
-            self._handle.remove()
-            self._handle, self.stands = None, False
+            self._remove()
+            self.stands = False
 
 
 class ModelHooks(StaysBehind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,8 @@ class CalledModel(StaysBehind):
         self._optimizer = optimizer
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
-        self._before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
+        self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def end_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -52,7 +53,8 @@ class ForwardHooks(StaysBehind):
         self._run = weakref.proxy(run)
         self._watch = weakref.proxy(watch)
         self._datasets = datasets
-        self._before: Any = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
+        self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from torch import nn
 
+from callsheet.bridges.copies import replace
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
@@ -361,8 +362,7 @@ class _StandIn:
     """In the place of one of the model's functions, such as `train_function`."""
 
     def __init__(self, model: Any, name: str, instead: Any) -> None:
-        self._model, self._name = model, name
-        self._function = function = getattr(model, name)
+        function = getattr(model, name)
         owner, method = weakref.ref(instead.__self__), instead.__func__
 
         def called(data: Any) -> Any:
@@ -375,13 +375,7 @@ class _StandIn:
                 host._fail(error)
                 raise
 
-        self._called = called
-        setattr(model, name, called)
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        if getattr(self._model, self._name) is self._called:
-            setattr(self._model, self._name, self._function)
+        self.remove = replace(model, name, called)
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:

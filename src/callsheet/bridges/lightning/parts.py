@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from callsheet.bridges.copies import add_hook, replace
 from callsheet.bridges.narrator import Narrator
 from callsheet.bridges.torch_hooks import StaysBehind
 from callsheet.context import Context
@@ -21,27 +22,22 @@ class Methods:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._before: dict[str, Any] = {}
+        self._restores: list[Callable[[], None]] = []
 
     def replace(self, name: str, around: Callable[..., Any]) -> None:
         """`around` is called in the method's place, with the method before its arguments."""
         method = getattr(self._owner, name)
-        self._before[name] = vars(self._owner).get(name)
 
         @functools.wraps(method)  # by which Lightning knows whether it was overridden, and what it takes
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
-        vars(self._owner)[name] = called
+        self._restores.append(replace(self._owner, name, called))
 
     def put_back(self) -> None:
         """Leave the object as it was."""
-        for name, before in self._before.items():
-            if before is None:
-                del vars(self._owner)[name]
-            else:
-                vars(self._owner)[name] = before
-        self._before.clear()
+        while self._restores:
+            self._restores.pop()()
 
 
 class StepHooks(StaysBehind):
@@ -53,7 +49,7 @@ class StepHooks(StaysBehind):
     def __init__(self, narrator: Narrator, ctx: Context, module: nn.Module) -> None:
         self._narrator, self._ctx, self._module = narrator, ctx, module
         self._methods = Methods(module)
-        self._handles: list[Any] = []
+        self._removals: list[Callable[[], None]] = []
         self._is_inside = False  # of a step
         self._caller: nn.Module | None = None  # the module whose call is told
         self.replaced: Any = None
@@ -61,13 +57,16 @@ class StepHooks(StaysBehind):
 
     def listen(self, name: str, is_heard: bool) -> None:
         """Stand around the step of this name and in the model, or leave both as they were."""
-        if is_heard and not self._handles:
+        if is_heard and not self._removals:
             self._kind = _STEPS.get(name, "")
             self._methods.replace(name, self._step)
             children = [child for child in self._module.children() if any(True for _ in child.parameters())]
             for each in (self._module, *(children if len(children) == 1 else [])):
-                self._handles += [each.register_forward_pre_hook(self._begins), each.register_forward_hook(self._ends)]
-        elif self._handles and not is_heard:
+                self._removals += [
+                    add_hook(each.register_forward_pre_hook, self._begins),
+                    add_hook(each.register_forward_hook, self._ends),
+                ]
+        elif self._removals and not is_heard:
             self.remove()
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
@@ -106,8 +105,8 @@ class StepHooks(StaysBehind):
     def remove(self) -> None:
         """Leave the module as it was."""
         self._methods.put_back()
-        while self._handles:
-            self._handles.pop().remove()
+        while self._removals:
+            self._removals.pop()()
         self._caller, self._is_inside = None, False
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtnt.framework.state import State
 from torchtnt.utils.progress import estimated_steps_in_loop
 
+from callsheet.bridges.copies import replace
 from callsheet.errors import NotCarried
 
 
@@ -21,15 +22,13 @@ class Fetches:
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-        self._unit = unit
-        self._names = [name for name in methods if hasattr(unit, name)]
-        for name in self._names:
-            setattr(unit, name, _standing_in(methods[name], getattr(unit, name)))
+        names = [name for name in methods if hasattr(unit, name)]
+        self._restores = [replace(unit, name, _standing_in(methods[name], getattr(unit, name))) for name in names]
 
     def remove(self) -> None:
         """Leave the unit as it was."""
-        while self._names:
-            delattr(self._unit, self._names.pop())
+        while self._restores:
+            self._restores.pop()()
 
 
 def _standing_in(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:

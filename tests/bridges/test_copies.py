@@ -1,0 +1,217 @@
+"""A model that is copied or pickled while callbacks observe its training: the copy contains nothing of callsheet."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, Context, attach
+from callsheet.bridges import copies
+
+from .cells import home
+from .homes.job import POINTS
+from .test_matrix import HOMES
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+)
+
+OBSERVING = [name for name in HOMES if name != "instructlab"]  # which shows callbacks no model
+
+
+class Copies(Callback):
+    """Copies model and optimizer at every event of the second step, and counts what it was told of all steps."""
+
+    def __init__(self, *, is_copying: bool) -> None:
+        self.is_copying = is_copying
+        self.events: list[str] = []
+        self.found: list[str] = []
+
+    def _told(self, ctx: Context) -> None:
+        self.events.append(str(ctx.event))
+        if self.is_copying and ctx.step == 2:
+            for name, thing in (("model", ctx.model), ("optimizer", ctx.optimizer)):
+                self._look_at(f"{name} at {ctx.event}", thing)
+
+    on_microbatch_start = on_forward_start = on_forward_end = on_backward_end = on_optimizer_step_end = _told
+    on_train_step_end = on_eval_step_start = on_eval_forward_end = on_eval_all_end = _told
+
+    def _look_at(self, where: str, thing: Any) -> None:
+        for kind in (copy.copy, copy.deepcopy):
+            try:
+                copied = kind(thing)
+            except NotImplementedError:
+                continue  # a Keras model without `get_config`
+            for name, module in copied.named_modules() if isinstance(copied, nn.Module) else [("", copied)]:
+                for container in HOOKS:
+                    if any("callsheet" in _origin(hook) for hook in vars(module).get(container, {}).values()):
+                        self.found.append(f"{where}: {kind.__name__} has {container} of {name}")
+                for attribute, value in vars(module).items():
+                    if "callsheet.bridges" in _origin(value):
+                        self.found.append(f"{where}: {kind.__name__} has {attribute} of {name}")
+        if type(thing).__module__.startswith("callsheet.bridges"):
+            return  # a facade of the host's, which is no object of the user's
+        for dumps in (pickle.dumps, cloudpickle.dumps, _saved):
+            try:
+                written = dumps(thing)
+            except (AttributeError, NotImplementedError, TypeError, pickle.PicklingError):
+                continue  # nobody can pickle it, with callsheet or without
+            if b"callsheet" in written.replace(b"callsheet.testing.small_run", b""):  # where the model's class is
+                self.found.append(f"{where}: {dumps.__name__}")
+
+
+def _origin(value: Any) -> str:
+    function = getattr(value, "__func__", getattr(value, "func", value))
+    return str(getattr(function, "__module__", "")) + str(getattr(getattr(value, "__self__", None), "__module__", ""))
+
+
+def _saved(thing: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("where", OBSERVING)
+def test_a_copied_model_contains_nothing_of_callsheet(where: str, tmp_path: Path) -> None:
+    try:
+        here = home(where)
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed here")
+    copying, plain = Copies(is_copying=True), Copies(is_copying=False)
+    model = here.train(POINTS, tmp_path / "copied", [copying], strict=False)
+    assert copying.found == []
+    without = here.train(POINTS, tmp_path / "plain", [plain], strict=False)
+    assert copying.events == plain.events  # the model is observed as before
+    assert "on_train_step_end" in plain.events
+    for one, other in zip(model.parameters(), without.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert "__getstate__" not in vars(model)
+
+
+def loop(model: nn.Module, callbacks: list[Any], *, steps: int = 3) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    inputs = torch.randn(steps, 4, 4, generator=torch.Generator().manual_seed(7))
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks) as run:
+        for batch in run.steps(list(inputs)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return optimizer
+
+
+class At(Callback):
+    """Calls a function at an event within the forward, when hooks are registered."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.times = function, 0
+
+    def on_forward_end(self, ctx: Context) -> None:
+        self.times += 1
+        self.function(ctx)
+
+
+def test_a_file_of_the_model_is_read_with_weights_only_and_where_there_is_no_callsheet(tmp_path: Path) -> None:
+    loop(nn.Linear(4, 4), [At(lambda ctx: torch.save(ctx.model, tmp_path / "model.pt"))])
+    with torch.serialization.safe_globals([nn.Linear]):
+        assert isinstance(torch.load(tmp_path / "model.pt", weights_only=True), nn.Linear)
+    reads = (
+        "import sys; sys.modules['callsheet'] = None; import torch;"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False);"
+        "model(torch.ones(1, 4)).sum().backward(); print(len(model._forward_hooks))"
+    )
+    done = subprocess.run([sys.executable, "-c", reads], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+
+
+def test_hooks_of_the_user_s_are_copied_and_can_be_removed() -> None:
+    calls: list[str] = []
+    model = nn.Linear(4, 4)
+    handle = model.register_forward_hook(lambda *_: calls.append("theirs"))
+    copied: list[nn.Module] = []
+    loop(model, [At(lambda ctx: copied.append(copy.copy(ctx.model)))], steps=2)
+    assert len(calls) == 2
+    assert [len(each._forward_hooks) for each in copied] == [1, 1]
+    handle.remove()
+    loop(model, [])
+    assert len(calls) == 2
+
+
+class Keeps(nn.Linear):
+    """Says itself what a copy has, each in another way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "kept": True}
+
+
+class Copied(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        made = type(self).__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+
+@pytest.mark.parametrize("kind", [Keeps, Copied])
+def test_a_model_that_copies_itself_in_its_own_way(kind: type[nn.Linear]) -> None:
+    copied: list[nn.Module] = []
+    at = At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
+    model = kind(4, 4)
+    loop(model, [at])
+    assert at.times == 3
+    for each in copied:
+        assert not {"__getstate__", "__deepcopy__"} & vars(each).keys()
+        assert not each._forward_hooks
+        each(torch.ones(1, 4)).sum().backward()
+    assert kind is not Keeps or vars(copied[0])["kept"] is True
+    assert not {"__getstate__", "__deepcopy__"} & vars(model).keys()
+
+
+def test_a_copy_is_not_observed_and_trains() -> None:
+    copied: list[Any] = []
+    at = At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
+    loop(nn.Linear(4, 4), [at])
+    loop(copied[0], [])
+    assert at.times == 3
+
+
+def test_a_compiled_model_is_compiled_once_though_hooks_are_registered() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    given: Any = torch.compile(model, backend=backend)
+    at = At(lambda ctx: None)
+    loop(given, [at])
+    assert (at.times, len(compiled)) == (3, 1)
+
+
+def test_two_additions_to_one_attribute_are_removed_in_any_order() -> None:
+    class Thing:
+        def name(self) -> str:
+            return "theirs"
+
+    for order in ((0, 1), (1, 0)):
+        thing = Thing()
+        removals = [copies.replace(thing, "name", lambda: "first"), copies.replace(thing, "name", lambda: "second")]
+        assert thing.name() == "second"
+        assert copy.copy(thing).name() == "theirs"
+        for index in order:
+            removals[index]()
+        assert thing.name() == "theirs"
+        assert not vars(thing)
