@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from callsheet.commands.recipe import RECIPES, prepared
+from callsheet.commands.recipe import prepared
+from callsheet.commands.shipped import RECIPES
 from callsheet.recipes import Recipe
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
 from callsheet.recipes.language_model import LanguageModel

@@ -3,7 +3,7 @@
 A `Callback` hears the events of a run's lifecycle; a `CallbackManager` tells them; a `Trainer` is a loop that tells them all.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callsheet.background import Background
 from callsheet.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
@@ -28,6 +28,7 @@ from callsheet.errors import (
 )
 from callsheet.events import Event
 from callsheet.manager import CallbackManager, normalize_callbacks, should_fire
+from callsheet.on_demand import attributes
 from callsheet.time import Interval, Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
@@ -82,19 +83,16 @@ __all__ = [
     "should_fire",
 ]
 
+__getattr__ = attributes(  # what these modules import costs something: torch, or what starts processes
+    __name__,
+    {
+        "Process": "callsheet.process",
+        "Trainer": "callsheet.trainer",
+        "attach": "callsheet.bridges.bare",
+        "launch": "callsheet.launcher",
+    },
+)
 
-_ON_DEMAND = {
-    "Trainer": "callsheet.trainer",
-    "Process": "callsheet.process",
-    "attach": "callsheet.bridges.bare",
-    "launch": "callsheet.launcher",
-}
-"""Names whose modules cost something to import: they need torch, or what starts processes."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        import importlib
-
-        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    raise AttributeError(f"module 'callsheet' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

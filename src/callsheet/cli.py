@@ -10,6 +10,7 @@ from contextlib import suppress
 from callsheet import __version__, lifecycle
 from callsheet.distributed import read_ranks
 from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError
+from callsheet.extras import need, needed_by
 
 _EPILOG = """\
 examples:
@@ -24,9 +25,14 @@ examples:
 callsheet COMMAND --help explains a command.
 """
 
+_RECIPE_FIRST = ("train", "show")
+"""Commands whose first argument is a recipe; all that follows are its keys."""
+
 _TAKE_KEYS = ("evaluate", "predict", "export")
 """Commands with arguments of their own, after which values of the recipe may stand."""
 
+_OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
+"""Modules without which no recipe can be read."""
 
 _A_RUN = "a run's folder, or its name in runs/"
 
@@ -38,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 when the run failed, 2 when it was asked for wrongly, 130 on Ctrl-C."""
     parser = _parser()
     given, rest = parser.parse_known_args(arguments)
-    is_of_recipe = given.command in ("train", "show")
+    is_of_recipe = given.command in _RECIPE_FIRST
     strays = [] if is_of_recipe else rest if given.command not in _TAKE_KEYS else _without_a_key(rest)
     if strays:
         given.parser.error(f"unknown arguments: {' '.join(strays)}")
@@ -46,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_of_recipe and given.recipe is None:
             return _recipe_missing(given.command, rest)
         run: Callable[[argparse.Namespace, list[str]], int] = given.run
-        return run(given, rest)
+        if given.command in (*_RECIPE_FIRST, *_TAKE_KEYS):
+            need(*_OF_RECIPES, extra="hf", wanted_by=f"callsheet {given.command}")
+        with needed_by(f"callsheet {given.command}"):
+            return run(given, rest)
     except CallsheetError as error:
         print(f"callsheet{_which_rank()}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, RegistrationError, UnknownEventError, NotACallbackError)) else 1
@@ -197,7 +206,7 @@ def _add_runs(command: AddsCommand) -> None:
 
 
 def _recipe_missing(command: str, rest: list[str]) -> int:
-    from callsheet.commands.recipe import RECIPES
+    from callsheet.commands.shipped import RECIPES
 
     does = {"train": "runs a recipe", "show": "prints the call sheet and the settings of a recipe, before anything runs"}[command]
     print(

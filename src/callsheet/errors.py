@@ -74,10 +74,16 @@ class NotCarried(CallsheetError, RuntimeError):
     """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the valid name nearest to `name`, or the empty string where none is near."""
-    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """Return `; did you mean 'x'?` for the valid name nearest to `name`, or the empty string if none is near.
+
+    Upper and lower case are compared as one. `cutoff` is how alike the two must be, from 0 to 1.
+    """
+    by_folded: dict[str, str] = {}
+    for each in valid:
+        by_folded.setdefault(each.lower(), each)
+    near = difflib.get_close_matches(name.lower(), list(by_folded), n=1, cutoff=cutoff)
+    return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 
 
 def where(thing: object) -> str:

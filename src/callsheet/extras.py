@@ -1,19 +1,58 @@
-"""Optional packages: imported when something uses them, with an error that says how to get them."""
+"""Optional packages: imported when something uses them, with an error that says how to install them."""
 
 from __future__ import annotations
 
 import importlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from callsheet.errors import MissingPackage
 
+_EXTRAS = {
+    "train": (
+        "torch",
+        "torchdata",
+        "torchmetrics",
+        "safetensors",
+        "fsspec",
+        "rich",
+        "jsonargparse",
+        "yaml",
+        "psutil",
+        "numpy",
+        "PIL",
+        "cloudpickle",
+        "jinja2",
+    ),
+    "hf": ("transformers", "tokenizers", "datasets", "peft"),
+    "digits": ("sklearn",),
+    "report": ("plotly",),
+    "opentelemetry": ("opentelemetry",),
+}
+"""Which extra brings which module. Those that one class alone needs are named where that class loads them."""
+
+_INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
+    "accelerate": "accelerate",  # from here on: the frameworks that have a bridge
+    "ignite": "pytorch-ignite",
+    "keras": "keras",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "torchtnt": "torchtnt",
+    "composer": "mosaicml",
+}
+"""What to give pip for a module."""
+
+_asked_for: ContextVar[str] = ContextVar("asked_for", default="")
+
 
 def load(module: str, *, extra: str, wanted_by: str) -> Any:
-    """The module of an optional package, such as `load("wandb", extra="wandb", wanted_by="WandBLogger")`.
+    """Import the module of an optional package, as in `load("wandb", extra="wandb", wanted_by="WandBLogger")`.
 
     Raises:
         MissingPackage: it is not installed; the message has the command that installs it. An error inside the package comes out as it is.
@@ -29,7 +68,40 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
             raise  # the package is there, and misses one of its own
     finally:
         random.setstate(drawn)  # some packages draw from it as they are imported, rich for one: training must not notice
-    raise MissingPackage(f"{wanted_by} needs {top}, which is not installed: pip install 'callsheet[{extra}]'")
+    raise _missing(top, f"'callsheet[{extra}]'", wanted_by)
+
+
+def need(*modules: str, extra: str, wanted_by: str) -> None:
+    """Raise MissingPackage if one of these modules is not installed. Imports none of them."""
+    import importlib.util
+
+    for module in modules:
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
+            raise _missing(module, f"'callsheet[{extra}]'", wanted_by)
+
+
+@contextmanager
+def needed_by(name: str) -> Iterator[None]:
+    """Around imports: raise MissingPackage, with what to install for `name`, where one of them fails for an optional package.
+
+    Of several around each other the outermost names what was asked for. A module that callsheet does not use itself is another package's
+    affair: its error comes out as it is.
+    """
+    name = _asked_for.get() or name
+    before = _asked_for.set(name)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        top = (error.name or "").partition(".")[0]
+        if top not in _INSTALLED_BY:
+            raise
+        raise _missing(top, _INSTALLED_BY[top], name) from None
+    finally:
+        _asked_for.reset(before)
+
+
+def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
+    return MissingPackage(f"{wanted_by} needs {module}, which is not installed: pip install {installed_by}", name=module)
 
 
 def _is_a_mere_folder(package: ModuleType) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from callsheet.callback import import_path
 from callsheet.callbacks import CheckpointSaver
-from callsheet.commands.recipe import RECIPES
+from callsheet.commands.shipped import RECIPES
 from callsheet.testing import check_events
 
 from . import tiny

@@ -9,8 +9,11 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
-from torch.optim import Optimizer
+from callsheet.extras import needed_by
+
+with needed_by("callsheet.attach"):
+    from torch import nn
+    from torch.optim import Optimizer
 
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun

@@ -1,24 +1,27 @@
 """Checkpoints: sealed folders of JSON and safetensors, which many ranks write and any number read back, without running code."""
 
-from callsheet.checkpoint.background import AsyncWriter
-from callsheet.checkpoint.export import export_huggingface, export_weights
-from callsheet.checkpoint.folder import (
-    Checkpoint,
-    Found,
-    delete_checkpoint,
-    find_checkpoints,
-    newest,
-    open_folder,
-    point_latest,
-    read_manifest,
-)
-from callsheet.checkpoint.plain import flatten, unflatten
-from callsheet.checkpoint.ranks import RankLost
-from callsheet.checkpoint.read import Loaded, read_checkpoint
-from callsheet.checkpoint.seal import Seal, Unsealed
-from callsheet.checkpoint.storage import FileSeal, Folder
-from callsheet.checkpoint.tensors import all_finite
-from callsheet.checkpoint.write import write_checkpoint
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.checkpoint.background import AsyncWriter
+    from callsheet.checkpoint.export import export_huggingface, export_weights
+    from callsheet.checkpoint.folder import (
+        Checkpoint,
+        Found,
+        delete_checkpoint,
+        find_checkpoints,
+        newest,
+        open_folder,
+        point_latest,
+        read_manifest,
+    )
+    from callsheet.checkpoint.plain import flatten, unflatten
+    from callsheet.checkpoint.ranks import RankLost
+    from callsheet.checkpoint.read import Loaded, read_checkpoint
+    from callsheet.checkpoint.seal import Seal, Unsealed
+    from callsheet.checkpoint.storage import FileSeal, Folder
+    from callsheet.checkpoint.tensors import all_finite
+    from callsheet.checkpoint.write import write_checkpoint
 
 __all__ = [
     "AsyncWriter",

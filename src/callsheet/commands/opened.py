@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from callsheet.callback import Callback, import_path
 from callsheet.commands import names
 from callsheet.commands.named_run import RUNS
-from callsheet.commands.recipe import RECIPES, need_packages, recipe_path, said_once, values_of
+from callsheet.commands.recipe import said_once, values_of
+from callsheet.commands.shipped import RECIPES, recipe_path
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import run_names
 
@@ -41,7 +42,6 @@ def opened(
         ConfigError: there is no such run, checkpoint or key, or a value does not fit.
         CheckpointError: the checkpoint does not hold, or is not of this model.
     """
-    need_packages(command)
     with said_once():
         path, folder = _described(run)
         values = values_of(path, overrides, command=command)

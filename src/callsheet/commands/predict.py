@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callsheet.commands.opened import opened
-from callsheet.commands.recipe import need_packages
 from callsheet.commands.whole_file import whole_file
 from callsheet.errors import ConfigError
 from callsheet.loggers.json_text import json_text
@@ -28,7 +27,6 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
         ConfigError: no such run, checkpoint or file, or a row that cannot be answered; the message names its place.
         CallsheetError: the answers cannot be written, or the checkpoint does not hold.
     """
-    need_packages("predict")
     from callsheet.recipes.rows import Rows, Table
 
     table = Rows(rows).read(())

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from callsheet import callbacks
 from callsheet.callback import Callback, import_path
 from callsheet.commands import environment, names
 from callsheet.commands.refusals import plain_refusal
+from callsheet.commands.shipped import RECIPES, recipe_path
 from callsheet.distributed import read_ranks
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
     from callsheet.recipes.recipe import Recipe
-
-RECIPES = {
-    "pretrain": "callsheet.recipes.pretrain.Pretrain",
-    "finetune": "callsheet.recipes.finetune.Finetune",
-    "finetune_vlm": "callsheet.recipes.finetune_vlm.FinetuneVLM",
-    "classify": "callsheet.recipes.classify.Classify",
-    "distill": "callsheet.recipes.distill.Distill",
-}
-"""The recipes by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,6 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
     Raises:
         ConfigError: no such recipe, an unknown key, a value that does not fit, or a package that is missing; the message has the mend.
     """
-    need_packages(command)
     with said_once():
         return values_of(recipe_path(recipe), overrides, command=command, title=recipe).made()
 
@@ -93,13 +83,6 @@ def said_once() -> Iterator[None]:
         if read_ranks().local_rank != 0:
             raise SystemExit(2) from None
         raise
-
-
-def need_packages(command: str) -> None:
-    """Raise ConfigError, with what to install, where a package is missing that every recipe needs."""
-    for package in ("torch", "transformers", "jsonargparse"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"callsheet {command} needs {package}: pip install 'callsheet[hf]'")
 
 
 def values_of(
@@ -123,23 +106,6 @@ def values_of(
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     told = environment.arguments(parser, os.environ if variables is None else variables)
     return Values(path, kind, parser, parsed_with(parser, path, overrides, told))
-
-
-def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """The file that `recipe` names: itself, or a shipped one; `is_shipped` leaves files of the user's alone.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path = Path(recipe)
-    if path.is_file() and not is_shipped:
-        return path
-    shipped = Path(str(resources.files("callsheet.recipes"))) / f"{recipe}.yaml"
-    if recipe in RECIPES and shipped.is_file():
-        return shipped
-    raise ConfigError(
-        f"there is no recipe {recipe!r}{did_you_mean(recipe, RECIPES)} (a YAML file, or one of {', '.join(RECIPES)})"
-    )
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
@@ -174,6 +140,8 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
 
     from callsheet.commands.key_help import KeyHelp
 
+    for name in callbacks.__all__:
+        getattr(callbacks, name)  # jsonargparse finds classes by their names alone where they are imported
     names.register()
     explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have a --help of their own
     parser = ArgumentParser(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from callsheet.commands.recipe import RECIPES, recipe_path
+from callsheet.commands.shipped import RECIPES, recipe_path
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 

@@ -1,7 +1,6 @@
 """Where records go, one logger a file."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from callsheet.loggers.console_logger import ConsoleLogger
 from callsheet.loggers.csv_logger import CSVLogger
@@ -11,6 +10,7 @@ from callsheet.loggers.jsonl_logger import JSONLLogger
 from callsheet.loggers.jsonl_reader import read_metrics
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.progress_bar_logger import ProgressBarLogger
+from callsheet.on_demand import attributes
 
 if TYPE_CHECKING:
     from callsheet.loggers.mlflow_logger import MLflowLogger
@@ -35,20 +35,16 @@ __all__ = [
     "read_metrics",
 ]
 
-_ON_DEMAND = {
-    "MLflowLogger": "mlflow_logger",
-    "OpenTelemetryLogger": "opentelemetry_logger",
-    "TensorboardLogger": "tensorboard_logger",
-    "TrackioLogger": "trackio_logger",
-    "WandBLogger": "wandb_logger",
-}
-"""Those that need more than the standard library to be imported."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        return getattr(import_module(f"callsheet.loggers.{_ON_DEMAND[name]}"), name)
-    raise AttributeError(f"module 'callsheet.loggers' has no attribute {name!r}")
+__getattr__ = attributes(  # these need more than the standard library to be imported
+    __name__,
+    {
+        "MLflowLogger": "callsheet.loggers.mlflow_logger",
+        "OpenTelemetryLogger": "callsheet.loggers.opentelemetry_logger",
+        "TensorboardLogger": "callsheet.loggers.tensorboard_logger",
+        "TrackioLogger": "callsheet.loggers.trackio_logger",
+        "WandBLogger": "callsheet.loggers.wandb_logger",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,17 @@
 """For tests: hold a callback against what all have to hold, record what a loop tells, hold it against the lifecycle's grammar, tell a
 whole run without training (`FakeLoop`), and run a function on several ranks."""
 
-from callsheet.testing.conformance import CONFORMANCE, Check, check_callback
-from callsheet.testing.conformance_on_ranks import check_on_ranks, find_on_ranks
-from callsheet.testing.fake_loop import FakeLoop
-from callsheet.testing.grammar import GrammarChecker, GrammarError, check_events
-from callsheet.testing.ranks import RankEnd, RankProcesses, RanksFailed, run_ranks
-from callsheet.testing.recorder import Recorder, Told
-from callsheet.testing.scene import ConformanceError, Subject
-from callsheet.testing.small_run import SmallModel, small_batches, small_trainer
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.testing.conformance import CONFORMANCE, Check, check_callback
+    from callsheet.testing.conformance_on_ranks import check_on_ranks, find_on_ranks
+    from callsheet.testing.fake_loop import FakeLoop
+    from callsheet.testing.grammar import GrammarChecker, GrammarError, check_events
+    from callsheet.testing.ranks import RankEnd, RankProcesses, RanksFailed, run_ranks
+    from callsheet.testing.recorder import Recorder, Told
+    from callsheet.testing.scene import ConformanceError, Subject
+    from callsheet.testing.small_run import SmallModel, small_batches, small_trainer
 
 __all__ = [
     "CONFORMANCE",

@@ -14,7 +14,10 @@ callbacks = callsheet.transport.unpack()
 ```
 """
 
-from callsheet.transport.payload import Payload, pack, unpack
-from callsheet.transport.sealed import TransportError
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.transport.payload import Payload, pack, unpack
+    from callsheet.transport.sealed import TransportError
 
 __all__ = ["Payload", "TransportError", "pack", "unpack"]

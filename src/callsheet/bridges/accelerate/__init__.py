@@ -10,11 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
-from accelerate.utils import DistributedType
-from torch import nn
-from torch.optim import Optimizer
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import DistributedType
+    from torch import nn
+    from torch.optim import Optimizer
 
 from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
 from callsheet.bridges.bare import AttachedRun

@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    import torch
+    from torch import Tensor
 
 from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
 from callsheet.bridges.automodel.hooks import CalledModel

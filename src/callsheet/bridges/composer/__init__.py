@@ -9,7 +9,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from callsheet.bridges.composer.guests import ComposerGuest, guest
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.bridges.composer.guests import ComposerGuest, guest
 from callsheet.bridges.composer.names import COMPOSER_EVENTS
 from callsheet.callback import Callback
 from callsheet.manager import CallbackManager

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from callsheet.extras import needed_by
 
-from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
+with needed_by(__name__):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+    from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
+
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
 from callsheet.bridges.huggingface.hooks import ALONE, SPEEDS, Datasets, ForwardHooks, by_dataset

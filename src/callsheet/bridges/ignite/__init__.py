@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ignite.engine import Engine
-from torch import nn
-from torch.optim import Optimizer
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from ignite.engine import Engine
+    from torch import nn
+    from torch.optim import Optimizer
 
 from callsheet.bridges.ignite.engine import GuestEngine
 from callsheet.bridges.ignite.guests import IgniteGuest, guest

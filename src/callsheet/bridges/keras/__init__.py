@@ -9,8 +9,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import keras
-from torch import nn
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    import keras
+    from torch import nn
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.hosted_run import HostedRun

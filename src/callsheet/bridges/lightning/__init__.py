@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    import torch
+    from torch import Tensor
 
 from callsheet import distributed
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
@@ -26,7 +29,8 @@ from callsheet.trainer.tasks import counts_of
 try:
     from lightning.pytorch import Callback as LightningCallback
 except ImportError:
-    from pytorch_lightning import Callback as LightningCallback
+    with needed_by(__name__):
+        from pytorch_lightning import Callback as LightningCallback
 
 __all__ = ["NOT_TOLD", "TOLD_FROM", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
 

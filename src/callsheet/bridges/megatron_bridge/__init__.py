@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from torch import Tensor
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    import torch
+    from torch import Tensor
 
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun

@@ -9,11 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torchtnt.framework.callback import Callback as TorchTNTCallback
-from torchtnt.framework.evaluate import evaluate
-from torchtnt.framework.state import EntryPoint, State
-from torchtnt.utils.progress import estimated_steps_in_epoch
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    import torch
+    from torchtnt.framework.callback import Callback as TorchTNTCallback
+    from torchtnt.framework.evaluate import evaluate
+    from torchtnt.framework.state import EntryPoint, State
+    from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun

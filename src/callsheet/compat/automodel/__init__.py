@@ -1,14 +1,17 @@
 """NeMo AutoModel's names: its callbacks, and its four recipes over ours. NeMo AutoModel need not be installed."""
 
-from callsheet.bridges.automodel.names import Callback, CallbackRunner, MetricsSample, rank_zero_only
-from callsheet.bridges.automodel.recipe import ConfigNode
-from callsheet.compat.automodel.configuration import load_yaml_config, parse_args_and_load_config
-from callsheet.compat.automodel.recipes import (
-    FinetuneRecipeForVLM,
-    KnowledgeDistillationRecipeForNextTokenPrediction,
-    TrainFinetuneRecipeForNextTokenPrediction,
-    TrainFinetuneRecipeForSequenceClassification,
-)
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.bridges.automodel.names import Callback, CallbackRunner, MetricsSample, rank_zero_only
+    from callsheet.bridges.automodel.recipe import ConfigNode
+    from callsheet.compat.automodel.configuration import load_yaml_config, parse_args_and_load_config
+    from callsheet.compat.automodel.recipes import (
+        FinetuneRecipeForVLM,
+        KnowledgeDistillationRecipeForNextTokenPrediction,
+        TrainFinetuneRecipeForNextTokenPrediction,
+        TrainFinetuneRecipeForSequenceClassification,
+    )
 
 __all__ = [
     "Callback",

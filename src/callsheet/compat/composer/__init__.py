@@ -4,11 +4,14 @@
 `composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`. Composer itself need not be installed.
 """
 
-from callsheet.bridges.composer.names import Callback, Event, LoggerDestination
-from callsheet.bridges.composer.state import Logger, State
-from callsheet.bridges.composer.time import Time, Timestamp, TimeUnit
-from callsheet.compat.composer.models import ComposerModel
-from callsheet.compat.composer.trainer import Evaluator, Trainer
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.bridges.composer.names import Callback, Event, LoggerDestination
+    from callsheet.bridges.composer.state import Logger, State
+    from callsheet.bridges.composer.time import Time, Timestamp, TimeUnit
+    from callsheet.compat.composer.models import ComposerModel
+    from callsheet.compat.composer.trainer import Evaluator, Trainer
 
 __all__ = [
     "Callback",

@@ -1,15 +1,18 @@
 """InstructLab Training's names: code that was written for its callbacks runs with this import in the place of `instructlab.training`, and
 of `instructlab.training.callbacks` and `.config`. InstructLab need not be installed."""
 
-from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
-from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
-from callsheet.compat.instructlab.refused import (
-    deserialize_callback,
-    deserialize_callbacks_from_cli,
-    serialize_callback,
-    serialize_callbacks_for_cli,
-)
-from callsheet.compat.instructlab.training import run_training
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
+    from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
+    from callsheet.compat.instructlab.refused import (
+        deserialize_callback,
+        deserialize_callbacks_from_cli,
+        serialize_callback,
+        serialize_callbacks_for_cli,
+    )
+    from callsheet.compat.instructlab.training import run_training
 
 __all__ = [
     "HOOK_NAMES",

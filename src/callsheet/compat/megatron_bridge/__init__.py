@@ -4,17 +4,20 @@
 `pretrain`, `forward_step` and `qwen25_500m_pretrain_config` need nothing of it.
 """
 
-from callsheet.bridges.megatron_bridge.names import (
-    VALID_EVENTS,
-    Callback,
-    CallbackContext,
-    CallbackManager,
-    normalize_callbacks,
-    should_fire,
-)
-from callsheet.compat.megatron_bridge.config import ConfigContainer, qwen25_500m_pretrain_config
-from callsheet.compat.megatron_bridge.gpt import forward_step
-from callsheet.compat.megatron_bridge.pretrain import pretrain
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.bridges.megatron_bridge.names import (
+        VALID_EVENTS,
+        Callback,
+        CallbackContext,
+        CallbackManager,
+        normalize_callbacks,
+        should_fire,
+    )
+    from callsheet.compat.megatron_bridge.config import ConfigContainer, qwen25_500m_pretrain_config
+    from callsheet.compat.megatron_bridge.gpt import forward_step
+    from callsheet.compat.megatron_bridge.pretrain import pretrain
 
 __all__ = [
     "VALID_EVENTS",

@@ -9,8 +9,11 @@ There are three ways, chosen once for each dataloader:
 Where a rank has no batch and others have, it takes a filler: a real batch, which counts nothing.
 """
 
-from callsheet.trainer.data.seeded import SeededDataset
-from callsheet.trainer.data.sharing import SharedLoader, shared, sharing_of
-from callsheet.trainer.data.ways import SharedBatches, Sharing
+from callsheet.extras import needed_by
+
+with needed_by(__name__):
+    from callsheet.trainer.data.seeded import SeededDataset
+    from callsheet.trainer.data.sharing import SharedLoader, shared, sharing_of
+    from callsheet.trainer.data.ways import SharedBatches, Sharing
 
 __all__ = ["SeededDataset", "SharedBatches", "SharedLoader", "Sharing", "shared", "sharing_of"]

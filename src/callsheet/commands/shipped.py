@@ -1,0 +1,36 @@
+"""The recipes that come with callsheet, by name. Needs the standard library alone."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from callsheet.errors import ConfigError, did_you_mean
+
+RECIPES = {
+    "pretrain": "callsheet.recipes.pretrain.Pretrain",
+    "finetune": "callsheet.recipes.finetune.Finetune",
+    "finetune_vlm": "callsheet.recipes.finetune_vlm.FinetuneVLM",
+    "classify": "callsheet.recipes.classify.Classify",
+    "distill": "callsheet.recipes.distill.Distill",
+}
+"""The recipes by name."""
+
+
+def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
+    """Return the file that `recipe` names: itself, or a shipped one. `is_shipped` looks for a shipped one alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(recipe)
+    if path.is_file() and not is_shipped:
+        return path
+    shipped = (
+        Path(str(resources.files("callsheet"))) / "recipes" / f"{recipe}.yaml"
+    )  # importing the package `recipes` needs torch
+    if recipe in RECIPES and shipped.is_file():
+        return shipped
+    raise ConfigError(
+        f"there is no recipe {recipe!r}{did_you_mean(recipe, RECIPES)} (a YAML file, or one of {', '.join(RECIPES)})"
+    )
