@@ -285,6 +285,7 @@ def test_runs_lists_the_runs_newest_first(three_runs: Path, capsys: pytest.Captu
         "highest",
         "started",
         "device",
+        "reason",
     ]
     assert [line.split()[:3] for line in lines] == [
         ["middle", "finished", "6"],
@@ -293,11 +294,12 @@ def test_runs_lists_the_runs_newest_first(three_runs: Path, capsys: pytest.Captu
     ]
     results = {name: read_metrics(three_runs / name) for name in ("short", "long", "middle")}
     for line in lines:
-        name, _, _, _, train_loss, last, lowest, highest, *_, device = line.split()
+        name, _, _, _, train_loss, last, lowest, highest, _, _, device, *reason = line.split()
         losses = [record.values["validation/loss"] for record in results[name] if "validation/loss" in record.values]
         trained = [record.values["train/loss"] for record in results[name] if "train/loss" in record.values]
         told = [f"{value:.4g}" for value in (trained[-1], losses[-1], min(losses), max(losses))]
         assert [train_loss, last, lowest, highest, device] == [*told, "cpu"]
+        assert reason[:2] == ["reached", "max_duration,"]
     assert captured.err == ""
 
 

@@ -41,6 +41,8 @@ class RunInfo:
     """The run: its name, where it writes, what it was configured with, and where this process stands in it.
 
     `checkpoints` is where its checkpoints stand, a folder or a URL; the folder `checkpoints` in `folder` where nobody said otherwise.
+    `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
+    "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
     `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
     """
 
@@ -51,6 +53,7 @@ class RunInfo:
     restart_count: int = 0
     device: str = "cpu"
     outcome: Outcome | None = None
+    outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
 

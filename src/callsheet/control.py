@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from callsheet.errors import ConfigError, RequestRefused, did_you_mean
+from callsheet.hooks import Hooks
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 """Kinds of checkpoints; where several are asked for at one boundary, one is written, of the kind that stands last here."""
@@ -22,13 +23,18 @@ SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: `by` is the name that the asker gave, or the qualified name of the function that asked."""
+    """One request.
+
+    `by` is the name that the asker gave, or else that of the callback that asked: its `name`, or its class. For a function outside a
+    callback it is the function's qualified name. `resumable` says of a stop that the same command trains on afterwards.
+    """
 
     what: str
     why: str
     by: str
     kind: str = ""
     metric: str = ""
+    resumable: bool = False
 
     def __str__(self) -> str:
         return f"{self.by}: {self.why}"
@@ -62,15 +68,17 @@ class Control:
         self.is_rescheduled = False  # the next step to look at is another one than the loop knows of
         self.in_gate = False  # the manager says here that the handler being told does not run on every rank
 
-    def stop(self, why: str, *, replicated: bool = False) -> None:
+    def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Ask that training end at the next boundary, outcome `stopped`.
 
+        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is complete then:
+        `resume="auto"` trains no further step. With `resumable=True` it does, as for a stop that has nothing to do with training.
         `replicated=True` says that every rank makes the same request, from replicated or reduced fields alone.
 
         Raises:
             RequestRefused: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
         """
-        self._ask(Request("stop", why, _asker()), replicated)
+        self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
@@ -192,5 +200,20 @@ class Control:
 
 
 def _asker() -> str:
-    """The qualified name of the function that called the request, read from its frame: asking is rare, telling is not."""
-    return sys._getframe(2).f_code.co_qualname
+    """Return the name of the callback that made the request, or the qualified name of the function that did.
+
+    It is read from the frames of the call: requests are rare, and events are not.
+    """
+    asking = frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, Hooks):  # a callback; its class is above this module
+            return getattr(first, "name", "") or type(first).__name__
+        if code.co_filename == _DISPATCH:  # beyond it is the loop, and whoever runs that
+            break
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return asking.f_code.co_qualname
+
+
+_DISPATCH = os.path.join(os.path.dirname(__file__), "manager.py")

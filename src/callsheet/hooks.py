@@ -345,7 +345,7 @@ class Hooks:
         """
 
     def on_run_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended.
+        """Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended, and `ctx.run.outcome_reason` why.
 
         Told here: optimizer, scheduler.
         """

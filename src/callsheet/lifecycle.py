@@ -73,7 +73,7 @@ SPANS: dict[str, Span] = {
         Span(
             "run",
             "First of all, told by the trainer's constructor: the run's name, folder and ranks are known.",
-            "Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended.",
+            "Last of all, exactly once, on every way out; `ctx.run.outcome` says how the run ended, and `ctx.run.outcome_reason` why.",
             "checkpoint_load? data_init? (train | test | predict | eval_all | on_log | on_checkpoint_due | checkpoint_save)*",
         ),
         Span(
@@ -190,7 +190,10 @@ FIELDS: dict[str, Field] = {
     for field in (
         Field("event", "Event | None", "the event being told, restored after a nested one; None between events", "replicated"),
         Field(
-            "run", "RunInfo", "name, folder, config, restart count, outcome; ranks and device, which are this process's", "local"
+            "run",
+            "RunInfo",
+            "name, folder, config, restart count, outcome and its reason; ranks and device, which are this process's",
+            "local",
         ),
         Field("state", "TrainState", "timestamps of what is completed, `max_duration`, elapsed fraction", "replicated"),
         Field("step", "int", "the optimizer step in hand, from 1; between steps the last one; 0 before the first", "replicated"),

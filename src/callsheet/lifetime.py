@@ -10,9 +10,11 @@ from functools import partial
 from types import TracebackType
 
 from callsheet.context import Context, Outcome
+from callsheet.control import Request
 from callsheet.errors import RunEndedError
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
+from callsheet.reasons import error_line, one_line
 from callsheet.spans import take_noted_span
 
 logger = logging.getLogger("callsheet")
@@ -31,6 +33,8 @@ class Lifetime:
     def __init__(self, manager: CallbackManager, ctx: Context) -> None:
         self.outcome: Outcome = Outcome.FINISHED
         """What the run's end will be told as, if nothing goes wrong; a loop says here that it was stopped or preempted."""
+        self.reasons: dict[Outcome, str] = {}
+        """Why the run ends so, for each outcome of which a loop knows that."""
         self._manager = manager
         self._ctx = ctx
         self._depth = 0
@@ -67,7 +71,9 @@ class Lifetime:
                 closing.callback(close)
             if self._started:
                 self._ctx.close_all(before=Event.RUN_END)
-                self._ctx.run.outcome = outcome or self.outcome
+                run = self._ctx.run
+                run.outcome = outcome or self.outcome
+                run.outcome_reason = self.reasons.get(run.outcome) or self._reason(run.outcome)
                 closing.callback(self._manager.close)
                 closing.callback(self._ctx.close_all)
                 closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
@@ -97,6 +103,8 @@ class Lifetime:
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
+        if outcome is Outcome.FAILED:
+            self.reasons[outcome] = error_line(error)
         for tell in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
             try:
                 tell()
@@ -104,3 +112,27 @@ class Lifetime:
                 logger.error("while the run was ending: %s: %s", type(another).__name__, another, exc_info=another)
                 error.add_note(f"while the run was ending, another error came: {type(another).__name__}: {another}")
         ctx.close_all()
+
+    def _reason(self, outcome: Outcome) -> str:
+        """Return why the run ended so, as far as it can be seen without the loop."""
+        ctx = self._ctx
+        if outcome is Outcome.FINISHED:
+            if ctx.state.is_complete:
+                return f"reached max_duration, {ctx.state.max_duration}"
+            return "the training loop ended" if ctx.state.timestamp.batch > ctx.state.baseline.batch else ""
+        if outcome is Outcome.STOPPED and ctx.control.stop_requested is not None:
+            return stop_reason(ctx.control.stop_requested)
+        return _REASONS[outcome]
+
+
+def stop_reason(request: Request) -> str:
+    """Return the sentence that says who stopped a run, and why."""
+    return f"stopped by {one_line(f'{request.by}: {request.why}')}"
+
+
+_REASONS = {
+    Outcome.STOPPED: "the training loop stopped early",
+    Outcome.PREEMPTED: "the training loop was asked to make way",
+    Outcome.INTERRUPTED: "interrupted with Ctrl-C",
+    Outcome.FAILED: "the training loop was left before its end",
+}

@@ -146,9 +146,9 @@ class LaneControl:
         """For the manager; see `Control.switch_off`."""
         self.inbox.put(Said("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
 
-    def stop(self, why: str, *, replicated: bool = False) -> None:
+    def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Ask that training end; see `Control.stop`."""
-        self._ask(Request("stop", why, self.by), replicated)
+        self._ask(Request("stop", why, self.by, resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Ask for a checkpoint; see `Control.save`."""

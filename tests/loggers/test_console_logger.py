@@ -60,7 +60,7 @@ def test_records_evaluations_and_the_outcome_are_lines(tmp_path: Path, capsys: p
         lines[0],
     )
     assert re.fullmatch(r"evaluation at step 4: validation/loss [\d.e-]+", lines[4])
-    assert re.fullmatch(r"run finished: epoch 2  step 8  0:00:0\d of training", lines[-1])
+    assert re.fullmatch(r"run finished: epoch 2  step 8  0:00:0\d of training  \(reached max_duration, 2ep\)", lines[-1])
     assert steps(lines) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert "time/" not in out
 

@@ -101,7 +101,7 @@ def test_lines_tell_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert re.fullmatch(r" 33%  epoch 1  step 10  loss [\d.e-]+  [\d,.]+ samples/s  0:00:00 left", lines[0])
     assert lines[1] == f"checkpoint (requested): {tmp_path / 'run' / 'checkpoints' / 'ep0-ba12'}"
     assert re.fullmatch(r"evaluation at step 30: validation/loss [\d.e-]+", lines[2])
-    assert re.fullmatch(r"run finished: epoch 1  step 30  0:00:00 of training", lines[3])
+    assert re.fullmatch(r"run finished: epoch 1  step 30  0:00:00 of training  \(reached max_duration, 30ba\)", lines[3])
 
 
 def test_nothing_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,7 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     assert page.locator("#outcome").inner_text() == "finished"
     assert "validation/loss" in page.locator("#results tbody").inner_text()
     assert "it wrote this" in page.locator("#results pre").inner_text()
+    assert page.locator("#reason").inner_text() == "reached max_duration, 120ba"
     assert "Broken failed" in page.locator(".problem.error").first.inner_text()
     page.locator("#images img").first.scroll_into_view_if_needed()
     assert page.locator("#images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 16

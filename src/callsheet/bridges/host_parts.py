@@ -57,6 +57,7 @@ class HostCheckpoints:
     """The host's own checkpoints: what callbacks ask for is passed on, and what the host has written is told afterwards."""
 
     is_writing = False
+    stopped_by: Request | None = None
 
     def __init__(self, ctx: Context, spans: Spans, saves: Callable[[tuple[Request, ...]], None]) -> None:
         self.shared: dict[str, Stateful] = {}
@@ -83,6 +84,9 @@ class HostCheckpoints:
         """Ask the host."""
         self.requests += requests
         self._saves(requests)
+
+    def earlier_stop(self) -> None:
+        """Return None: whether a stopped run trains on is the host's to say."""
 
     def publish(self, durable: int) -> None:
         """Nothing is on its way."""

@@ -15,7 +15,7 @@ from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluat
 from callsheet.bridges.narrator import Narrator
 from callsheet.bridges.reads import reads_of
 from callsheet.callback import Callback, label_of
-from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
+from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
 from callsheet.distributed import read_ranks
 from callsheet.errors import NotCarried
@@ -182,6 +182,7 @@ class HostedRun:
         if data_is_made:
             self.narrator.end("data_init")
         self.manager.between_steps(ctx.step)
+        self.boundaries.begin()
 
     def finish(self) -> None:
         """Training is over: tell its end, carry out what was asked for last, and end the run."""
@@ -196,8 +197,7 @@ class HostedRun:
         self.manager.settle(self.ctx)
         self.records.tell(self.ctx)
         self.boundaries.finish()
-        if not self.boundaries.is_making_way:
-            self.lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
+        self.boundaries.conclude()
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the loop: tell it, and the end."""

@@ -61,6 +61,7 @@ class CheckpointSaver(Callback):
         self._keep = keep
         self._passed = 0  # intervals
         self._saved_at = self._best_at = -1  # steps
+        self._saved_stop = False  # whether that checkpoint knows of the stop that ends the run
         self._best_score = math.inf  # by `_sign`, less is better
 
     def on_train_start(self, ctx: Context) -> None:
@@ -93,12 +94,14 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        if (is_periodic or is_final) and self._saved_at != step:
-            self._saved_at = step
+        # A stop that was asked for since this step's checkpoint is not in it, and a resume would train on.
+        is_stopped = ctx.control.stop_requested is not None
+        if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
+            self._saved_at, self._saved_stop = step, is_stopped
             why, kind = ("training ends here", "final") if is_final else (str(self._interval), "periodic")
             ctx.control.save(why, kind=kind, by=label_of(self), replicated=True)
         if self._best_at == step:
-            self._saved_at, self._best_at = step, -1
+            self._saved_at, self._best_at, self._saved_stop = step, -1, is_stopped
             why = f"{self._monitor} is {self._sign * self._best_score:g}, the best so far"
             ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 

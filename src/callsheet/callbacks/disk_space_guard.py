@@ -64,11 +64,11 @@ class DiskSpaceGuard(Callback):
         limit = max(self._stop_below, int(self._largest * _STOP_CHECKPOINTS))
         if free < limit:
             self._has_stopped = True
-            why = f"{_size(free)} are free at {self._place} on node {ctx.run.node_rank}, below {_size(limit)}"
+            why = f"only {_size(free)} of disk space are free at {self._place} on node {ctx.run.node_rank}, below the limit of {_size(limit)}"
             logger.error("%s: training stops: %s; free some, and resume", label_of(self), why)
             if free > self._largest:
                 ctx.control.save(why, by=label_of(self))
-            ctx.control.stop(why)
+            ctx.control.stop(why, resumable=True)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         """Look before it is written."""

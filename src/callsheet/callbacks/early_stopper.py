@@ -104,9 +104,14 @@ class EarlyStopper(Callback):
         return since is not None and now is not None and now - since >= self._patience.value
 
     def _stop(self, ctx: Context) -> None:
-        times = "time" if self._waited == 1 else "times"
-        best = f"its best, {self._sign * self._best:g}," if math.isfinite(self._best) else "anything finite"
-        why = f"{self._monitor} was evaluated {self._waited} {times} without being better than {best} by more than {self._min_delta:g}"
+        evaluations = "1 evaluation" if self._waited == 1 else f"{self._waited} evaluations"
+        best = (
+            f"{self._monitor} = {self._sign * self._best:g}"
+            if math.isfinite(self._best)
+            else f"{self._monitor}, which was never finite,"
+        )
+        more = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        why = f"no improvement on {best}{more} in {evaluations}"
         ctx.control.stop(why, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -212,7 +212,7 @@ class MLPerfCallback(Callback):
 
     def _look(self, ctx: Context, value: float) -> None:
         if self._stops and self._is_reached(value) and not ctx.state.is_complete:
-            ctx.control.stop(f"{self._monitor} is {value:g}, and the target {self._target:g}", replicated=True)
+            ctx.control.stop(f"{self._monitor} is {value:g}, which reaches the target {self._target:g}", replicated=True)
 
     # --- the result ---
 

@@ -106,7 +106,7 @@ class SaveOnTrigger(Callback):
 
     def _ask(self, ctx: Context, line: str) -> None:
         word, _, why = printable(line).partition(" ")
-        word, why = word.lower().rstrip(":"), why.strip()[:LONGEST_WHY] or f"the file {self._path.name}"
+        word, why = word.lower().rstrip(":"), why.strip()[:LONGEST_WHY] or f"asked for in the file {self._path.name}"
         logger.info("%s: %s: %s", label_of(self), word, why)
         try:
             if word == "save":
@@ -114,7 +114,7 @@ class SaveOnTrigger(Callback):
             elif word == "evaluate":
                 ctx.control.evaluate(why)
             elif word == "stop":
-                ctx.control.stop(why)
+                ctx.control.stop(why, resumable=True)  # a person's stop: the same command trains on
             else:
                 words = ", ".join(WORDS)
                 logger.warning(

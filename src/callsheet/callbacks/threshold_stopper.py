@@ -113,7 +113,7 @@ class ThresholdStopper(Callback):
             return
         self._reached = value
         side = "at or below" if self._is_min else "at or above"
-        ctx.control.stop(f"{self._monitor} is {value:g}, {side} {self._threshold:g}", replicated=True)
+        ctx.control.stop(f"{self._monitor} is {value:g}, {side} the threshold {self._threshold:g}", replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
         """The last value of a record, and the one that stopped the run."""

@@ -78,8 +78,9 @@ class TimeLimit(Callback):
         if taken < self._seconds:
             return
         self._has_asked = True
-        why = f"the run has taken {taken:.0f} s of the {self._limit:.0f} s that it may"
-        ctx.control.stop(why)
+        who = "the run" if self._across_resumes else "this process"
+        why = f"{who} has taken {taken:.0f} s of its limit of {self._limit:.0f} s"
+        ctx.control.stop(why, resumable=not self._across_resumes)
         if save:
             ctx.control.save(why, kind="final")
 

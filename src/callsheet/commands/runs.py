@@ -15,6 +15,7 @@ from callsheet.loggers.json_text import json_text
 from callsheet.report.index import MetricRow, RunRow, Runs, runs_in
 
 LOSS = "train/loss"
+_LONGEST_REASON = 100  # characters; the JSON has all
 
 _Key = Callable[[RunRow, str], str | float]
 COLUMNS: dict[str, tuple[_Key, bool]] = {
@@ -70,7 +71,7 @@ def _sorted(found: Runs, column: str, metric: str, is_reversed: bool) -> list[Ru
 
 
 def _table(rows: list[RunRow], metric: str) -> str:
-    heads = ("name", "outcome", "steps", "duration", LOSS, metric, "lowest", "highest", "started", "device")
+    heads = ("name", "outcome", "steps", "duration", LOSS, metric, "lowest", "highest", "started", "device", "reason")
     lines = [heads, *(_cells(row, metric) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
     is_number = [head in ("steps", "duration", LOSS, metric, "lowest", "highest") for head in heads]
@@ -86,10 +87,14 @@ def _cells(row: RunRow, metric: str) -> tuple[str, ...]:
     asked = row.metrics.get(metric)
     started = "" if math.isnan(row.started) else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
     numbers = [_number(row.metrics.get(LOSS), "last"), *(_number(asked, what) for what in ("last", "lowest", "highest"))]
-    cells = (row.name, row.outcome, str(row.steps), _duration(row.seconds), *numbers, started, _device(row))
+    cells = (row.name, row.outcome, str(row.steps), _duration(row.seconds), *numbers, started, _device(row), _cut(row.reason))
     return tuple(
         "".join(char if char.isprintable() else "?" for char in cell) for cell in cells
     )  # a terminal obeys what it is told
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
 
 
 def _metric(row: RunRow, name: str) -> MetricRow:

@@ -23,8 +23,9 @@ def short(rate: float) -> str:
 
 
 def outcome(ctx: Context) -> str:
-    """How the run ended, in a line."""
-    return f"{ctx.run.name} {ctx.run.outcome}: {place(ctx)}  {clock(ctx.state.timestamp.seconds)} of training"
+    """Return how the run ended, and why, in a line."""
+    reason = f"  ({ctx.run.outcome_reason})" if ctx.run.outcome_reason else ""
+    return f"{ctx.run.name} {ctx.run.outcome}: {place(ctx)}  {clock(ctx.state.timestamp.seconds)} of training{reason}"
 
 
 def speeds(ctx: Context) -> list[str]:

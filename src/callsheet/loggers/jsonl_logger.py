@@ -128,9 +128,11 @@ class JSONLLogger(Logger):
         """How the run ended."""
         writer = self._writer
         if writer is not None:
-            lost: dict[str, Any] = {"lines_lost": writer.lost} if writer.lost else {}
+            more: dict[str, Any] = {"reason": ctx.run.outcome_reason} if ctx.run.outcome_reason else {}
+            if writer.lost:
+                more["lines_lost"] = writer.lost
             try:
-                self._event(ctx, "run_end", outcome=ctx.run.outcome, seconds=ctx.state.timestamp.seconds, **lost)
+                self._event(ctx, "run_end", outcome=ctx.run.outcome, seconds=ctx.state.timestamp.seconds, **more)
             finally:
                 self._close()
 

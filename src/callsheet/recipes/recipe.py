@@ -242,6 +242,8 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} goes on, {again}."
             )
+        elif trainer.earlier_stop is not None:  # `fit` says who stopped it, and how to train on
+            lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
                 f"Found the run {trainer.run.name!r} at step {step}, {elapsed:.0%} of {trainer.state.max_duration}; going on with it ({again})."

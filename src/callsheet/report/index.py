@@ -21,7 +21,7 @@ from callsheet.report.run_folder import RUNNING, RunFolder, RunReader
 logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
-_VERSION = 1
+_VERSION = 2
 _APPLICATION = 0x63737831  # how a file says that it is such an index
 _PATIENCE_SECONDS = 10.0  # for another process that writes it
 _MARKS = ("metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
@@ -32,7 +32,7 @@ DROP TABLE IF EXISTS runs;
 DROP TABLE IF EXISTS metrics;
 CREATE TABLE runs (
     name TEXT PRIMARY KEY, version TEXT, outcome TEXT, steps INTEGER, seconds REAL, started REAL, last_write REAL,
-    device TEXT, world_size INTEGER, best_checkpoint TEXT
+    device TEXT, world_size INTEGER, best_checkpoint TEXT, reason TEXT
 );
 CREATE TABLE metrics (
     run TEXT, name TEXT, last REAL, last_step INTEGER, lowest REAL, lowest_step INTEGER, highest REAL, highest_step INTEGER,
@@ -68,7 +68,7 @@ class MetricRow:
 class RunRow:
     """A run: `name` is its folder's, `seconds` of training, `started` and `last_write` in seconds since 1970, NaN where not known.
 
-    `best_checkpoint` is the path of the last that was the best so far; empty where there is none.
+    `reason` says why it ended; `best_checkpoint` is the path of the last that was the best so far; empty where there is none.
     """
 
     name: str
@@ -80,6 +80,7 @@ class RunRow:
     device: str
     world_size: int
     best_checkpoint: str
+    reason: str = ""
     metrics: dict[str, MetricRow] = field(default_factory=dict)
 
 
@@ -181,6 +182,7 @@ def _row(name: str, run: RunFolder) -> RunRow:
         device=str(start.get("device") or ""),
         world_size=size if isinstance(size, int) and size > 0 else 1,
         best_checkpoint=best[-1] if best else "",
+        reason=run.reason,
         metrics=metrics,
     )
 

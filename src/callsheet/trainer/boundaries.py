@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,13 +12,15 @@ from typing import Any
 from callsheet.context import CheckpointInfo, Context, Outcome
 from callsheet.control import Request
 from callsheet.events import Event
-from callsheet.lifetime import Lifetime
+from callsheet.lifetime import Lifetime, stop_reason
 from callsheet.manager import CallbackManager
 from callsheet.time import TimeUnit
 from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.checkpoints import Checkpoints
 from callsheet.trainer.evaluation import Evaluation
 from callsheet.trainer.records import Records
+
+logger = logging.getLogger("callsheet")
 
 
 class Boundaries:
@@ -127,6 +130,35 @@ class Boundaries:
             self._save_as_asked()
         self._checkpoints.finish()
 
+    def begin(self) -> None:
+        """Before training: ask again for the stop that completed the run before it was resumed, if there was one."""
+        self._checkpoints.stopped_by = None
+        request = self._checkpoints.earlier_stop()
+        if request is None:
+            return
+        ctx = self._ctx
+        ctx.control.agree(request)
+        if ctx.run.is_world_process_zero:
+            logger.warning(
+                "%s was stopped by %s at step %d: %s. It is complete, and no further step is taken. To train on, change the settings of %s "
+                "or leave it out; with a longer max_duration it is asked again. To train from the start, choose another run_name (for a "
+                "recipe, --resume new sets this run aside)",
+                ctx.run.folder or ctx.run.name,
+                request.by,
+                ctx.step,
+                request.why,
+                request.by,
+            )
+
+    def conclude(self) -> None:
+        """After training: set the run's outcome, unless a signal has."""
+        if self.is_making_way:
+            return
+        stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
+        self._lifetime.outcome = Outcome.FINISHED if stop is None else Outcome.STOPPED
+        if stop is not None:
+            self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
+
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate, and tell the record of what was logged meanwhile."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
@@ -159,7 +191,9 @@ class Boundaries:
             return
         self.is_making_way = True
         self._manager.hurry(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
-        self._lifetime.outcome = Outcome.INTERRUPTED if received is signal.SIGINT else Outcome.PREEMPTED
+        is_ctrl_c = received is signal.SIGINT
+        outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
+        self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
         if request is None or request.kind != "preempt":  # in a callback's name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from callsheet.callback import label_of
 from callsheet.checkpoint import (
     AsyncWriter,
     Loaded,
@@ -33,6 +35,7 @@ from callsheet.control import SAVE_KINDS, Request
 from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
+from callsheet.reasons import one_line
 from callsheet.spans import Spans
 from callsheet.trainer.world import World
 
@@ -94,6 +97,8 @@ class Checkpoints:
         """The parts that are this rank's own, loaded after them."""
         self.begun = 0
         """How many saves were begun in the background."""
+        self.stopped_by: Request | None = None
+        """The request that has ended training, for a checkpoint that is saved after it."""
         self._manager = manager
         self._ctx = ctx
         self._spans = spans
@@ -106,6 +111,7 @@ class Checkpoints:
         self._written: set[str] = set()
         self._named: set[str] = set()
         self._is_auto = False
+        self._stop: Mapping[str, Any] | None = None  # what the checkpoint says that was resumed from by itself
         self._tensors: dict[str, Tensor] | None = None  # the model's, while a checkpoint is read into them
 
     @property
@@ -165,6 +171,9 @@ class Checkpoints:
             info = replace(info, is_finite=is_finite)
             told = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
             told["run"] = ctx.run.name
+            stop = ctx.control.stop_requested or self.stopped_by
+            if stop is not None and not stop.resumable:
+                told["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._ways_on(stop.by)}
             self._written.add(info.path)
             # What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed.
             if self._writer is None or waits:
@@ -250,6 +259,8 @@ class Checkpoints:
             info = _info(path, found)
             self._restore({**found.shared, **found.local}, path)
             self._tensors = None
+            stop = found.info.get("stop") if self._is_auto else None
+            self._stop = stop if isinstance(stop, Mapping) else None
             logger.info("resumed from %s, step %d", path, info.step)
             return info
         if candidates:
@@ -258,6 +269,28 @@ class Checkpoints:
                 "mend what is told there, or choose another run_name to start anew: under this one they would be overwritten"
             )
         return None
+
+    def earlier_stop(self) -> Request | None:
+        """Return the request that had stopped the run before it was resumed with `"auto"`, or None where it may train on.
+
+        It may where the duration, or the settings of the callback that had asked, are no longer the same.
+        """
+        stop = self._stop
+        if stop is None:
+            return None
+        by = str(stop.get("by"))
+        if any(stop.get(name) != now for name, now in self._ways_on(by).items()):
+            return None
+        return Request("stop", str(stop.get("why")), by)
+
+    def _ways_on(self, by: str) -> dict[str, str]:
+        """Return what of this run has to change for it to train on after the callback `by` has stopped it."""
+        made = [(type(each).__qualname__, each._arguments) for each in self._manager.callbacks if label_of(each) == by]
+        return {
+            "max_duration": str(self._ctx.state.max_duration),
+            # A digest, since settings may hold secrets; without the addresses of objects, which no two processes share.
+            "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
+        }
 
     def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
         """What may be resumed from, the best first, as rank 0 sees it."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from callsheet.callback import Callback
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
-from callsheet.control import Control
+from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError, RequestRefused
 from callsheet.lifetime import Lifetime
@@ -98,7 +98,8 @@ class Trainer:
         checkpoints_folder: where checkpoints stand, in `<run name>/checkpoints`, if not in the run's folder: a path, or a URL such as
             `s3://bucket/runs`, which fsspec opens. All ranks must see the same there.
         save_in_background: copy the state, and write it while training goes on.
-        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
+        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew. A run that
+            a callback had stopped is complete: with `"auto"` no further step is taken, unless its settings or `max_duration` changed.
         seed: of all random states, set before the factories are called, and to one of its own on each rank afterwards; None leaves
             them as they are.
         device: `"auto"` is CUDA where there is one, the rank's own, else the CPU.
@@ -322,6 +323,11 @@ class Trainer:
         return self._lifetime.outcome == Outcome.PREEMPTED
 
     @property
+    def earlier_stop(self) -> Request | None:
+        """The request that had completed the run before it was resumed with `resume="auto"`, or None where `fit` trains on."""
+        return self._checkpoints.earlier_stop()
+
+    @property
     def eval_results(self) -> dict[str, dict[str, float]]:
         """The last of each evaluator in training, by name; empty until there has been one."""
         return self._evaluation.results
@@ -349,10 +355,10 @@ class Trainer:
             self._warn_of_long_intervals()
             with self._signals:
                 self.callbacks.between_steps(self.ctx.step)
+                self._boundaries.begin()
                 self._loop.run()
                 self._boundaries.finish()
-            if not self._boundaries.is_making_way:
-                self._lifetime.outcome = Outcome.STOPPED if self.control.stop_requested is not None else Outcome.FINISHED
+            self._boundaries.conclude()
             self.control.done("stop")
             if self._lifetime.outcome is Outcome.INTERRUPTED:
                 raise KeyboardInterrupt

@@ -1,0 +1,33 @@
+"""Texts that say why a run ended: one printable line, without credentials."""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST = 300  # characters
+_URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
+_LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
+_SECRET = re.compile(
+    r"(?i)\b([\w-]*(?:password|passwd|secret|token|api[_-]?key|credential|authorization)[\w-]*)([\"']?\s*[=:]\s*)(?:bearer\s+|basic\s+)?[^\s,;)]+"
+)
+
+
+def one_line(text: str, *, at_most: int = _LONGEST) -> str:
+    """Return `text` as one printable line, cut where it is long.
+
+    What looks like a credential is left out: a URL keeps its host only, and the value after a name such as `token=` is replaced.
+    """
+    plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
+    plain = _URL.sub(r"\1\2/...", plain)
+    plain = _LOGIN.sub(r"\1...@", plain)
+    plain = _SECRET.sub(r"\1\2...", plain)
+    return plain if len(plain) <= at_most else f"{plain[: at_most - 3]}..."
+
+
+def error_line(error: BaseException) -> str:
+    """Return the type and the text of `error` as `one_line` gives it."""
+    try:
+        text = str(error)
+    except Exception as failure:  # somebody's `__str__`
+        text = f"its text cannot be made: {type(failure).__name__}"
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -1,0 +1,246 @@
+"""Why a run ended: known to everybody who reads the run, and to the same command when it is given again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from callsheet import Callback, Context, Trainer, attach
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, SaveOnTrigger
+from callsheet.cli import main
+from callsheet.context import RunInfo
+from callsheet.loggers import ConsoleLogger, JSONLLogger
+from callsheet.reasons import one_line
+from callsheet.report import RunFolder
+from callsheet.testing import run_ranks
+
+
+class AtStep(Callback):
+    """Does something after one step; its arguments are settings."""
+
+    def __init__(self, step: int, act: Callable[[Context], Any], level: int = 0) -> None:
+        self.step, self.act, self.level = step, act, level
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            self.act(ctx)
+
+
+class Watch(Callback):
+    """Keeps what the run's end tells."""
+
+    run: RunInfo
+    steps: tuple[int, ...] = ()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps += (ctx.step,)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.run = ctx.run
+
+
+def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    data = [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(5)]
+    options = {"max_duration": "20ba", "eval_interval": "3ba", **options}
+    return Trainer(
+        torch.nn.Linear(3, 1),
+        mse_loss,
+        data,
+        data[:1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        callbacks=[*callbacks],
+        runs_folder=folder,
+        run_name="x",
+        device="cpu",
+        **options,
+    )
+
+
+def fit(folder: Path, *callbacks: Callback, **options: Any) -> Watch:
+    with trainer(folder, *callbacks, watch := Watch(), **options) as made:
+        made.fit()
+    return watch
+
+
+def ask(ctx: Context) -> None:
+    ctx.control.stop("the curve is flat")
+
+
+def ask_resumably(ctx: Context) -> None:
+    ctx.control.stop("somebody asked", resumable=True)
+
+
+def test_a_run_that_reached_its_duration(tmp_path: Path) -> None:
+    assert fit(tmp_path).run.outcome_reason == "reached max_duration, 20ba"
+
+
+def test_nothing_is_said_where_nothing_was_trained(tmp_path: Path) -> None:
+    with trainer(tmp_path, watch := Watch()) as made:
+        made.evaluate()
+    assert (watch.run.outcome, watch.run.outcome_reason) == ("finished", "")
+
+
+def test_a_callback_that_stops_is_named_as_the_user_knows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopper = AtStep(4, ask)
+    stopper.name = "flatness"
+    reason = "stopped by flatness: the curve is flat"
+    run = fit(tmp_path, stopper, JSONLLogger(), ConsoleLogger()).run
+    assert (run.outcome, run.outcome_reason) == ("stopped", reason)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"({reason})")
+    assert json.loads((tmp_path / "x" / "events.jsonl").read_text().splitlines()[-1])["reason"] == reason
+    assert RunFolder.read(tmp_path / "x").reason == reason
+    assert main(["runs", str(tmp_path)]) == 0
+    assert reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("which", "outcome", "reason"),
+    [
+        (signal.SIGTERM, "preempted", "signal SIGTERM"),
+        (signal.SIGINT, "interrupted", "signal SIGINT (Ctrl-C)"),
+    ],
+)
+def test_a_signal(which: signal.Signals, outcome: str, reason: str, tmp_path: Path) -> None:
+    watch = Watch()
+    made = trainer(tmp_path, AtStep(4, lambda ctx: os.kill(os.getpid(), which)), watch)
+    try:
+        made.fit()
+    except KeyboardInterrupt:
+        assert which is signal.SIGINT
+    made.close()
+    assert (watch.run.outcome, watch.run.outcome_reason) == (outcome, reason)
+
+
+def test_an_error_without_its_credentials(tmp_path: Path) -> None:
+    def fail(ctx: Context) -> None:
+        raise ConnectionError("no answer from https://me:hunter2@example.com/hook/T123?key=9\napi_key=abc123, password: xyz")
+
+    watch = Watch()
+    with pytest.raises(ConnectionError), trainer(tmp_path, AtStep(4, fail), watch) as made:
+        made.fit()
+    assert watch.run.outcome == "failed"
+    assert watch.run.outcome_reason == "ConnectionError: no answer from https://example.com/... api_key=..., password: ..."
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one\n two\x1b[31m", "one two [31m"),
+        ("a" * 1000, "a" * 297 + "..."),
+        ("s3://bucket/run/x and ssh://me:pw@host/y", "s3://bucket/run/x and ssh://...@host/y"),
+        ("Authorization: Bearer abc.def", "Authorization: ..."),
+        ("train/tokens_per_second is 5, below 6", "train/tokens_per_second is 5, below 6"),
+    ],
+)
+def test_a_reason_is_one_plain_line(text: str, line: str) -> None:
+    assert one_line(text) == line
+
+
+# --- the same command again ---
+
+
+def early(patience: int = 2) -> list[Callback]:
+    return [EarlyStopper(monitor="validation/loss", patience=patience), CheckpointSaver()]
+
+
+def test_a_run_that_a_callback_stopped_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = fit(tmp_path, *early())
+    assert first.steps[-1] == 9
+    assert first.run.outcome_reason.startswith("stopped by EarlyStopper: no improvement on validation/loss = ")
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        again = fit(tmp_path, *early(), resume="auto")
+    assert again.steps == ()
+    assert (again.run.outcome, again.run.outcome_reason) == (first.run.outcome, first.run.outcome_reason)
+    assert f"{tmp_path / 'x'} was stopped by EarlyStopper at step 9: no improvement" in caplog.text
+    assert "change the settings of EarlyStopper" in caplog.text
+    assert fit(tmp_path, *early(patience=3), resume="auto").steps == (10, 11, 12)
+
+
+@pytest.mark.parametrize("way", ["the callback's settings", "without the callback", "a longer duration", "the checkpoint's path"])
+def test_ways_to_train_on(way: str, tmp_path: Path) -> None:
+    assert fit(tmp_path, AtStep(4, ask), CheckpointSaver()).steps[-1] == 4
+    assert fit(tmp_path, AtStep(4, ask), CheckpointSaver(), resume="auto").steps == ()
+    stoppers = {"the callback's settings": [AtStep(4, ask, level=1)], "without the callback": []}.get(way, [AtStep(4, ask)])
+    options: dict[str, Any] = {"a longer duration": {"max_duration": "25ba"}}.get(way, {})
+    resume = str(tmp_path / "x" / "checkpoints" / "ep0-ba4") if way == "the checkpoint's path" else "auto"
+    assert fit(tmp_path, *stoppers, CheckpointSaver(), resume=resume, **options).steps[0] == 5
+
+
+def test_what_a_person_stopped_is_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "ask").write_text("stop\n")
+    stopper = SaveOnTrigger(file=tmp_path / "ask", seconds=0.0)
+    watch = fit(tmp_path, stopper, CheckpointSaver())
+    assert watch.run.outcome_reason == "stopped by SaveOnTrigger: asked for in the file ask"
+    stopped_at = watch.steps[-1]
+    assert stopped_at < 20
+    assert fit(tmp_path, stopper, CheckpointSaver(), resume="auto").steps[0] == stopped_at + 1
+
+
+def test_a_checkpoint_that_is_saved_after_training_knows_it_too(tmp_path: Path) -> None:
+    with trainer(tmp_path, AtStep(4, ask)) as made:
+        made.fit()
+        made.save_checkpoint()
+    assert fit(tmp_path, AtStep(4, ask), resume="auto").steps == ()
+
+
+class AtEpochEnd(Callback):
+    """Stops when the epoch is over, which is after the checkpoint of its last step."""
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        ctx.control.stop("one is enough", replicated=True)
+
+
+def test_a_stop_after_the_step_s_checkpoint_is_saved_as_well(tmp_path: Path) -> None:
+    saver = CheckpointSaver(save_interval="5ba")
+    assert fit(tmp_path, AtEpochEnd(), saver, eval_interval=None).steps[-1] == 5
+    assert fit(tmp_path, AtEpochEnd(), saver, eval_interval=None, resume="auto").steps == ()
+
+
+def test_an_attached_loop(tmp_path: Path) -> None:
+    def train(**options: Any) -> tuple[int, Watch]:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        data = [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(5)]
+        steps, watch = 0, Watch()
+        with attach(
+            model=model,
+            optimizer=optimizer,
+            callbacks=[AtStep(4, ask), CheckpointSaver(), watch],
+            runs_folder=tmp_path,
+            run_name="x",
+            **options,
+        ) as run:
+            for inputs, targets in run.steps(data):
+                mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        return steps, watch
+
+    steps, watch = train()
+    assert (steps, watch.run.outcome_reason) == (4, "stopped by AtStep: the curve is flat")
+    steps, watch = train(resume="auto")
+    assert (steps, watch.run.outcome_reason) == (0, "stopped by AtStep: the curve is flat")
+
+
+def _stop_on_one(ctx: Context) -> None:
+    if ctx.run.rank == 1:
+        ctx.control.stop("rank 1 has had enough")
+
+
+def _of_rank(folder: Path) -> str:
+    return fit(folder, AtStep(4, _stop_on_one), max_duration="200ba", eval_interval=None).run.outcome_reason
+
+
+def test_all_ranks_know_who_stopped_the_run(tmp_path: Path) -> None:
+    assert run_ranks(_of_rank, 2, tmp_path) == ["stopped by AtStep: rank 1 has had enough"] * 2
