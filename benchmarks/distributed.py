@@ -74,7 +74,14 @@ def ours(kind: str) -> float:
     """The same through the Trainer, which deals out the batches of both ranks."""
     model, batches = parts()
     with Trainer(
-        model, loss_function, batches * 2, optimizer=made_optimizer, max_duration="1ep", device="cpu", parallel=kind
+        model,
+        loss_function,
+        batches * 2,
+        optimizer=made_optimizer,
+        max_duration="1ep",
+        device="cpu",
+        parallel=kind,
+        progress=False,
     ) as trainer:
         distributed.barrier()
         began = time.perf_counter()

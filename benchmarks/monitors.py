@@ -133,6 +133,7 @@ def fit(shape: dict[str, Any], sequences: int, stretches: int, folder: Path, sta
         max_duration="1ep",
         log_interval=f"{STRETCH}ba",
         device="cpu",
+        progress=False,
         callbacks=switch.manager,
         run_name=f"run-{time.monotonic_ns()}",
         runs_folder=folder,

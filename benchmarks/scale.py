@@ -45,6 +45,7 @@ def one(size: int) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         max_duration="1ep",
         device="cpu",
+        progress=False,
         parallel="fsdp",
         shard_data=False,
     ) as trainer:

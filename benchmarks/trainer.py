@@ -59,7 +59,9 @@ class TwoHooks(Callback):
 def trainer(callbacks: int) -> Trainer:
     model, batches, optimizer = parts()
     hooks = [TwoHooks() for _ in range(callbacks)]
-    return Trainer(model, loss_function, batches, optimizer=optimizer, max_duration="1ep", device="cpu", callbacks=hooks)
+    return Trainer(
+        model, loss_function, batches, optimizer=optimizer, max_duration="1ep", device="cpu", callbacks=hooks, progress=False
+    )
 
 
 def ours(callbacks: int) -> float:

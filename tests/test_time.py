@@ -450,10 +450,18 @@ def test_an_interval_must_be_more_than_nothing() -> None:
     for every in (0, -3, "0ba", "-1ep", "0dur", "0s", Time("0tok")):
         with pytest.raises(ConfigError, match=r"an interval must be more than 0, not '.*'; to have it never due, leave"):
             Interval(every, TimeUnit.BATCH)
-    with pytest.raises(ConfigError, match="5 has no unit"):
-        Interval(5)
     with pytest.raises(ConfigError, match="True is no number"):
         Interval(True, TimeUnit.BATCH)
+
+
+@pytest.mark.parametrize("every", [5, "5", " 5 "])
+def test_a_bare_number_means_batches_in_an_interval(every: int | str) -> None:
+    assert Interval(every) == Interval("5ba")
+
+
+def test_an_interval_names_the_argument_that_it_was_given_for() -> None:
+    with pytest.raises(ConfigError, match=r"save_interval='5 epochs': unknown unit 'epochs'; did you mean 'ep'\?"):
+        Interval.of("save_interval", "5 epochs")
 
 
 def test_a_fraction_needs_a_known_duration() -> None:

@@ -24,6 +24,7 @@ from callsheet.errors import (
     RegistrationError,
     RequestRefused,
     RunEndedError,
+    UnknownArgument,
     UnknownEventError,
 )
 from callsheet.events import Event
@@ -72,6 +73,7 @@ __all__ = [
     "Timestamp",
     "TrainState",
     "Trainer",
+    "UnknownArgument",
     "UnknownEventError",
     "at",
     "attach",

@@ -13,7 +13,7 @@ from callsheet.distributed import RankGate, read_ranks
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, did_you_mean, where
 from callsheet.hooks import Hooks
 from callsheet.lanes import LaneOptions
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.time import Interval, Time
 
 if TYPE_CHECKING:
     from callsheet.context import Context
@@ -112,7 +112,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
     """
     if callable(interval):
         raise RegistrationError(f"write @every('100ba'), with an interval ({interval.__qualname__}, {where(interval)})")
-    return _mark(lambda: {"every": Interval(interval, default=TimeUnit.BATCH, at_end=at_end)})
+    return _mark(lambda: {"every": Interval(interval, at_end=at_end)})
 
 
 def at(phase: str) -> Callable[[F], F]:

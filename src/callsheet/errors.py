@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CallsheetError(Exception):
@@ -70,6 +73,10 @@ class ConfigError(CallsheetError, ValueError):
     """An argument or a configuration value that cannot work: the message names it and the mend."""
 
 
+class UnknownArgument(ConfigError, TypeError):
+    """A keyword argument that a class or function does not have; the message says what it is called here."""
+
+
 class NotCarried(CallsheetError, RuntimeError):
     """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
@@ -84,6 +91,30 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
         by_folded.setdefault(each.lower(), each)
     near = difflib.get_close_matches(name.lower(), list(by_folded), n=1, cutoff=cutoff)
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
+
+
+def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function so that a keyword argument it does not have raises `UnknownArgument`, with what to write in its place.
+
+    `familiar` returns what to write for arguments of other frameworks.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = frozenset(inspect.signature(function).parameters)
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    meant = familiar().get(name)
+                    hint = f"; give {meant}" if meant is not None else did_you_mean(name, known - {"self"}, cutoff=0.6)
+                    raise UnknownArgument(f"{called} has no argument {name!r}{hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def where(thing: object) -> str:

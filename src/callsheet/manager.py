@@ -729,7 +729,7 @@ def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
 
 def _interval(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
     try:
-        return Interval(every, default=TimeUnit.BATCH)
+        return Interval(every)
     except ValueError as error:
         raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
 

@@ -115,12 +115,14 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """A Time from what a person may write; a bare int counts the `default` unit.
+        """Return a Time from what a person may write. A bare whole number, also as text, counts the `default` unit.
 
-        Raises ConfigError for a bool, and for an int where there is no default.
+        Raises ConfigError for a bool, and for a bare number where there is no default.
         """
         if isinstance(value, Time):
             return value
+        if default is not None and isinstance(value, str) and value.strip().isdecimal():
+            value = int(value)  # a command line and an environment variable have text alone
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
@@ -306,21 +308,29 @@ class Timestamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Every so often: `Interval("100ba")`, `Interval(100, TimeUnit.BATCH)`, `Interval("0.1dur", at_end=True)`.
+    """Every so often: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    A bare int counts the `default` unit. With `at_end`, also due when training reaches its `max_duration`.
+    A bare whole number counts batches, or the `default` unit. With `at_end`, also due when training reaches its `max_duration`.
     Raises ConfigError for what is no time, or not more than 0.
     """
 
     every: Time
     at_end: bool
 
-    def __init__(self, every: str | int | Time, default: TimeUnit | None = None, *, at_end: bool = False) -> None:
+    def __init__(self, every: str | int | Time, default: TimeUnit = TimeUnit.BATCH, *, at_end: bool = False) -> None:
         time = Time.parse(every, default)
         if time.value <= 0:
             raise ConfigError(f"an interval must be more than 0, not {str(time)!r}; to have it never due, leave it out")
         object.__setattr__(self, "every", time)
         object.__setattr__(self, "at_end", at_end)
+
+    @classmethod
+    def of(cls, argument: str, given: str | int | Time) -> Interval:
+        """Return the interval that was given for an argument, which the message of a ConfigError names."""
+        try:
+            return cls(given)
+        except ConfigError as error:
+            raise ConfigError(f"{argument}={given!r}: {error}") from None
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
         """How many whole intervals are complete; `elapsed` is `elapsed_fraction`, which only `dur` reads.

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callsheet import Callback, CallbackManager, ConfigError, Context, NotCarried, RequestRefused, attach, every
 from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.loggers import JSONLLogger
 from callsheet.testing import Recorder, check_events, run_ranks
 
 BATCHES = 5
@@ -648,3 +649,21 @@ def test_who_is_added_within_a_step_that_nobody_heard_hears_its_end_with_its_fie
             optimizer.step()
             optimizer.zero_grad()
     assert told == [(step, True) for step in range(2, BATCHES + 1)]
+
+
+def test_loggers_come_after_the_callbacks_as_in_the_trainer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"runs_folder": tmp_path, "run_name": "run", "log_interval": 1}
+    with attach(model=model, optimizer=optimizer, callbacks=[history := History()], loggers=[JSONLLogger()], **options) as run:
+        for inputs, targets in run.steps([(torch.ones(2, 2), torch.ones(2, 1))] * 2):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert len(history["train/loss"]) == 2
+    assert sum("train/loss" in line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match="attach has no argument 'max_epochs'; give max_duration='3ep', for three epochs"):
+        attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=3)  # type: ignore[call-arg]

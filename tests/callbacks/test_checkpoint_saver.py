@@ -103,10 +103,10 @@ def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     }
 
 
-def test_a_whole_number_means_epochs(tmp_path: Path) -> None:
-    assert fit(tmp_path, CheckpointSaver(save_interval=2, keep=None, save_at_end=False), max_duration="4ep") == {
-        6: "periodic",
-        12: "periodic",
+def test_a_bare_number_means_batches(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(save_interval=5, keep=None, save_at_end=False), max_duration="4ep") == {
+        5: "periodic",
+        10: "periodic",
     }
 
 

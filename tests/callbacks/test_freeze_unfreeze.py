@@ -96,7 +96,7 @@ def moves(steps: Steps, first: Weights) -> dict[str, int | None]:
         (["head", "body.1"], ["head", "body.1"]),
     ],
 )
-@pytest.mark.parametrize(("until", "step"), [("1ep", 4), (1, 4), ("5ba", 6), ("0.5dur", 7), (None, None)])
+@pytest.mark.parametrize(("until", "step"), [("1ep", 4), (3, 4), ("5ba", 6), ("0.5dur", 7), (None, None)])
 def test_what_is_named_stands_still_until_its_time(
     tmp_path: Path, modules: Any, still: list[str], until: Any, step: int | None
 ) -> None:

@@ -129,7 +129,7 @@ def test_the_likeliest_bytes_of_the_weights_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("interval", "expected"),
-    [("1ep", [3, 6]), (1, [3, 6]), ("4ba", [4, 6]), ("0.5dur", [3, 6]), ("7ep", [6]), ("1iter", [6])],
+    [("1ep", [3, 6]), (2, [2, 4, 6]), ("4ba", [4, 6]), ("0.5dur", [3, 6]), ("7ep", [6]), ("1iter", [6])],
 )
 def test_at_intervals_and_at_the_end_each_step_once(tmp_path: Path, interval: str | int, expected: list[int]) -> None:
     generate = Generate(prompts=["a"], interval=interval, max_new_tokens=2)

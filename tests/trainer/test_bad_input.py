@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, CallsheetError, ConfigError, Context, NotACallbackError, Outcome, RequestRefused, Trainer
+from callsheet.callbacks import Lambda
+from callsheet.familiar_names import TRAINER_ARGUMENTS
+from callsheet.loggers import JSONLLogger
 from callsheet.testing import Recorder, check_events
 from callsheet.trainer import Task
 from callsheet.trainer.microbatches import split
@@ -104,10 +108,77 @@ def test_the_constructor_refuses(changes: dict[str, Any], message: str, tmp_path
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])
-@pytest.mark.parametrize("value", ["10xx", "ten", "3", 2.5, True])
+@pytest.mark.parametrize("value", ["10xx", "ten", 2.5, True])
 def test_a_time_that_is_none_is_refused_under_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=argument):
         trainer_of(tmp_path, **{argument: value})
+
+
+@pytest.mark.parametrize("value", [3, "3"])
+def test_a_duration_without_a_unit_is_refused_with_both_spellings(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"max_duration={value!r} has no unit: give '3ep' for epochs, or '3ba' for batches"):
+        trainer_of(tmp_path, max_duration=value)
+    with trainer_of(tmp_path) as trainer, pytest.raises(ConfigError, match="'3ep' for epochs, or '3ba' for batches"):
+        trainer.fit(value)
+
+
+@pytest.mark.parametrize("value", [4, "4"])
+def test_a_bare_number_means_batches_in_every_interval_of_the_trainer(value: Any, tmp_path: Path) -> None:
+    evaluated: list[int] = []
+    recorded: list[int] = []
+    callbacks = [
+        Lambda(on_eval_all_end=lambda ctx: evaluated.append(ctx.step)),
+        Lambda(on_log=lambda ctx: recorded.append(ctx.step)),
+    ]
+    options = {
+        "max_duration": "8ba",
+        "eval_interval": value,
+        "log_interval": value,
+        "eval_dataloader": some_data(),
+        "train_dataloader": some_data(4),
+    }
+    with trainer_of(tmp_path, callbacks=callbacks, **options) as trainer:
+        trainer.fit()
+    assert (evaluated, sorted(set(recorded))) == ([4, 8], [4, 8])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("max_epochs", 3, r"Trainer has no argument 'max_epochs'; give max_duration='3ep', for three epochs"),
+        ("logger", [], r"Trainer has no argument 'logger'; give loggers=\[\.\.\.\]"),
+        ("max_duratoin", "3ep", r"Trainer has no argument 'max_duratoin'; did you mean 'max_duration'\?"),
+        ("zzz", 1, r"Trainer has no argument 'zzz'$"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here(
+    argument: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as found:
+        trainer_of(tmp_path, **{argument: value})
+    assert isinstance(found.value, TypeError)  # as of any function
+
+
+def test_what_is_told_of_other_frameworks_arguments_is_no_argument_here() -> None:
+    takes = set(inspect.signature(Trainer).parameters)
+    assert not takes & set(TRAINER_ARGUMENTS)
+    for meant in TRAINER_ARGUMENTS.values():  # and what is named in their place is one
+        assert takes & set(re.findall(r"\w+", meant))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "xpu", "mps"])
+def test_a_device_that_is_not_here_is_refused_before_anything_is_created(device: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match=rf"device='{device}' cannot be used here: .* give 'cpu', or 'auto'"):
+        trainer_of(tmp_path, device=device, callbacks=JSONLLogger())
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_unknown_precision_is_refused_before_anything_is_created(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown precision 'bf17'; did you mean 'bf16'\?"):
+        trainer_of(tmp_path, precision="bf17", callbacks=JSONLLogger())
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval"])
@@ -432,3 +503,30 @@ def test_a_batch_that_is_none_is_refused(place: int, tmp_path: Path) -> None:
     data[place] = None
     with pytest.raises(ConfigError, match=r"gave None for a batch of epoch 1"):
         trainer_of(tmp_path, train_dataloader=data).fit()
+
+
+@pytest.mark.parametrize(
+    ("batch", "described"),
+    [
+        ({"image": torch.ones(3, 2), "label": torch.ones(3, 1)}, r"dict with 'image', 'label'"),
+        ([torch.ones(3, 2)], "list of 1"),
+        (7, "int"),
+    ],
+)
+def test_a_batch_that_is_no_pair_is_explained_to_who_gave_a_loss_function(batch: Any, described: str, tmp_path: Path) -> None:
+    message = (
+        rf"the loss function mse_loss needs batches of \(inputs, targets\), and this batch is a {described}: .*ForwardStepTask"
+    )
+    with pytest.raises(ConfigError, match=message):
+        with trainer_of(tmp_path, train_dataloader=[batch]) as trainer:
+            trainer.fit()
+
+
+def test_an_error_inside_the_model_is_not_taken_for_a_batch_that_is_no_pair(tmp_path: Path) -> None:
+    class Fails(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise KeyError(0)
+
+    with pytest.raises(KeyError):
+        with trainer_of(tmp_path, model=Fails(2, 1)) as trainer:
+            trainer.fit()

@@ -65,7 +65,7 @@ def trainer_of(*callbacks: Callback, world_size: int = 1, **changes: Any) -> Tra
             "often": Evaluator(loader(7, 1, 4 // world_size), "4ba"),
             "seldom": Evaluator(loader(3, 2, 4 // world_size), "6ba"),
             "default": loader(5, 3, 4 // world_size),
-            "at_epochs": Evaluator(loader(4, 4, 4 // world_size), 1),
+            "at_epochs": Evaluator(loader(4, 4, 4 // world_size), "1ep"),
         },
         "eval_interval": "5ba",
         "timeout_seconds": 20,

@@ -20,24 +20,30 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Context, Outcome
-from callsheet.errors import ConfigError, NotCarried, RequestRefused
-from callsheet.manager import CallbackManager
+from callsheet.errors import ConfigError, NotCarried, RequestRefused, names_unknown
+from callsheet.familiar_names import TRAINER_ARGUMENTS
+from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
+_SHARED = ("accumulate", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
+"""Arguments of the Trainer that `attach` has too."""
 
+
+@names_unknown(lambda: {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED})
 def attach(
     *,
     model: nn.Module,
     optimizer: Optimizer,
-    callbacks: CallbackManager | Callback | Iterable[Callback],
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
+    loggers: Iterable[Callback] | None = None,
     scheduler: Any = None,
     accumulate: int = 1,
     scaler: Any = None,
-    max_duration: str | int | Time | None = None,
+    max_duration: str | Time | None = None,
     log_interval: str | int | Time = "10ba",
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
@@ -58,11 +64,12 @@ def attach(
         model: what the loop calls; in DDP's wrapper, callbacks see the module inside.
         optimizer: what the loop steps.
         callbacks: a manager, a callback, or any iterable of callbacks.
+        loggers: more callbacks, called after the others in the phase `report`.
         scheduler: saved in checkpoints, and shown to callbacks; the loop steps it.
         accumulate: how many batches the loop takes for one optimizer step; so many are fetched at once.
         scaler: the `torch.amp.GradScaler` by which the loop scales the loss.
         max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
-        log_interval: how often a record is made; a whole number means batches.
+        log_interval: how often a record is made; a bare number means batches.
         run_name, runs_folder: of the run and its folder, where checkpoints stand.
         resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
         evaluate: called without arguments when a callback asks for an evaluation; gives the results by the dataset's name, such as
@@ -94,9 +101,11 @@ def attach(
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r}: give a whole number above 0")
+    manager = normalize_callbacks(callbacks) or CallbackManager()
+    manager.add(loggers or ())
     return AttachedRun(
         HostedRun(
-            callbacks,
+            manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
             optimizer=optimizer,
             scheduler=scheduler,

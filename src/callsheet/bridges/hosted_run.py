@@ -65,7 +65,7 @@ class HostedRun:
         run_name: str | None = None,
         runs_folder: str | os.PathLike[str] = "runs",
         config: Mapping[str, Any] | None = None,
-        max_duration: str | int | Time | None = None,
+        max_duration: str | Time | None = None,
         log_interval: str | int | Time = "10ba",
         device: torch.device | str | None = None,
         evaluates: Evaluates | None = None,

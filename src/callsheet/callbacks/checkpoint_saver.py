@@ -10,7 +10,7 @@ from callsheet.callback import Callback, label_of, one_of
 from callsheet.checkpoint.rotation import forget, held_by, is_of_run, rotate
 from callsheet.context import Context
 from callsheet.errors import ConfigError
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.time import Interval, Time
 
 
 class CheckpointSaver(Callback):
@@ -22,7 +22,7 @@ class CheckpointSaver(Callback):
     name="milestones")` beside one that keeps three: what two of them asked for goes when both have given it up.
 
     Args:
-        save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means epochs; None leaves it to the end and the best.
+        save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None leaves it to the end and the best.
         keep: how many of the regular ones are kept, the final one and a preempted run's among them; None keeps all.
         save_at_end: also when `max_duration` is reached, or somebody asked that training stop.
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept besides.
@@ -52,7 +52,7 @@ class CheckpointSaver(Callback):
             raise ConfigError(f"keep={keep}: keep at least one checkpoint, or all with None")
         if save_interval is None and not save_at_end and monitor is None:
             raise ConfigError("nothing would ever be saved; give a save_interval, save_at_end or a monitor")
-        self._interval = Interval(save_interval, default=TimeUnit.EPOCH) if save_interval is not None else None
+        self._interval = Interval.of("save_interval", save_interval) if save_interval is not None else None
         self._save_at_end = save_at_end
         self._monitor = monitor
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]

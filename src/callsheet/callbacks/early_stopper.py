@@ -41,7 +41,7 @@ class EarlyStopper(Callback):
     def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
         self._monitor = _checked_monitor(monitor)
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
-        self._patience = Time.parse(patience, TimeUnit.BATCH) if not isinstance(patience, int) else patience
+        self._patience = Time.parse(patience) if not isinstance(patience, int) else patience
         if isinstance(patience, bool) or (self._patience.value if isinstance(self._patience, Time) else self._patience) <= 0:
             raise ConfigError(f"patience={patience!r}: give at least one evaluation, or a time such as '2ep'")
         if not (math.isfinite(min_delta) and min_delta >= 0):

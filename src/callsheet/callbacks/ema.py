@@ -69,7 +69,7 @@ class EMA(Callback):
         if not 0 < self._decay < 1:
             raise ConfigError(f"decay={decay!r}: give a number between 0 and 1, such as 0.999")
         self._update_interval = update_interval
-        self._start = Interval(start, TimeUnit.BATCH) if start is not None else None
+        self._start = Interval.of("start", start) if start is not None else None
         self._at_end = at_end
         self._begin()
 

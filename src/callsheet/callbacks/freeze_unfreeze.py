@@ -11,7 +11,7 @@ from torch import nn
 from callsheet.callback import Callback, label_of
 from callsheet.context import Context
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.time import Interval, Time
 
 logger = logging.getLogger("callsheet")
 
@@ -31,7 +31,7 @@ class FreezeUnfreeze(Callback):
     Args:
         modules: names of modules as `model.named_modules()` gives them, or patterns of them such as `"encoder.layers.*"`; with each goes
             what is below it.
-        until: when they are trained too, such as `"1ep"` or `"0.1dur"`; a whole number means epochs; None is never.
+        until: when they are trained too, such as `"1ep"` or `"0.1dur"`; a whole number means batches; None is never.
         statistics: whether frozen modules stay in training mode.
 
     Raises:
@@ -46,7 +46,7 @@ class FreezeUnfreeze(Callback):
         self._patterns = [modules] if isinstance(modules, str) else list(modules)
         if not self._patterns or not all(self._patterns):
             raise ConfigError(f"modules={modules!r}: name the modules to freeze, such as 'encoder'")
-        self._until = Interval(until, TimeUnit.EPOCH) if until is not None else None
+        self._until = Interval.of("until", until) if until is not None else None
         self._statistics = statistics
         self._forget()
 

@@ -10,7 +10,7 @@ from callsheet.callback import Callback, label_of
 from callsheet.callbacks.continuations import Prompt, Prompts, written
 from callsheet.context import Context
 from callsheet.errors import ConfigError
-from callsheet.time import Interval, Time, Timestamp, TimeUnit, elapsed_fraction
+from callsheet.time import Interval, Time, Timestamp, elapsed_fraction
 
 logger = logging.getLogger("callsheet")
 
@@ -32,7 +32,7 @@ class Generate(Callback):
 
     Args:
         prompts: texts, or lists of token ids; with none there is nothing to do, which is said once.
-        interval: how often, such as `"500ba"`, and when training ends; a whole number means epochs; None is never.
+        interval: how often, such as `"500ba"`, and when training ends; a whole number means batches; None is never.
         at_evaluation: also after each evaluation in training, while the model is still as it was evaluated (such as with an `EMA`).
         tokenizer: an object with `encode` and `decode`, or the name or folder of one that transformers loads; None takes the bytes
             of a text for ids, and the ids of a prompt for themselves.
@@ -74,7 +74,7 @@ class Generate(Callback):
             raise ConfigError(f"temperature={temperature}: give more than 0; do_sample=False takes the likeliest token")
         self._given = list(prompts)
         self._tokenizer = tokenizer
-        self._interval = Interval(interval, TimeUnit.EPOCH) if interval is not None else None
+        self._interval = Interval.of("interval", interval) if interval is not None else None
         self._at_evaluation = at_evaluation
         self._words: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
         if do_sample:

@@ -57,7 +57,7 @@ class ImageVisualizer(Callback):
     ) -> None:
         if num_images < 1:
             raise ConfigError(f"num_images={num_images}: give at least 1")
-        self._every = Interval(interval, default=TimeUnit.BATCH)
+        self._every = Interval.of("interval", interval)
         self._is_segmentation = one_of("mode", mode, ("input", "segmentation")) == "segmentation"
         self._num_images = num_images
         self._channels_last = channels_last

@@ -16,7 +16,7 @@ from callsheet.callbacks.destinations import Address, Destination, Notification
 from callsheet.context import Context, Outcome
 from callsheet.errors import ConfigError
 from callsheet.lanes import LaneOptions
-from callsheet.time import Interval, Time, Timestamp, TimeUnit, elapsed_fraction
+from callsheet.time import Interval, Time, Timestamp, elapsed_fraction
 
 logger = logging.getLogger("callsheet")
 
@@ -88,7 +88,7 @@ class Notify(Callback):
         self._timeout, self._retries = timeout, retries
         self.lane_options = LaneOptions(overflow="drop_oldest", deadline=longest(timeout, retries) + 1)
         self._on = {one_of("event to notify of", word, EVENTS) for word in ([on] if isinstance(on, str) else on)}
-        self._every = Interval(every, TimeUnit.BATCH) if every is not None else None
+        self._every = Interval.of("every", every) if every is not None else None
         self._rules = {rule: _read_rule(rule) for rule in ([when] if isinstance(when, str) else when)}
         self._destination: Destination | None = None  # of this run
         self._begin()

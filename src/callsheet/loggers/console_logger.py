@@ -12,7 +12,7 @@ from callsheet.context import Context
 from callsheet.errors import ConfigError
 from callsheet.loggers.figures import outcome, place, results, speeds
 from callsheet.loggers.logger import Logger
-from callsheet.time import Interval, Time, Timestamp, TimeUnit
+from callsheet.time import Interval, Time, Timestamp
 
 STREAMS = ("stdout", "stderr")
 _CELL = 60  # characters of a cell of a table
@@ -50,7 +50,7 @@ class ConsoleLogger(Logger):
         if table_rows < 0:
             raise ConfigError(f"table_rows={table_rows}: give 0 or more")
         self._stream = one_of("stream", stream, STREAMS)
-        self._interval = Interval(interval, TimeUnit.BATCH) if interval is not None else None
+        self._interval = Interval.of("interval", interval) if interval is not None else None
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None

@@ -47,7 +47,7 @@ class ClassifyConfig(JobConfig):
     """
 
     run_name: str = "classify"
-    max_duration: str = "3ep"
+    max_duration: str | int = "3ep"
     model: LanguageModel = field(default_factory=LanguageModel)
     train: Rows | None = None
     validation: dict[str, Rows] = field(default_factory=dict)

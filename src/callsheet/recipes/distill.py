@@ -52,7 +52,7 @@ class DistillConfig(FinetuneConfig):
 
     run_name: str = "distill"
     teacher: LanguageModel = field(default_factory=LanguageModel)
-    teacher_duration: str = "60s"
+    teacher_duration: str | int = "60s"
     kd_temperature: float = 2.0
     mix: float = 0.5
     compare_with_hard_labels: bool = False
@@ -64,7 +64,7 @@ class DistillConfig(FinetuneConfig):
         positive("kd_temperature", self.kd_temperature, float)
         if not 0 <= self.mix <= 1:
             raise ConfigError(f"mix={self.mix}: give a share from 0 (the teacher alone) to 1 (the labels alone)")
-        duration(self.teacher_duration, None)
+        duration(self.teacher_duration, None, "teacher_duration")
         if self.teacher.path is None and self.teacher.tokenizer is None:
             self.teacher = replace(self.teacher, tokenizer=self.model.tokenizer or self.model.path)
         if self.model.path is None and self.model.tokenizer is None:
@@ -158,7 +158,7 @@ class Distill(Finetune):
             ConfigError: the run goes on, and its teacher is gone.
         """
         exported = self.folder / TEACHER / "export"
-        recipe = self._beside(TEACHER, self.config.teacher, self.config.teacher_duration, None)
+        recipe = self._beside(TEACHER, self.config.teacher, str(self.config.teacher_duration), None)
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None

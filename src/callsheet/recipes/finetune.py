@@ -57,7 +57,7 @@ class FinetuneConfig(JobConfig):
     """
 
     run_name: str = "finetune"
-    max_duration: str = "3ep"
+    max_duration: str | int = "3ep"
     model: LanguageModel = field(default_factory=LanguageModel)
     lora: Lora | None = None
     train: Rows | None = None

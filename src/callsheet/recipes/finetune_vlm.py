@@ -47,7 +47,7 @@ class FinetuneVLMConfig(JobConfig):
     """
 
     run_name: str = "finetune_vlm"
-    max_duration: str = "3ep"
+    max_duration: str | int = "3ep"
     model: VisionLanguageModel = field(default_factory=VisionLanguageModel)
     train: Rows | None = None
     validation: dict[str, Rows] = field(default_factory=dict)

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from callsheet.time import TimeUnit
-from callsheet.trainer.arguments import duration, interval, positive
+from callsheet.time import Interval
+from callsheet.trainer.arguments import duration, log_boundary, positive
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
 MakesScheduler = Callable[[Optimizer], LRScheduler]
@@ -28,7 +28,7 @@ class JobConfig:
         seed: of the weights, the order of the data, and the generated text.
         max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
         eval_interval: how often to evaluate; also at the end. None: only at the end.
-        log_interval: how often to make a record, in batches.
+        log_interval: how often to make a record; a bare number means batches, here and in every interval.
         batch_size: samples a step, of one rank.
         eval_batch_size: samples a batch where nothing is trained; None is `batch_size`.
         microbatch_size: samples a forward and backward; None is the whole batch.
@@ -52,9 +52,9 @@ class JobConfig:
     runs_folder: str = "runs"
     resume: str = "auto"
     seed: int = 17
-    max_duration: str = "1ep"
-    eval_interval: str | None = "1ep"
-    log_interval: int = 10
+    max_duration: str | int = "1ep"
+    eval_interval: str | int | None = "1ep"
+    log_interval: str | int = 10
     batch_size: int = 16
     eval_batch_size: int | None = None
     microbatch_size: int | None = None
@@ -93,8 +93,9 @@ class JobConfig:
     def __post_init__(self) -> None:
         duration(self.max_duration, None)
         if self.eval_interval is not None:
-            interval("eval_interval", self.eval_interval, TimeUnit.EPOCH)
-        for name in ("log_interval", "batch_size", "eval_batch_size", "microbatch_size", "accumulate", "threads"):
+            Interval.of("eval_interval", self.eval_interval)
+        log_boundary(self.log_interval)
+        for name in ("batch_size", "eval_batch_size", "microbatch_size", "accumulate", "threads"):
             positive(name, getattr(self, name), int)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:

@@ -38,8 +38,8 @@ class PretrainConfig(JobConfig):
     """
 
     run_name: str = "pretrain"
-    max_duration: str = "75s"
-    eval_interval: str | None = "200ba"
+    max_duration: str | int = "75s"
+    eval_interval: str | int | None = "200ba"
     model: LanguageModel = field(default_factory=LanguageModel)
     data: ByteFiles = field(default_factory=ByteFiles)
     rows: TextRows | None = None

@@ -72,6 +72,7 @@ def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None =
         resume=resume,
         timeout_seconds=30,
         callbacks=callbacks,
+        progress=False,
     )
 
 

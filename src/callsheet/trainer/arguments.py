@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from callsheet.background import inner
 from callsheet.callback import Callback, label_of
 from callsheet.distributed import Ranks
 from callsheet.errors import ConfigError
+from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.time import Interval, Time, TimeUnit
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
@@ -26,30 +29,25 @@ _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callback
 """A rank's own; of the callbacks those are compared that need all ranks."""
 
 
-def duration(given: str | int | Time, epochs_per_round: int | None) -> Time:
-    """How long to train; a whole number means epochs."""
+def duration(given: str | int | Time, epochs_per_round: int | None, argument: str = "max_duration") -> Time:
+    """Return how long to train. A bare number is rejected: some frameworks count epochs by it, and others batches."""
+    bare = str(given).strip()
+    if not isinstance(given, (Time, bool)) and bare.isdecimal() and int(bare):
+        raise ConfigError(f"{argument}={given!r} has no unit: give '{bare}ep' for epochs, or '{bare}ba' for batches")
     try:
         time = Time.parse(given, TimeUnit.EPOCH)
     except ConfigError as error:
-        raise ConfigError(f"max_duration={given!r}: {error}") from None
+        raise ConfigError(f"{argument}={given!r}: {error}") from None
     if time.value <= 0 or time.unit is TimeUnit.DURATION:
-        raise ConfigError(f"max_duration={given!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'")
+        raise ConfigError(f"{argument}={given!r}: give more than 0 epochs, batches, samples, tokens or seconds, such as '2ep'")
     if time.unit is TimeUnit.ROUND and epochs_per_round is None:
-        raise ConfigError(f"max_duration={given!r} counts rounds; say how many epochs make one with epochs_per_round")
+        raise ConfigError(f"{argument}={given!r} counts rounds; say how many epochs make one with epochs_per_round")
     return time
-
-
-def interval(name: str, given: str | int | Time, default: TimeUnit) -> Interval:
-    """How often; a whole number counts `default`."""
-    try:
-        return Interval(given, default=default)
-    except ConfigError as error:
-        raise ConfigError(f"{name}={given!r}: {error}") from None
 
 
 def log_boundary(given: str | int | Time) -> Interval:
     """How often a record is made: in units that move between log boundaries."""
-    every = interval("log_interval", given, TimeUnit.BATCH)
+    every = Interval.of("log_interval", given)
     if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
         raise ConfigError(
             f"log_interval={given!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
@@ -83,6 +81,19 @@ def _told(value: Any) -> str:
     )
 
 
+def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the progress bar for a person at a terminal, if no callback shows progress already: an empty list, or a list of one."""
+    if not is_wanted or ranks.rank != 0 or not sys.stderr.isatty() or any(map(_shows_progress, callbacks)):
+        return []
+    return [ProgressBarLogger()]
+
+
+def _shows_progress(callback: Callback) -> bool:
+    shown = inner(callback)
+    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # a guest's is that of the other framework's class
+    return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
+
+
 def check_run_name(run_name: str | None, resume: object) -> None:
     """Refuse a name that is no folder's, and resuming without one."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
@@ -104,6 +115,7 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given)
     except RuntimeError as error:
         raise ConfigError(f"device={given!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+    _check_usable(device)
     if device.type != "cuda" or ranks.world_size == 1:
         return device
     if ":" not in str(device):
@@ -115,6 +127,22 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(device)
     return device
+
+
+def _check_usable(device: torch.device) -> None:
+    """Raise ConfigError if nothing can be computed on the device here."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        here = torch.cuda.device_count()
+        if device.index is not None and device.index >= here:
+            raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
+        return  # torch begins to use it when the model is moved: until then another rank may have another
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # AssertionError, RuntimeError, NotImplementedError: it depends on the device
+        why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise ConfigError(
+            f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' for what there is"
+        ) from None
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:

@@ -17,9 +17,8 @@ from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.spans import Span
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.time import Interval, Time
 from callsheet.trainer.agreement import Agreement
-from callsheet.trainer.arguments import interval
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
 from callsheet.trainer.judgement import Judgement
@@ -34,7 +33,7 @@ class Evaluator:
 
     Args:
         dataloader: an iterable of batches, or a function that makes one.
-        interval: how often, such as `"500ba"`, and when training ends; a whole number means epochs; None is the Trainer's `eval_interval`.
+        interval: how often, such as `"500ba"`, and when training ends; a whole number means batches; None is the Trainer's `eval_interval`.
     """
 
     dataloader: Loader
@@ -135,7 +134,7 @@ class Evaluation:
         """Make the evaluator's data, and begin its schedule: a collective."""
         self.loaders[name] = self.made(evaluator.dataloader, f"eval_dataloader {name!r}")
         own = evaluator.interval
-        every = self._every if own is None else interval(f"the interval of {name!r}", own, TimeUnit.EPOCH)
+        every = self._every if own is None else Interval.of(f"the interval of {name!r}", own)
         self.schedules[name] = schedule = Schedule(every)
         if name in self._resumed:
             schedule.load_state_dict(self._resumed[name])

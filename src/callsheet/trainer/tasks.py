@@ -63,6 +63,14 @@ class Task:
         return type(self).weight is Task.weight
 
 
+_NO_PAIR = (KeyError, IndexError, TypeError, AttributeError)
+"""What `batch[0]` raises where the batch is no pair."""
+
+
+def _described(batch: Any) -> str:
+    return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+
+
 class SupervisedTask(Task):
     """Batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples."""
 
@@ -72,11 +80,19 @@ class SupervisedTask(Task):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """`model(inputs)`."""
-        return model(batch[0])
+        try:
+            inputs = batch[0]
+        except _NO_PAIR as error:
+            raise self._no_pair(batch) from error
+        return model(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
         """`loss_function(outputs, targets)`."""
-        return self.loss_function(outputs, batch[1])
+        try:
+            targets = batch[1]
+        except _NO_PAIR as error:
+            raise self._no_pair(batch) from error
+        return self.loss_function(outputs, targets)
 
     def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """`outputs` and `targets`."""
@@ -84,8 +100,20 @@ class SupervisedTask(Task):
 
     def counts(self, batch: Any) -> tuple[int, int]:
         """The length of the inputs."""
-        inputs = batch[0]
+        try:
+            inputs = batch[0]
+        except _NO_PAIR as error:
+            raise self._no_pair(batch) from error
         return (inputs.size(0) if isinstance(inputs, Tensor) and inputs.ndim else _leading_length(inputs)), 0
+
+    def _no_pair(self, batch: Any) -> ConfigError:
+        has = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _described(batch)
+        called = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+        return ConfigError(
+            f"the loss function {called} needs batches of (inputs, targets), and this batch is a {has}: have the dataloader give tuples, or "
+            "give a task in place of the loss function, such as callsheet.trainer.ForwardStepTask(forward_step), whose forward_step(model, "
+            "batch) returns the outputs and a function of them that gives the loss"
+        )
 
 
 class HuggingFaceTask(Task):

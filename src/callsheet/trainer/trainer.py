@@ -22,13 +22,14 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
 from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import ConfigError, RequestRefused
+from callsheet.errors import ConfigError, RequestRefused, names_unknown
+from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import seed_all
 from callsheet.signals import GRACE_SECONDS, SignalWatch
-from callsheet.time import Time, TimeUnit
+from callsheet.time import Interval, Time
 from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.arguments import (
     check_alike,
@@ -37,11 +38,11 @@ from callsheet.trainer.arguments import (
     checked_scheduler,
     duration,
     enable_gradient_checkpointing,
-    interval,
     log_boundary,
     named_loaders,
     new_name,
     positive,
+    progress_shown,
     resolved_device,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
@@ -76,7 +77,7 @@ class Trainer:
             is called `validation`.
         optimizer: over the model's parameters, or a function of them, called once the model has its final ones, sharded ones included.
         scheduler: of the learning rate, stepped after every optimizer step; or a function of the optimizer.
-        max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a whole number means epochs.
+        max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a number without a unit is rejected.
         metrics: torchmetrics by name, computed over each evaluated dataset; for a task that is a loss function or None.
         microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
         accumulate: how many batches are fetched for one step; an epoch's last step has what is left. The step's mean is over samples,
@@ -88,11 +89,13 @@ class Trainer:
         compile: compile the model's forward; a mapping is passed to `torch.compile`.
         gradient_checkpointing: compute activations again in the backward, where the model offers it.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
-        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`.
-        log_interval: how often a record is made of what was logged; a whole number means batches. One is also made before each evaluation.
+        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`. A bare number
+            means batches here, and in every other interval.
+        log_interval: how often a record is made of what was logged. One is also made before each evaluation.
         epochs_per_round: how many epochs make a round; None: all of them.
         callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
         loggers: more callbacks, told after the others in the phase `report`.
+        progress: show progress on a terminal, with a `ProgressBarLogger` on rank 0, unless a callback shows it already; False never does.
         run_name: of the run and its folder; made from the time where it is None.
         runs_folder: where the folders of runs stand. Nothing is written unless something asks for it, such as a checkpoint.
         checkpoints_folder: where checkpoints stand, in `<run name>/checkpoints`, if not in the run's folder: a path, or a URL such as
@@ -126,6 +129,7 @@ class Trainer:
         6
     """
 
+    @names_unknown(lambda: TRAINER_ARGUMENTS)
     def __init__(
         self,
         model: nn.Module,
@@ -135,7 +139,7 @@ class Trainer:
         *,
         optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
         scheduler: Any = None,
-        max_duration: str | int | Time = "1ep",
+        max_duration: str | Time = "1ep",
         metrics: Mapping[str, Any] | None = None,
         microbatch_size: int | None = None,
         accumulate: int = 1,
@@ -150,6 +154,7 @@ class Trainer:
         epochs_per_round: int | None = None,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
         loggers: Iterable[Callback] | None = None,
+        progress: bool = True,
         run_name: str | None = None,
         runs_folder: str | os.PathLike[str] = "runs",
         checkpoints_folder: str | os.PathLike[str] | None = None,
@@ -173,6 +178,7 @@ class Trainer:
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
+        self._precision = Precision(precision, self.device)
         microbatch_size = positive("microbatch_size", microbatch_size, int)
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
         clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
@@ -180,10 +186,11 @@ class Trainer:
             raise ConfigError("accumulate=None: give 1 for a batch a step")
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         log_every = log_boundary(log_interval)
-        eval_every = interval("eval_interval", eval_interval, TimeUnit.EPOCH) if eval_interval is not None else None
+        eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
         check_run_name(run_name, resume)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         self.callbacks.add(loggers or ())
+        self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
         self.control = Control(able={"stop", "save", "evaluate", "accumulate"}, is_shared=ranks.world_size > 1)
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
@@ -240,7 +247,6 @@ class Trainer:
                 one.to(self.device)
             if gradient_checkpointing:
                 enable_gradient_checkpointing(model)
-            self._precision = Precision(precision, self.device)
             self._parallel = ParallelModel(model, parallel, world, self.device, self._precision.type, self.task.frozen_models)
             if compile:
                 self._parallel.compile(compile if isinstance(compile, Mapping) else {})
@@ -334,7 +340,7 @@ class Trainer:
 
     # --- training ---
 
-    def fit(self, max_duration: str | int | Time | None = None) -> None:
+    def fit(self, max_duration: str | Time | None = None) -> None:
         """Train until `max_duration`, the constructor's where it is None; called again with a longer one, training goes on.
 
         Returns when every checkpoint is durable. After a signal to make way, and a checkpoint, it returns early: see `signal`.

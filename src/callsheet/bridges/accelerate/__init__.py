@@ -74,7 +74,7 @@ def host(
     model: nn.Module,
     optimizer: Optimizer,
     scheduler: Any = None,
-    max_duration: str | int | Time | None = None,
+    max_duration: str | Time | None = None,
     log_interval: str | int | Time = "10ba",
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",

@@ -179,6 +179,7 @@ class Trainer:
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
             loggers=told,
+            progress=False,
             run_name=run_name,
             checkpoints_folder=save_folder,
             resume="auto" if autoresume else load_path if not load_weights_only else None,
