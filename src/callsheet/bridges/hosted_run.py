@@ -150,6 +150,8 @@ class HostedRun:
         """The step's, where the host has heard it when `clip_gradients` ends; else clipping is the loop's own, and says nothing."""
         self.counted = (0, 0)
         """The samples and tokens of the step in hand."""
+        self.found: dict[str, dict[str, float]] = {}
+        """What the evaluation in hand has found so far, by the dataset's name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the step in hand; they are told when it is over."""
         self.mends: Mapping[str, str] = {}
@@ -358,7 +360,7 @@ class HostedRun:
         if not narrator.is_open("eval_all"):
             self.records.tally.stop()
             ctx.step, ctx.epoch, ctx.standalone = self.ctx.step, self.ctx.epoch, standalone
-            self._found: dict[str, dict[str, float]] = {}
+            self.found = {}
             narrator.start("eval_all")
 
     def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
@@ -370,7 +372,7 @@ class HostedRun:
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
         """The dataset in hand is evaluated: its losses and metrics by name."""
         ctx = self.eval_ctx
-        self._found[name] = values = {metric: float(value) for metric, value in found.items()}
+        self.found[name] = values = {metric: float(value) for metric, value in found.items()}
         ctx.eval_name = name
         ctx.eval_losses = {metric: torch.tensor(value) for metric, value in values.items() if "loss" in metric}
         ctx.log({f"{name}/{metric}": value for metric, value in values.items()}, across="same")
@@ -378,8 +380,8 @@ class HostedRun:
 
     def end_evaluation(self) -> None:
         """All datasets are evaluated."""
-        self.evaluation.results.update(self._found)
-        self.eval_ctx.eval_results = self._found
+        self.evaluation.results.update(self.found)
+        self.eval_ctx.eval_results = self.found
         self.eval_narrator.end("eval_all")
         self.records.tally.start()
 

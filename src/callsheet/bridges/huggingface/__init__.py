@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
@@ -18,8 +20,7 @@ with needed_by(__name__):
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
-from callsheet.bridges.huggingface.hooks import ALONE, SPEEDS, Datasets, ForwardHooks, by_dataset
-from callsheet.bridges.torch_hooks import BackwardWatch
+from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, TrainerMethods, find_trainer, found_in
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
@@ -42,7 +43,7 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
         *("on_train_start", "on_round_start"),
     ),
     "on_epoch_begin": ("on_epoch_start",),
-    "the model is called": (
+    "the model is first called in training_step": (
         *("on_fetch_start", "on_fetch_end", "on_train_step_start", "on_forward_backward_start", "on_microbatch_start"),
         "on_forward_start",
     ),
@@ -54,10 +55,12 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
     ),
     "on_optimizer_step": ("on_optimizer_step_end", "on_train_step_end"),
     "on_step_end": ("on_log", "on_checkpoint_due"),
-    "the model is called in evaluation": ("on_eval_all_start", "on_eval_start", "on_eval_step_start", "on_eval_forward_start"),
-    "the model has answered in evaluation": ("on_eval_forward_end",),
+    "evaluate is called": ("on_eval_all_start",),
+    "the model is first called in prediction_step": ("on_eval_start", "on_eval_step_start", "on_eval_forward_start"),
+    "the model has answered in prediction_step": ("on_eval_forward_end",),
     "on_prediction_step": ("on_eval_step_end",),
-    "on_evaluate": ("on_eval_end", "on_eval_all_end"),
+    "on_evaluate": ("on_eval_end",),
+    "evaluate returns": ("on_eval_all_end",),
     "on_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
@@ -71,18 +74,20 @@ def host(
 ) -> HuggingFaceHost:
     """The callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one `trainer.train()`. The step is told from the Trainer's own events, the forward from the model, the loss from `backward`;
-    a batch is what the model is called with. Records are made every `logging_steps`; what the Trainer logs besides is in them under its
+    A run is one `trainer.train()`. A step is reported from the Trainer's own events, a microbatch from its `training_step`, the loss from
+    `backward`, an evaluation from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
+    model's first call in a `training_step` or `prediction_step`; samples and tokens are counted there, and further calls, as in
+    contrastive losses, belong to the loss. Calls of the model elsewhere, such as a callback that samples from it, are not reported.
+    Records are made every `logging_steps`; what the Trainer logs besides is in them under its
     names. A stop, a save or an evaluation that a callback asks for is the Trainer's to carry out; the callbacks' states are saved in
-    its checkpoints, and loaded where training goes on from one. An evaluation is told from its first forward on.
+    its checkpoints, and loaded where training goes on from one.
 
     What is not carried: gradient norms but in the records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
-    after the first, evaluations and predictions outside training, and exceptions, which the Trainer tells nobody: such a run ends, as
-    failed, when the host is forgotten or the program ends.
+    after the first, predictions, evaluations outside training or within a step, and exceptions, which the Trainer tells nobody: such a
+    run ends, as failed, when the host is forgotten or the program ends.
 
     Args:
-        eval_names: the names of the datasets, in their order, where `eval_dataset` is a dictionary. The Trainer tells a dataset's name
-            when it is through: where they are not said, the first evaluation begins each as `validation`, and ends at what follows it.
+        eval_names: the names of the datasets that evaluations are going to have, where the Trainer's `eval_dataset` does not say them.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
 
     Raises:
@@ -94,9 +99,8 @@ def host(
 _TOLD_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
 """What the Trainer logs, and records have by other names or from elsewhere."""
 
-
-_OF_EVALUATION = frozenset({"on_log", "on_prediction_step", "on_evaluate"})
-"""What the Trainer tells between two datasets of an evaluation."""
+_BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
+"""What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
@@ -109,8 +113,6 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
             return
         self._asks.control = control
         try:
-            if self._datasets.done and method.__name__ not in _OF_EVALUATION:
-                self._end_evaluation(run)
             method(self, run, args, state, given)  # which is much, so that it is handed on as it is
         except BaseException as error:
             self._fail(error)
@@ -125,9 +127,12 @@ class _Asks:
     def __init__(self) -> None:
         self.control = TrainerControl()
         """The latest that the Trainer has given."""
+        self.is_written = False
+        """Whether the Trainer has written a checkpoint since the last step: it is not asked to write the same again."""
 
-    def save(self, requests: tuple[Request, ...]) -> None:
-        self.control.should_save = True
+    def save(self, requests: tuple[Request, ...] = ()) -> None:
+        if not self.is_written:
+            self.control.should_save = True
 
     def evaluate(self) -> None:
         self.control.should_evaluate = True
@@ -143,10 +148,12 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         self._strict = strict
         self._run: HostedRun | None = None
         self._asks = _Asks()
-        self._datasets = Datasets(eval_names)
+        self._eval_names = tuple(eval_names)
         self._hears_optimizer = True
         self._is_checked = False  # whether the first step has told what is heard
-        self._is_due_told = False  # since the last step or epoch, and before an evaluation
+        self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None where no boundary is
+        self._prefix: str | None = None  # that the innermost `evaluate` gives its metrics; None outside
+        self._warned: set[str] = set()
         self._skips: Any = None
 
     # --- the run ---
@@ -176,14 +183,17 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             evaluates=None,
         )
         run.evaluation.asks = self._asks.evaluate
-        run.state.evaluators = tuple(self._datasets.names)
+        trainer = find_trainer(state, sys._getframe())
+        datasets = getattr(trainer, "eval_dataset", None)
+        run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
         if isinstance(train_dataloader, Sized):
             run.state.epoch_batches = -(-len(train_dataloader) // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
+        self._watch = watch = StepWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
-        self._hooks = ForwardHooks(run, watch, self._datasets, model)
-        self._ends = weakref.finalize(self, _end, run, self._watch, self._hooks)
+        self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
+        methods = self._wrap_methods(trainer) if trainer is not None else None
+        self._ends = weakref.finalize(self, _end, run, watch, hooks, methods)
         try:
             run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
             run.begin()
@@ -193,9 +203,31 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             self._fail(error)
             raise
         self._asks.control = control
-        self._datasets.done, self._is_checked = 0, False
+        if trainer is None:
+            self._warn("the Trainer was not found among the callers: neither batches nor the steps of evaluations are reported")
+        self._is_checked, self._asks.is_written, self._prefix = False, False, None
+        self._fired = "" if args.eval_on_start else None
         if not args.eval_on_start:  # else training begins when that is over
             run.narrator.start("round")
+
+    def _wrap_methods(self, trainer: Any) -> TrainerMethods:
+        methods, hooks, host = TrainerMethods(trainer), self._hooks, weakref.proxy(self)
+
+        def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return host._evaluate(trainer_now, method, args, kwargs)
+
+        trainer_now = weakref.proxy(trainer)
+        hooks.name_of_dataset = lambda: _dataset(host._prefix)
+        methods.wrap("training_step", hooks.training_step)
+        methods.wrap("prediction_step", hooks.prediction_step)
+        methods.wrap("evaluate", evaluate)
+        return methods
+
+    def _warn(self, what: str) -> None:
+        """Log, once, something that was not expected of the Trainer."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("callsheet in the Hugging Face Trainer: %s. Training goes on", what)
 
     @_in_a_run
     def on_train_end(self, run: HostedRun, *_: Any) -> None:
@@ -217,6 +249,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     @_in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
         """An epoch begins."""
+        self._fired = None
         run.narrator.start("epoch")
 
     @_in_a_run
@@ -264,14 +297,19 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
     def _begin_step(self, run: HostedRun) -> None:
         """One in which the model was not called."""
-        run.counted = (0, 0)
+        run.counted, run.ctx.batch = (0, 0), None
+        if not run.narrator.parts["fetch"].is_quiet:
+            run.narrator.tell("fetch")
+            run.narrator.made_up.add("fetch")
         run.narrator.start_step()
 
     @_in_a_run
     def on_step_end(self, run: HostedRun, *_: Any) -> None:
         """What may be between steps."""
+        self._asks.is_written = False
         run.end_step()
-        self._is_due_told = True
+        self._fired = "D"
+        self._ask_again(run)
         if not self._is_checked:
             self._is_checked = True
             run.check_carried(strict=self._strict, logger=logger)
@@ -281,9 +319,19 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     @_in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """The epoch is over, or left."""
-        run.end_epoch(is_whole=state.epoch is not None and float(state.epoch).is_integer())
-        self._is_due_told = True
+        is_whole = state.epoch is not None and float(state.epoch).is_integer()
+        run.end_epoch(is_whole=is_whole)
+        self._fired = "D" if is_whole else ""
+        self._ask_again(run)
         self._stop_if_asked(run)
+
+    def _ask_again(self, run: HostedRun) -> None:
+        """The Trainer forgets that it is to save when a step begins, and when it saves what is best after an evaluation."""
+        if run.checkpoints.requests:
+            if self._asks.is_written:
+                self._fire_checkpoint(run)
+            else:
+                self._asks.save()
 
     def _stop_if_asked(self, run: HostedRun) -> None:
         if run.control.stop_requested is not None:
@@ -310,32 +358,113 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """A batch of an evaluation is through."""
         run.eval_narrator.end("eval_step")
 
-    @_in_a_run
-    def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """A dataset is through, and with the last one the evaluation."""
-        name, found = by_dataset(given.get("metrics") or {}, self._datasets.names)
-        if not run.eval_narrator.is_open("eval"):  # the model was not called
-            run.begin_evaluation(name or ALONE)
-        run.end_dataset(name or ALONE, found)
-        if self._datasets.end(name):
-            self._end_evaluation(run)
+    def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Report what `trainer.evaluate` does, which calls itself for each of several datasets; put the weights back, however it ends."""
+        run, outer = self._run, self._prefix
+        if run is None:
+            return method(*args, **kwargs)
+        self._prefix = str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))
+        is_own = kwargs.get("eval_dataset", args[0] if args else None) is None
+        try:
+            if outer is None:
+                self._within(run, self._begin_evaluation, is_own)
+            found = method(*args, **kwargs)
+        except BaseException:
+            self._prefix = outer
+            if outer is None and self._run is run:
+                self._within(run, self._close_evaluation, {})
+            raise
+        prefix, self._prefix = self._prefix, outer
+        if outer is None and self._run is run:
+            self._asks.control = trainer.control
+            self._within(run, self._end_evaluation, found_in(found, prefix) if isinstance(found, Mapping) else {})
+        return found
 
-    def _end_evaluation(self, run: HostedRun) -> None:
-        self._datasets.done = 0
+    def _within(self, run: HostedRun, act: Callable[..., Any], *given: Any) -> None:
+        """Do it; an error of a callback fails the run."""
+        try:
+            act(run, *given)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fits(self, run: HostedRun, what: str) -> bool:
+        """Whether this may be fired now."""
+        fired = self._fired
+        return fired is not None and not run.narrator.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
+
+    def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
+        if self._fits(run, "E"):
+            run.begin_evaluations(standalone=not is_own)
+        else:
+            self._warn(
+                "an evaluation within a step, before the first one of an epoch or after another evaluation is not reported"
+            )
+
+    def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
+        """End what is open of an evaluation; whether anything was."""
+        if not run.eval_narrator.is_open("eval_all"):
+            return False
+        self._fired = (self._fired or "") + "E"
+        if run.eval_narrator.is_open("eval"):  # its on_evaluate has not come
+            run.end_dataset(run.eval_ctx.eval_name, found)
+        elif not run.found:
+            run.begin_evaluation("validation")
+            run.end_dataset("validation", found)
         run.end_evaluation()
+        return True
+
+    def _end_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> None:
+        if not self._close_evaluation(run, found):
+            return
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
-        self._is_due_told = False
         self._stop_if_asked(run)
+        if run.narrator.is_open("train"):  # else it is the one before training
+            self._fire_due(run)
+
+    @_in_a_run
+    def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """A dataset is through."""
+        is_open, prefix = run.eval_narrator.is_open("eval_all"), self._prefix or "eval"
+        if not is_open and self._prefix is None:  # by other ways than `evaluate`
+            self._warn(
+                "an evaluation that did not go through `Trainer.evaluate` is reported when it is over, on the trained weights"
+            )
+            self._begin_evaluation(run, is_own=True)
+        if run.eval_narrator.is_open("eval_all"):
+            found = found_in(given.get("metrics") or {}, prefix)
+            if not run.eval_narrator.is_open("eval"):  # the model was not called
+                run.begin_evaluation(_dataset(prefix))
+            run.end_dataset(_dataset(prefix), found)
+            if not is_open:
+                self._end_evaluation(run, {})
+
+    def _fire_due(self, run: HostedRun) -> None:
+        """Let callbacks ask for a checkpoint. Where the Trainer has written one of this step already, it answers them."""
+        run.boundaries.tell_checkpoint_due("step" if run.narrator.is_open("epoch") else "epoch")
+        self._fired = (self._fired or "") + "D"
+        if self._asks.is_written and run.checkpoints.requests:
+            self._fire_checkpoint(run)
 
     @_in_a_run
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """A checkpoint has been written: add the callbacks' states to it."""
-        if not self._is_due_told:
-            run.boundaries.tell_checkpoint_due("step")
-        path = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-        run.tell_checkpoint(str(path), lambda info: write_states(run, path, info))
-        self._is_due_told = False
+        """The Trainer has written a checkpoint: add the callbacks' states to it."""
+        self._asks.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
+        if not self._fits(run, "S") and self._fits(run, "DS"):
+            self._fire_due(run)  # this checkpoint answers who asks there
+            if self._fits(run, "S"):
+                self._fire_checkpoint(run)
+        elif self._fits(run, "S"):
+            self._fire_checkpoint(run)
+        else:
+            self._warn("a second checkpoint of one step, or one within a step, is not reported, and holds no states of callbacks")
+
+    def _fire_checkpoint(self, run: HostedRun) -> None:
+        path = self._path
+        if self._fits(run, "S"):
+            run.tell_checkpoint(str(path), lambda info: write_states(run, path, info))
+            self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         """Training goes on from a checkpoint of the Trainer: take back what stands in it."""
@@ -343,7 +472,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         assert run is not None
         given = args.resume_from_checkpoint
         paths = [Path(given)] if isinstance(given, str) else []
-        paths.append(Path(args.output_dir or "") / f"checkpoint-{state.global_step}")
+        paths.append(_checkpoint(args, state))
         found = next((path for path in paths if (path / STATE).is_dir()), None)
         if found is not None:
             read_states(run, found, state.global_step)
@@ -354,11 +483,22 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         go_on_without(run, state.global_step, int(state.epoch or 0))
 
 
-def _end(run: HostedRun, watch: BackwardWatch, hooks: ForwardHooks) -> None:
+def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: TrainerMethods | None) -> None:
     """Also when the program ends, or the host is forgotten: then training was left by an exception."""
+    if methods is not None:
+        methods.remove()
     watch.remove()
     hooks.remove()
     run.lifetime.end(Outcome.FAILED)
+
+
+def _dataset(prefix: str | None) -> str:
+    """The name of the dataset whose metrics have this prefix: `eval_<name>` of one of several, `eval` of one that is alone."""
+    return prefix.removeprefix("eval_") if prefix and prefix != "eval" else "validation"
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,74 +1,145 @@
-"""What the Hugging Face Trainer does not tell of its batches: heard from the model; and what its evaluations say, by dataset."""
+"""What the Hugging Face Trainer does not say in its events: found at three of its methods, and at the model that they call."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.narrator import Narrator
 from callsheet.bridges.torch_hooks import BackwardWatch, Hook, StaysBehind
 from callsheet.trainer.tasks import counts_of
-
-ALONE = "validation"
-"""The name of a dataset that has none."""
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
 """What an evaluation's metrics say beside what it found; each rank has its own."""
 
 
-class Datasets:
-    """The datasets of an evaluation: one, or those of a dictionary, whose names are learnt where nobody has said them."""
+def find_trainer(state: Any, frame: FrameType | None) -> Any:
+    """Return the Trainer whose `state` this is: a method of it is among the callers. None if there is none.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        self.done = 0
-        """How many of them are through, in an evaluation that is not over."""
+    A Trainer gives its callbacks its model, its state and its dataloaders, and not itself.
+    """
+    while frame is not None:
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        found = frame.f_locals.get(arguments[0]) if arguments else None
+        if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):
+            return found
+        frame = frame.f_back
+    return None
 
-    @property
-    def next(self) -> str:
-        """The name of the one that begins, as far as it is known."""
-        return self.names[self.done] if self.done < len(self.names) else ALONE
 
-    def end(self, name: str | None) -> bool:
-        """It is through, None for one that is alone; whether it is known to be the last."""
-        is_known = name in self.names
-        if name is not None and self.names[self.done : self.done + 1] != [name]:
-            if is_known:
-                self.names.remove(name)
-            self.names.insert(self.done, name)
-        self.done += 1
-        return name is None or (is_known and self.done == len(self.names))
+class TrainerMethods:
+    """Puts functions around methods of one Trainer, and takes them away again.
+
+    The wrappers are attributes of the object, so that they are called before a subclass's method, too. They keep neither the Trainer
+    nor the host alive.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer: weakref.ref[Any] = weakref.ref(trainer)
+        self._wrapped: dict[str, Any] = {}
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Call `around(method, *args, **kwargs)` in the place of the method, whose `method` is the one that was there."""
+        trainer = self._trainer()
+        bound, own = getattr(trainer, name), vars(trainer).get(name)
+        reference, method = self._trainer, getattr(type(trainer), name)
+
+        @functools.wraps(bound)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            there = own if own is not None else functools.partial(method, reference())
+            return around(there, *args, **kwargs) if name in self._wrapped else there(*args, **kwargs)
+
+        del wrapper.__wrapped__  # the Trainer would refer to itself
+        wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
+        setattr(trainer, name, wrapper)
+        self._wrapped[name] = (wrapper, own)
+
+    def remove(self) -> None:
+        """Leave the Trainer as it was. A wrapper that somebody has wrapped since stays until that is taken away, and does nothing."""
+        trainer, wrapped = self._trainer(), dict(self._wrapped)
+        self._wrapped.clear()
+        for name, (wrapper, own) in wrapped.items():
+            wrapper.earlier = own
+            if trainer is not None and vars(trainer).get(name) is wrapper:
+                while hasattr(own, "earlier"):  # another host's, which was taken away before
+                    own = own.earlier
+                if own is None:
+                    delattr(trainer, name)
+                else:
+                    setattr(trainer, name, own)
 
 
 class ForwardHooks(StaysBehind):
-    """Hears the model being called: in training a microbatch, else a batch of an evaluation; and what it answers, where that is heard."""
+    """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs where somebody listens.
 
-    def __init__(self, run: HostedRun, watch: BackwardWatch, datasets: Datasets, model: nn.Module) -> None:
+    All other calls are somebody else's: a callback that samples, a loss that calls the model a second time, an evaluator of its own.
+    """
+
+    def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run = weakref.proxy(run)
-        self._watch = weakref.proxy(watch)
-        self._datasets = datasets
+        self.expected = ""
+        """What the model's next call is for: `train`, `eval`, or nothing that is reported."""
+        self.inputs: Any = None
+        """What `training_step` was given."""
+        self.name_of_dataset: Callable[[], str] = lambda: "validation"
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:
-        """To the model's answers, or not."""
+        """Listen to the model's outputs, or not."""
         self._after.stand(is_heard, self._ends)
 
+    def training_step(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer trains on a microbatch."""
+        self.expected, self.inputs = "train", inputs
+        try:
+            return method(model, inputs, *args, **kwargs)
+        finally:
+            self.expected, self.inputs = "", None
+
+    def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer evaluates a batch, or predicts, which is not reported."""
+        if not self._run.eval_narrator.is_open("eval_all"):
+            return method(*args, **kwargs)
+        self.expected = "eval"
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.expected = ""
+
+    def begin_without_forward(self) -> None:
+        """A backward begins in a `training_step` in which the model was not called with gradients, as with a cached loss."""
+        if self.expected == "train":
+            self._begin_microbatch(self.inputs)
+            run = self._run
+            if run.narrator.parts["forward"].is_open:
+                run.ctx.outputs = None
+                run.narrator.start("loss")
+
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.is_deaf:
+        expected = self.expected
+        if not expected or self.is_deaf:
             return None
-        run, batch = self._run, kwargs if kwargs or not args else args[0]
-        if not model.training:
-            return self._evaluates(run.eval_narrator, batch, args, kwargs)
-        if not self._watch.is_on or not torch.is_grad_enabled():
+        batch = kwargs if kwargs or not args else args[0]
+        if expected == "eval":
+            given = self._begin_eval_step(batch)
+        elif torch.is_grad_enabled():
+            given = self._begin_microbatch(batch)
+        else:
             return None
+        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
+
+    def _begin_microbatch(self, batch: Any) -> Any:
+        self.expected = ""
+        run = self._run
         narrator, ctx, (samples, tokens) = run.narrator, run.ctx, counts_of(batch)
         parts, ctx.batch = narrator.parts, batch
         if parts["train_step"].is_open:
@@ -79,41 +150,40 @@ class ForwardHooks(StaysBehind):
             narrator.start_step()
         run.counted = samples, tokens
         if not narrator.is_heard:
-            return None
-        given = ctx.batch
-        if not parts["forward"].is_quiet:
-            ctx.microbatch = given
-            narrator.start("microbatch")
-            narrator.start("forward")
-            given = ctx.microbatch
-        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
+            return batch
+        if parts["forward"].is_quiet:
+            return ctx.batch
+        ctx.microbatch = ctx.batch
+        narrator.start("microbatch")
+        narrator.start("forward")
+        return ctx.microbatch
 
-    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+    def _begin_eval_step(self, batch: Any) -> Any:
+        self.expected = ""
         run = self._run
-        if self.is_deaf:
-            return outputs
-        if not model.training:
-            if run.eval_narrator.is_open("eval_forward"):
-                run.eval_ctx.outputs = outputs
-                run.eval_narrator.end("eval_forward")
-                return run.eval_ctx.outputs
-        elif run.narrator.parts["forward"].is_open:
-            run.ctx.outputs = outputs
-            run.narrator.start("loss")
-            return run.ctx.outputs
-        return outputs
-
-    def _evaluates(self, narrator: Narrator, batch: Any, args: Any, kwargs: Any) -> Any:
-        run = self._run
+        narrator = run.eval_narrator
         if not narrator.is_open("eval"):
-            run.begin_evaluation(self._datasets.next)
+            run.begin_evaluation(self.name_of_dataset())
         narrator.end("eval_step")
         run.eval_ctx.batch = batch
         narrator.start("eval_forward")
         if not self._after.stands and run.hears_outputs("eval"):
             self.listen(True)
-        given = run.eval_ctx.batch
-        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
+        return run.eval_ctx.batch
+
+    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        run = self._run
+        if self.is_deaf:
+            return outputs
+        if run.eval_narrator.is_open("eval_forward"):
+            run.eval_ctx.outputs = outputs
+            run.eval_narrator.end("eval_forward")
+            return run.eval_ctx.outputs
+        if run.narrator.parts["forward"].is_open:
+            run.ctx.outputs = outputs
+            run.narrator.start("loss")
+            return run.ctx.outputs
+        return outputs
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -121,13 +191,20 @@ class ForwardHooks(StaysBehind):
         self.listen(False)
 
 
-def by_dataset(metrics: Mapping[str, Any], names: Iterable[str]) -> tuple[str | None, dict[str, float]]:
-    """The name, and what was found: `eval_loss` is of a dataset that is alone, and has no name; `eval_<name>_loss` of one of a dictionary."""
-    numbers = {name.removeprefix("eval_"): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-    numbers.pop("epoch", None)
-    own = next((name.removesuffix("_loss") for name in numbers if name.endswith("_loss")), None)
-    own = max((name for name in names if any(number.startswith(f"{name}_") for number in numbers)), key=len, default=own)
-    if "loss" in numbers:
-        own = None
-    found = {name.removeprefix(f"{own}_") if own is not None else name: value for name, value in numbers.items()}
-    return own, {name: value for name, value in found.items() if name not in SPEEDS}
+class StepWatch(BackwardWatch):
+    """A `BackwardWatch` for losses that call the model within their backward alone, such as `CachedMultipleNegativesRankingLoss`."""
+
+    hooks: ForwardHooks
+
+    def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
+        """See `BackwardWatch`; begin the microbatch first, if no forward has."""
+        if self.hooks.expected and self._listens and not loss.dim():
+            self.hooks.begin_without_forward()
+        return super().run(loss, *args, **options)
+
+
+def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """What an evaluation found, without the prefix that the Trainer gave the names, and without how long it took."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float)) and name != "epoch"}
+    found = {name.removeprefix(f"{prefix}_").removeprefix("eval_"): value for name, value in numbers.items()}
+    return {name: value for name, value in found.items() if name not in SPEEDS}

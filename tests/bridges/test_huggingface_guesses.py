@@ -1,0 +1,389 @@
+"""What a transformers Trainer, its subclasses and its users' callbacks do that a host might take for something else."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer as HuggingFaceTrainer
+from transformers import TrainerCallback, TrainingArguments
+
+from callsheet import Callback, Context
+from callsheet.bridges.huggingface import host
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, NaNMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events
+
+from .test_huggingface import ROWS, Line, Points, trainer, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Samples(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """A user's callback that samples from the model at every event of the Trainer, and takes the mode that it found back."""
+
+    def __init__(self) -> None:
+        self.sampled = 0
+
+    def _sample(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if model is None:
+            return
+        self.sampled += 1
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            model(x=Points(4).x)
+        model.train(was_training)
+
+
+for _event in EVENTS:
+    setattr(Samples, _event, Samples._sample)
+
+
+def logged(trained: Any) -> list[dict[str, float]]:
+    """What the Trainer has logged, without how long it took."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
+        for entry in trained.state.log_history
+    ]
+
+
+OPTIONS: dict[str, Any] = {
+    "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "logging_steps": 1,
+    "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("averages", [False, True])
+def test_who_samples_at_every_event_does_not_evaluate(averages: bool, is_first: bool, tmp_path: Path) -> None:
+    samples, recorder, history = Samples(), Recorder(fields=("batch",)), History()
+    hosted = host([recorder, history, *([EMA(half_life=2, at_end=False)] if averages else [])])
+    ours = trainer(tmp_path / "ours", [samples, hosted] if is_first else [hosted, samples], eval_on_start=True, **OPTIONS)
+    ours.train()
+    plain = trainer(tmp_path / "plain", [Samples()], eval_on_start=True, **OPTIONS)
+    plain.train()
+    assert samples.sampled > 40
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
+    losses = [[entry["loss"] for entry in logged(each) if "loss" in entry] for each in (ours, plain)]
+    assert losses[0] == losses[1]
+    check_events(recorder.events)
+    assert recorder.events.count("on_eval_all_end") == 3  # before training, at steps 3 and 6
+    assert recorder.events.count("on_eval_forward_end") == 3
+    assert all("labels" in batch for event, batch in recorder.values["batch"] if event.startswith("on_eval_forward"))
+    if not averages:
+        assert logged(ours) == logged(plain)
+
+
+class Evaluates(TrainerCallback):  # type: ignore[misc]
+    """Evaluates, and predicts, at every event, as a user's callback does that has been given the Trainer."""
+
+    trainer: Any = None
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.is_in = False
+
+    def _do(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer is None or self.is_in:
+            return
+        self.is_in, was_training = True, self.trainer.model.training
+        kept = copy.copy(control)
+        getattr(self.trainer, self.method)(*([Points(4)] if self.method == "predict" else []))
+        self.trainer.model.train(was_training)
+        vars(control).update(vars(kept))
+        self.is_in = False
+
+
+for _event in EVENTS:
+    setattr(Evaluates, _event, Evaluates._do)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_evaluations_that_a_callback_makes_leave_order_and_weights(
+    method: str, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(folder: Path, *hosts: Any) -> Any:
+        user = Evaluates(method)
+        made = trainer(folder, [user, *hosts] if is_first else [*hosts, user], **OPTIONS)
+        user.trainer = made
+        made.train()
+        return made
+
+    recorder = Recorder()
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        ours = trained(tmp_path / "ours", host([recorder, EMA(half_life=2, at_end=False), SpeedMonitor(), CheckpointSaver()]))
+    plain = trained(tmp_path / "plain")
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
+    check_events(recorder.events)
+    if method == "predict":
+        assert recorder.events.count("on_eval_all_end") == 2
+    else:
+        assert recorder.events.count("on_eval_all_end") > 2
+        told = [record.message for record in caplog.records if "is not reported" in record.message]
+        assert len(told) == len(set(told)) > 0
+
+
+class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
+    """R-Drop: the model is called twice, and the loss is of both."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        one, other = model(**inputs), model(**inputs)
+        loss = (one["loss"] + other["loss"]) / 2 + (one["logits"] - other["logits"]).square().mean()
+        return (loss, one) if return_outputs else loss
+
+
+class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
+    """A cached loss: the model is called with gradients in the loss's backward alone."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        with torch.no_grad():
+            said = model(x=inputs["x"])["logits"]
+        if not model.training:
+            return (
+                ((said - inputs["labels"]).square().mean(), {"logits": said})
+                if return_outputs
+                else (said - inputs["labels"]).square().mean()
+            )
+        said.requires_grad_()
+        loss = (said - inputs["labels"]).square().mean()
+
+        def again(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (model(x=inputs["x"])["logits"] * gradient).sum().backward()
+
+        said.register_hook(again)
+        return loss
+
+
+def looped(kind: type, folder: Path, callbacks: list[Any], **options: Any) -> Any:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "learning_rate": 0.01, **OPTIONS, **options,
+    }  # fmt: skip
+    arguments = TrainingArguments(str(folder), **given)
+    made = kind(Line(), arguments, train_dataset=Points(), eval_dataset=Points(8), callbacks=callbacks)
+    made.train()
+    return made
+
+
+class Reads(Callback):
+    """Reads the fields of a microbatch at each of its events."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def _read(self, ctx: Context) -> None:
+        self.read.append(f"{sorted(ctx.microbatch)} {sorted(ctx.batch)}")
+
+    on_microbatch_start = on_forward_start = on_loss_start = on_backward_start = on_microbatch_end = _read
+
+    def on_forward_end(self, ctx: Context) -> None:
+        self._read(ctx)
+        assert ctx.outputs is None or "logits" in ctx.outputs
+
+    def on_loss_end(self, ctx: Context) -> None:
+        assert ctx.loss.dim() == 0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", [TwoForwards, OnlyInBackward])
+def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path: Path) -> None:
+    recorder, history, reads = Recorder(fields=("batch",)), History(), Reads()
+    hosted = host([recorder, history, reads, NaNMonitor(), SpeedMonitor()], strict=strict)
+    ours = looped(kind, tmp_path / "ours", [hosted])
+    plain = looped(kind, tmp_path / "plain", [])
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
+    assert logged(ours) == logged(plain)
+    check_events(recorder.events)
+    assert recorder.events.count("on_microbatch_end") == recorder.events.count("on_forward_end") == 2 * ROWS // 4
+    assert recorder.events.count("on_train_step_end") == 6
+    assert set(reads.read) == {"['labels', 'x'] ['labels', 'x']"}
+    losses = [entry["loss"] for entry in logged(plain) if "loss" in entry]
+    assert history["train/loss"][: len(losses)] == pytest.approx(losses, rel=1e-5)
+    samples = [values["time/sample"] for _, values in history.records if "time/sample" in values]
+    assert samples[-1] == 2 * ROWS  # each once
+
+
+def test_several_forwards_of_whom_nobody_listens_to_are_counted_once(tmp_path: Path) -> None:
+    history = History()
+    looped(TwoForwards, tmp_path, [host(history)])
+    assert history.records[-1][1]["time/sample"] == 2 * ROWS
+
+
+class Counts(TrainerCallback):  # type: ignore[misc]
+    """Notes at which steps the Trainer has written a checkpoint."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.written.append(state.global_step)
+
+
+class Stops(Callback):
+    """Stops at a step."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            ctx.control.stop("seen")
+
+
+SAVERS: Mapping[str, tuple[Any, dict[str, Any], list[int]]] = {
+    "the saver alone": (lambda: [CheckpointSaver(save_interval="3ba")], {"save_strategy": "no"}, [3, 6]),
+    "both": (lambda: [CheckpointSaver(save_interval="3ba")], {}, [3, 6]),
+    "the Trainer alone": (list, {}, [3, 6]),
+    "the best": (
+        lambda: [CheckpointSaver(save_interval=None, monitor="validation/loss")],
+        {"save_strategy": "no", "learning_rate": 0.001},
+        [3, 6],
+    ),
+    "the saver, evaluated at the epoch's end": (
+        lambda: [CheckpointSaver(save_interval="3ba", monitor="validation/loss")],
+        {"save_strategy": "no", "eval_strategy": "epoch"},
+        [3, 6],
+    ),
+    "the last, evaluated at the epoch's end": (
+        lambda: [CheckpointSaver(save_interval="2ba", monitor="validation/loss")],
+        {"save_strategy": "no", "eval_strategy": "epoch"},
+        [2, 3, 4, 6],
+    ),
+    "before the evaluation": (
+        lambda: [CheckpointSaver(save_interval="3ba", before_eval=True, monitor="validation/loss")],
+        {"save_strategy": "no"},
+        [3, 6],
+    ),
+    "a stop": (lambda: [CheckpointSaver(save_interval="3ba"), Stops()], {}, [3]),
+    "an early stop": (
+        lambda: [
+            CheckpointSaver(save_interval="2ba"),
+            EarlyStopper(monitor="validation/loss", patience=1, min_delta=9.0),
+        ],
+        {"save_strategy": "no", "eval_steps": 2},
+        [2, 4],
+    ),
+    "what the Trainer finds best": (  # it takes back the request at step 4, which is made again
+        lambda: [CheckpointSaver(save_interval="2ba")],
+        {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2, "learning_rate": 0.001},
+        [2, 5, 6],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_an_evaluation_and_a_save_at_one_step_write_one_checkpoint(name: str, tmp_path: Path) -> None:
+    made, options, steps = SAVERS[name]
+    recorder, counts = Recorder(fields=("checkpoint",)), Counts()
+    looped(HuggingFaceTrainer, tmp_path, [host([recorder, EMA(half_life=2), *made()]), counts], **options)
+    check_events(recorder.events)
+    assert counts.written == steps
+    published = [info.step for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert sorted(set(published)) == steps
+    for step in steps:
+        assert (tmp_path / f"checkpoint-{step}" / "callsheet").is_dir()
+    for at in (at for at, event in enumerate(recorder.events) if event == "on_checkpoint_save_start"):
+        assert recorder.events[at - 1] == "on_checkpoint_due"
+
+
+def test_an_evaluation_that_fails_leaves_the_trained_weights(tmp_path: Path) -> None:
+    class Fails(TwoForwards):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            super().prediction_step(*args, **kwargs)
+            raise ZeroDivisionError
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate(*args, **kwargs)
+            except ZeroDivisionError:
+                return {"eval_loss": 1.0}
+
+    recorder = Recorder(fields=("eval_results",))
+    ours = looped(Fails, tmp_path / "ours", [host([recorder, EMA(half_life=2, at_end=False)])])
+    plain = looped(Fails, tmp_path / "plain", [])
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
+    check_events(recorder.events)
+    found = [results for event, results in recorder.values["eval_results"] if event == "on_eval_all_end"]
+    assert found == [{"validation": {"loss": 1.0}}] * 4  # the Trainer tries again when the epoch ends
+
+
+def test_an_evaluation_that_the_trainer_did_not_survive_leaves_the_trained_weights(tmp_path: Path) -> None:
+    class Fails(HuggingFaceTrainer):  # type: ignore[misc]
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            super().prediction_step(*args, **kwargs)
+            before.extend(weights(self))
+            raise ZeroDivisionError
+
+    before: list[torch.Tensor] = []
+    seen: list[Any] = []
+
+    class Keeps(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            seen[:] = [model, [value.clone() for value in model.state_dict().values()]]
+
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        looped(Fails, tmp_path, [host([recorder, EMA(half_life=2)]), Keeps()])
+    model, trained = seen
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+    assert recorder.events.count("on_eval_all_end") == 1
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, [host([Recorder()]), host([History()])])
+    before = set(vars(trained))
+    trained.train()
+    assert not {"evaluate", "prediction_step", "training_step"} & (set(vars(trained)) - before)
+    assert not trained.model._forward_pre_hooks
+
+
+def test_events_without_a_trainer_neither_raise_nor_stay_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that fires a TrainerCallback's events by hand, as some frameworks do."""
+    from transformers import TrainerControl, TrainerState
+
+    model, recorder, points = Line(), Recorder(), Points(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hosted = host([recorder, EMA(half_life=1, at_end=False)])
+    args, state, control = (
+        TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        TrainerState(max_steps=4),
+        TrainerControl(),
+    )
+    state.logging_steps = 1
+
+    def fire(event: str, **more: Any) -> None:
+        getattr(hosted, event)(args, state, control, model=model, optimizer=optimizer, **more)
+
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        fire("on_train_begin")
+        fire("on_epoch_begin")
+        for _ in range(4):
+            fire("on_step_begin")
+            model(points.x, points.x.sum(-1))["loss"].backward()
+            fire("on_pre_optimizer_step")
+            optimizer.step()
+            before = [value.clone() for value in model.state_dict().values()]
+            fire("on_optimizer_step")
+            state.global_step += 1
+            fire("on_step_end")
+            model.eval()
+            model(x=Points(4).x)
+            model.train()
+            fire("on_prediction_step")
+            fire("on_evaluate", metrics={"eval_loss": 1.0})
+            fire("on_evaluate", metrics={"eval_loss": 1.0})
+            assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
+        fire("on_epoch_end")
+        fire("on_train_end")
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == 4
+    assert recorder.events.count("on_eval_all_end") == 4
+    assert len({record.message for record in caplog.records}) == len(caplog.records)
