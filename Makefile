@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow matrix ranks oracle test-gpu lint format generate docs bench clean help
+.PHONY: demo test slow matrix ranks oracle restarts test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; what ca
 
 oracle: $(READY)  ## runs that die again and again, held against undisturbed ones; the table goes to benchmarks/results/resume.md
 	cd tests && ../$(BIN)/python -m trainer.oracle ../benchmarks/results/resume.md
+
+restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
+	cd tests && ../$(BIN)/python -m trainer.restarts ../benchmarks/results/restarts.md
 
 test-gpu: $(READY)  ## the tests that need CUDA devices
 	$(BIN)/python -m pytest tests/gpu

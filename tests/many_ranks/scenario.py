@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.testing import RankProcesses, Recorder
-from callsheet.trainer import world as world_module
 
-TIMEOUT, ANSWER, GRACE = 5.0, 2.0, 6.0
+TIMEOUT, GRACE = 5.0, 6.0
+ANSWER = TIMEOUT / 4
 """Seconds until a collective that some rank does not reach fails, that the others then have to say how they fare, and of a signal's grace."""
 
 KINDS = ("calm", "signal", "dead", "calm", "raise", "paused", "signal", "calm", "stuck", "raise")
@@ -373,7 +373,6 @@ class Life(Callback):
 def play(scenario: Scenario, folder: Path) -> Report:
     """One rank's part."""
     rank = int(os.environ["RANK"])
-    world_module.ANSWER_SECONDS = ANSWER
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)  # one that comes after training is nobody's business
     report = Report()
@@ -474,9 +473,9 @@ def played(scenario: Scenario, folder: Path) -> Played:
 
 def blamed(report: Report) -> set[int]:
     """The ranks that an error names as failed or silent."""
-    found = {int(rank) for rank in re.findall(r"rank (\d+) failed", report.notes)}
-    for ranks in re.findall(r"ranks? ([\d, ]+) did not answer", report.notes):
-        found |= {int(rank) for rank in ranks.split(",")}
+    found = {int(rank) for rank in re.findall(r"rank (\d+) on machine \S+ failed", report.error)}
+    for ranks in re.findall(r"ranks? (\d+ on [^;]*?) did not answer", report.error):
+        found |= {int(rank) for rank in re.findall(r"(\d+) on machine", ranks)}
     return found
 
 

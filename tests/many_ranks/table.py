@@ -20,7 +20,7 @@ def table(runs: list[Played]) -> str:
         "# Random runs on 2 and 4 ranks",
         "",
         f"{len(runs)} seeds of `tests/many_ranks`: real processes over gloo, DDP and FSDP2, `timeout_seconds={TIMEOUT:g}`. A rank on",
-        f"which a collective failed waits up to {ANSWER:g} s for the others to say how they fare. Made by `make ranks`.",
+        f"which a collective failed looks up to {ANSWER:g} s of them for the rank to blame. Made by `make ranks`.",
         "",
         "| what goes wrong | seeds | how all ranks ended | longest time till the last rank's end |",
         "| --- | --- | --- | --- |",

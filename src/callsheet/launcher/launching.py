@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 from uuid import uuid4
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -162,18 +163,24 @@ class _Specs(DefaultLogsSpecs):
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
         self.folder = folder
         self.attempt = 0
+        self._store: TCPStore | None = None
         self._variables = dict(variables)
         if prefix:
             self._variables["PYTHONUNBUFFERED"] = "1"  # a line comes when it is printed
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by torch before each attempt."""
+        """Give the ranks their environment; torch calls it before each attempt.
+
+        Each attempt has a store of its own. Torch's launcher would give all of them the same, with the addresses of dead ranks in it, to
+        which the new ones connect in vain if the function makes a process group itself.
+        """
         found = super().reify(envs)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
                 environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # as torchrun does
-            environment.update(self._variables)
+            environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found
 
 

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # it is there
-from torch.distributed.rendezvous import rendezvous
 
 from callsheet.checkpoint import find_checkpoints
-from callsheet.distributed import Ranks, initialised_distributed
-from callsheet.errors import ConfigError
+from callsheet.distributed import Ranks
+from callsheet.errors import ConfigError, DistributedError
 from callsheet.trainer.checkpoints import AUTO
+from callsheet.trainer.store import attempt_store, keeper_of_store, within
 
 logger = logging.getLogger("callsheet")
 
 NEW = "new"
 """The value of `resume` that sets an earlier run aside."""
-
-_meetings = count()  # of this process, the same on all ranks
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
@@ -34,14 +28,13 @@ def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> 
 
     Raises:
         ConfigError: on all ranks, where rank 0 could not decide.
+        DistributedError: rank 0 did not decide within `timeout` seconds.
     """
     if ranks.world_size == 1:
         return decide()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"callsheet/recipe/{attempt}/{next(_meetings)}", _store(timeout))
+    store = attempt_store(ranks, timeout)
     if ranks.rank != 0:
-        decided = json.loads(store.get("decided"))
-        store.add("heard", 1)
+        decided = _heard(store, timeout)
         if "refused" in decided:
             raise ConfigError(decided["refused"])
         return decided["value"]
@@ -54,22 +47,45 @@ def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> 
     return value
 
 
+def _heard(store: Any, timeout: float) -> Any:
+    deadline = time.monotonic() + timeout
+
+    def hear() -> Any:
+        while not store.check(["decided"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.01)
+        decided = json.loads(store.get("decided"))
+        store.add("heard", 1)
+        return decided
+
+    try:
+        return within(timeout + 1.0, hear)
+    except TimeoutError:
+        raise DistributedError(
+            f"rank 0 did not decide within {timeout:g} s how the run begins: dead or stopped, or still at it"
+        ) from None
+    except RuntimeError as error:
+        raise DistributedError(
+            f"{keeper_of_store()}, which keeps the store that the ranks meet at, has ended: {error}"
+        ) from error
+
+
 def _tell(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
     """Say it, and wait until all have heard: where no launcher keeps the store, it is gone with the last word here."""
-    store.set("decided", json.dumps(decided))
     deadline = time.monotonic() + timeout
-    while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
 
+    def tell() -> None:
+        store.set("decided", json.dumps(decided))
+        while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
 
-def _store(timeout: float) -> Any:
-    distributed = initialised_distributed()
-    if distributed is not None:
-        return distributed.distributed_c10d._get_default_store()
     try:
-        return next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
-    except ValueError as error:  # the environment is half a launcher's
-        raise ConfigError(f"the ranks cannot meet: {error}; start the program with torchrun") from error
+        within(timeout + 1.0, tell)
+    except TimeoutError:
+        raise DistributedError(
+            f"{keeper_of_store()}, which keeps the store that the ranks meet at, did not answer within {timeout:g} s"
+        ) from None
 
 
 def resumable(folder: Path, resume: str) -> str | None:

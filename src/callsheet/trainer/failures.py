@@ -9,6 +9,7 @@ import torch
 
 from callsheet.checkpoint.ranks import RankLost
 from callsheet.errors import DistributedError
+from callsheet.trainer.world import CollectiveFailed
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 _OF_A_COLLECTIVE = (
@@ -30,10 +31,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether it came of talking to the other ranks: ours, or what a backend of torch raises, which has no class of its own."""
-    if isinstance(error, (DistributedError, RankLost)):
+    """Return whether a collective failed: one of ours, or one of torch's, whose backends have no class of error of their own.
+
+    False for a `DistributedError` that says already which rank is to blame.
+    """
+    if isinstance(error, (CollectiveFailed, RankLost)):
         return True
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return False
     return type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _OF_A_COLLECTIVE)
 

@@ -22,7 +22,7 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
 from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import ConfigError, RequestRefused, names_unknown
+from callsheet.errors import ConfigError, DistributedError, RequestRefused, names_unknown
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
@@ -109,7 +109,7 @@ class Trainer:
         preempt_signals: a signal, or several, that ask the run to save and make way; the first Ctrl-C asks for the same, and raises KeyboardInterrupt
             then, a second one at once.
         grace_seconds: how long after such a signal the process will be killed.
-        timeout_seconds: until a rank that does not answer fails the run.
+        timeout_seconds: within which a rank that does not answer is found and named in the error that ends the run.
         log_ranks: `"zero"` keeps log records below ERROR off the handlers of other ranks while the run lasts; `"all"` lets all speak.
         config: what the run was configured with, for the run's record: plain data.
 
@@ -476,11 +476,14 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        lost = None
         if error is not None:
             if not self._lifetime.has_ended:
-                self._explain(error)
-            self._lifetime.fail(error)
+                lost = self._explain(error)
+            self._lifetime.fail(lost or error)
         self.close()
+        if lost is not None:
+            raise lost from error
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
@@ -497,19 +500,24 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            self._explain(error)
+            if (lost := self._explain(error)) is not None:
+                raise lost from error
             raise
         finally:
             self._activity = ""
 
-    def _explain(self, error: BaseException) -> None:
-        """Add to an error what is known about it here, and leave word for the other ranks, which will miss this one."""
+    def _explain(self, error: BaseException) -> DistributedError | None:
+        """Add to an error what is known about it here, and leave word for the other ranks, which will miss this one.
+
+        Return the error that names the missing rank, to be raised instead, where a collective failed.
+        """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._mends_of_memory()))
         if self._world.size > 1 and is_of_collective(error):
-            error.add_note(f"rank {self._world.rank}: {self._world.missing(self.ctx.step)}")
-        else:
-            self._world.say(self.ctx.step, error)
+            first = (str(error).splitlines() or [""])[0]
+            return DistributedError(f"{self._world.missing(self.ctx.step, error)}. On rank {self._world.rank}: {first}")
+        self._world.say(self.ctx.step, error)
+        return None
 
     def _mends_of_memory(self) -> list[str]:
         size = self._microbatch_size

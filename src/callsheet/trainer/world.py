@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # it is there
-from torch.distributed.rendezvous import rendezvous
 
 from callsheet.distributed import Ranks, initialised_distributed
-from callsheet.errors import ConfigError, DistributedError
-
-_numbers = count()  # of the worlds of this process, the same on all ranks
+from callsheet.errors import DistributedError
+from callsheet.trainer.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
-"""How long a rank on which a collective failed waits for the others to say how they fare."""
+"""How long at most a rank on which a collective failed looks for the rank to blame; a quarter of the timeout where that is less."""
 LOOK_SECONDS = 0.5
-"""How often a rank looks whether somebody asks who is there."""
+"""How often at least a rank looks whether somebody asks who is there."""
 
-_WAITS = "waits at step "  # the word of a rank on which a collective failed
-_HAS_LEFT = "left"
+_TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
+_BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
+
+
+class CollectiveFailed(DistributedError):
+    """A collective over the ranks failed here. The trainer finds out which rank is to blame, and names it in an error of its own."""
 
 
 class Pending:
@@ -48,12 +50,12 @@ class Pending:
         """The result; waits for it, until `deadline()`, a moment of `time.monotonic()` that may come nearer meanwhile.
 
         Raises:
-            DistributedError: it failed, or the deadline has passed.
+            CollectiveFailed: it failed, or the deadline has passed.
         """
         pause = 0.0001
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
-                raise DistributedError("the ranks did not all answer in time after a signal to make way")
+                raise CollectiveFailed("the ranks did not all answer in time after a signal to make way")
             time.sleep(pause)  # not in the collective: a signal's handler would wait as long
             pause = min(2 * pause, 0.005)
         if self._work is not None:
@@ -73,7 +75,12 @@ class World:
     Args:
         ranks: as the launcher says.
         device: of the model; a rank's own, such as `cuda:3`.
-        timeout: seconds until a collective that some rank does not reach fails.
+        timeout: seconds within which a rank that does not answer is found and named. Collectives of the groups that are made here get
+            the part of it that finding the rank leaves over.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet.
+        DistributedError: a rank does not come in time.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
@@ -85,32 +92,33 @@ class World:
         self.saving: Any = None
         """The gloo group of checkpoints; None with one rank."""
         self._is_ours = False
-        self._number = next(_numbers)
+        self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
+        self._notes = _Notes("", self.rank, self._answer_seconds)
+        self._machines: list[str] = []
         if self.size == 1:
             return
-        if initialised_distributed() is None:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            try:
-                patience = timedelta(seconds=timeout)
-                store, _, _ = next(rendezvous("env://", timeout=patience))
+        patience = timedelta(seconds=timeout - self._answer_seconds)
+        with named("meeting"):
+            if initialised_distributed() is None:
                 distributed.init_process_group(
-                    backend,
-                    store=PrefixStore(f"callsheet/{self._number}", store),  # an earlier group's words are still there
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=attempt_store(ranks, timeout),
                     rank=self.rank,
                     world_size=self.size,
                     timeout=patience,
                     device_id=device if device.type == "cuda" else None,
                 )
-            except ValueError as error:  # the environment is half a launcher's
-                raise ConfigError(
-                    f"WORLD_SIZE is {self.size}, and the ranks cannot meet: {error}; start the program with torchrun"
-                ) from error
-            self._is_ours = True
-        backend = "fake" if distributed.get_backend() == "fake" else "gloo"
-        self.words = distributed.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-        self.saving = distributed.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-        self._presence = _Presence(self._key("who"), self._key("here", self.rank))
+                self._is_ours = True
+            is_fake = distributed.get_backend() == "fake"
+            backend = "fake" if is_fake else "gloo"
+            self.words = distributed.new_group(backend=backend, timeout=patience)
+            self.saving = distributed.new_group(backend=backend, timeout=patience)
+        mine = (os.urandom(8).hex(), socket.gethostname())
+        each = [mine] * self.size if is_fake else self.gather(mine)
+        self._machines = [machine for _, machine in each]
+        self._notes = _Notes(f"callsheet/{each[0][0]}", self.rank, self._answer_seconds)
+        self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks, the same bits on all of them."""
@@ -146,45 +154,69 @@ class World:
         """Leave word for the others why this rank goes."""
         if self.size > 1 and not isinstance(error, DistributedError):
             first = (str(error).splitlines() or [""])[0][:300]
-            self._post(f"failed at step {step}: {type(error).__name__}: {first}")
+            self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
-    def missing(self, step: int) -> str:
-        """After a collective failed: which ranks are to blame, as far as can be known; waits a few seconds for their word.
+    def missing(self, step: int, error: BaseException) -> str:
+        """After a collective failed with `error`: which ranks are to blame, as far as can be known.
 
         Where several wait in a ring, a rank's death fails its neighbours' collectives only. So the others are asked who is there, which
         they answer while they wait: of those that do, one is to blame only where nobody else can be.
         """
-        self._post(f"{_WAITS}{step}")
-        _set(self._key("who"), "")
-        deadline, ranks = time.monotonic() + min(ANSWER_SECONDS, self.timeout), range(self.size)
+        is_broken = any(sign in str(error).lower() for sign in _BROKEN)
+        self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
+        try:
+            return self._notes.ask(lambda: self._to_blame(step, is_broken))
+        except TimeoutError:
+            keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
+            return (
+                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or stopped; it keeps the store that the ranks meet "
+                "at, so the others could not be asked"
+            )
+        except RuntimeError:
+            if keeper_of_store() == "rank 0":
+                return f"{self._named([0])} has ended, and with it the store that the ranks meet at; this rank was at step {step}"
+            return f"{keeper_of_store()} has ended; this rank was at step {step}"
+
+    def _to_blame(self, step: int, is_broken: bool) -> str:
+        notes, ranks = self._notes, range(self.size)
+        notes.question()
+        deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
-            words = {rank: _get(self._key("gone", rank)) for rank in ranks}
-            words[self.rank] = words[self.rank] or f"{_WAITS}{step}"  # also where the store has gone
-            silent = [rank for rank in ranks if words[rank] is None and _get(self._key("here", rank)) is None]
+            words = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            silent = [rank for rank in ranks if words[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if words[rank] is None and rank not in silent]
-            waiting = {rank: word.removeprefix(_WAITS) for rank, word in words.items() if word and word.startswith(_WAITS)}
-            told = [f"rank {rank} {word}" for rank, word in words.items() if word and word != _HAS_LEFT and rank not in waiting]
-            left = [rank for rank, word in words.items() if word == _HAS_LEFT]
-            if time.monotonic() > deadline or (not silent and (told or left or not late)):
+            waiting = {rank: word[1] for rank, word in words.items() if word and word[0] in (_TIMED_OUT, _CUT_OFF)}
+            found = [f"{self._named([rank])} failed {word[1]}" for rank, word in words.items() if word and word[0] == _FAILED]
+            left = [rank for rank, word in words.items() if word and word[0] == _LEFT]
+            if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
         if silent:
-            told.append(f"{_ranks(silent)} did not answer: dead or stopped")
-        if left and not told:
-            told.append(f"{_ranks(left)} had ended the run already: do all ranks call the same methods?")
-        if late and not told:
-            told.append(f"{_ranks(late)} did not come so far: stuck, or much slower than the others")
-        if not told and len(set(waiting.values())) > 1:
+            is_timeout = any(
+                word and word[0] == _TIMED_OUT for word in words.values()
+            )  # else a connection broke, which takes no time
+            waited = f" within {self.timeout:g} s" if is_timeout else ""
+            found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
+        if left and not found:
+            found.append(
+                f"{self._named(left)} had ended the run already, at step {step} here: do all ranks call the same methods?"
+            )
+        if late and not found:
+            found.append(f"{self._named(late)} did not come so far as step {step}: stuck, or much slower than the others")
+        if not found and len(set(waiting.values())) > 1:
             where = ", ".join(f"rank {rank} at step {at}" for rank, at in waiting.items())
-            told.append(
+            found.append(
                 f"the ranks wait for each other in different places: {where}; do all of them ask for the same with replicated=True?"
             )
-        elif not told:
-            told.append(
-                "every rank answers now, and all are at the same step: the network may have failed for a moment, or a callback called a "
+        elif not found:
+            found.append(
+                f"every rank answers now, and all are at step {step}: the network may have failed for a moment, or a callback called a "
                 "collective, or asked for something with replicated=True, on some ranks only"
             )
-        return f"around step {step}: {'; '.join(told)}"
+        return "; ".join(found)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
         """Leave the groups; one that was not made here stays. May be called twice; not a collective."""
@@ -193,7 +225,7 @@ class World:
             self._presence = None
         if self.size == 1 or initialised_distributed() is None:
             return
-        self._post(_HAS_LEFT)
+        self._notes.leave(_LEFT, "")
         if self._is_ours:
             self._is_ours = False
             distributed.destroy_process_group()
@@ -209,52 +241,92 @@ class World:
         with named("reduction"):
             return Pending(payload, distributed.all_reduce(payload, op=operation, group=self.words, async_op=True))
 
-    def _post(self, word: str) -> None:
-        """The first word stays: it is nearest to the cause."""
-        if _get(self._key("gone", self.rank)) is None:
-            _set(self._key("gone", self.rank), word)
 
-    def _key(self, what: str, rank: int | str = "") -> str:
-        return f"callsheet/{self._number}/{what}/{rank}"
+class _Notes:
+    """What the ranks of one run leave for each other in the store: why each has gone, and who is there.
+
+    Args:
+        prefix: of this run's keys, shared by its ranks and by no other run or attempt.
+    """
+
+    def __init__(self, prefix: str, rank: int, seconds: float) -> None:
+        self._prefix, self._rank, self._seconds = prefix, rank, seconds
+        self._is_silent = not prefix
+        self._has_left = False
+
+    def ask(self, act: Callable[[], str]) -> str:
+        """Return `act()`, which uses the store.
+
+        Raises:
+            TimeoutError: the store does not answer, now or earlier.
+            RuntimeError: it has gone.
+        """
+        if self._is_silent:
+            raise TimeoutError
+        try:
+            return within(self._seconds, act)
+        except TimeoutError:
+            self._is_silent = True
+            raise
+
+    def leave(self, kind: str, word: str) -> None:
+        """Say why this rank goes. The first word stays: it is nearest to the cause. A store that has gone takes none."""
+        if not self._has_left:
+            self._has_left = True
+            with contextlib.suppress(RuntimeError, ValueError, TimeoutError):
+                self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
+
+    def read(self, rank: int) -> tuple[str, str] | None:
+        """Return what `leave` said on that rank, or None."""
+        word = self._get(f"gone/{rank}")
+        if word is None:
+            return None
+        kind, text = json.loads(word)
+        return kind, text
+
+    def question(self) -> None:
+        """Ask all ranks whether they are there."""
+        self._set("who", "")
+
+    def is_asked(self) -> bool:
+        """Whether some rank asks."""
+        return self._get("who") is not None
+
+    def answer(self) -> None:
+        """Say that this rank is there."""
+        self._set(f"here/{self._rank}", "")
+
+    def answered(self, rank: int) -> bool:
+        """Whether that rank has said that it is there."""
+        return self._get(f"here/{rank}") is not None
+
+    def _get(self, key: str) -> str | None:
+        store = distributed.distributed_c10d._get_default_store()
+        return store.get(f"{self._prefix}/{key}").decode() if store.check([f"{self._prefix}/{key}"]) else None
+
+    def _set(self, key: str, word: str) -> str:
+        distributed.distributed_c10d._get_default_store().set(f"{self._prefix}/{key}", word)
+        return word
 
 
 class _Presence:
     """A thread that says that this rank is there, when one on which a collective failed asks: the main thread may wait in it as well."""
 
-    def __init__(self, question: str, answer: str) -> None:
+    def __init__(self, notes: _Notes, pause: float) -> None:
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(question, answer), name="callsheet-presence", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(notes, pause), name="callsheet-presence", daemon=True)
         self._thread.start()
 
-    def _run(self, question: str, answer: str) -> None:
-        while not self._is_over.wait(LOOK_SECONDS):
-            if _get(question) is not None:
-                _set(answer, "")
-                return
+    def _run(self, notes: _Notes, pause: float) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or the group
+            while not self._is_over.wait(pause):
+                if notes.is_asked():
+                    notes.answer()
+                    return
 
     def end(self) -> None:
         self._is_over.set()
-        self._thread.join(LOOK_SECONDS)  # it may be asking a store that is gone
-
-
-def _get(key: str) -> str | None:
-    """What stands in the store that the ranks met at; None for nothing, and where it is gone."""
-    try:
-        store = distributed.distributed_c10d._get_default_store()
-        word = json.loads(store.get(key)) if store.check([key]) else None
-    except (RuntimeError, ValueError):
-        return None
-    return word if isinstance(word, str) else None
-
-
-def _set(key: str, word: str) -> None:
-    # A store that is gone takes no word, and the first error is the one to tell.
-    with contextlib.suppress(RuntimeError, ValueError):
-        distributed.distributed_c10d._get_default_store().set(key, json.dumps(word))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        self._thread.join(LOOK_SECONDS)  # it may wait for a store that does not answer
 
 
 @contextlib.contextmanager
@@ -262,5 +334,7 @@ def named(what: str) -> Iterator[None]:
     """Make torch's error of a collective one of ours."""
     try:
         yield
+    except DistributedError:
+        raise
     except RuntimeError as error:
-        raise DistributedError(f"a {what} over the ranks failed: {error}") from error
+        raise CollectiveFailed(f"a {what} over the ranks failed: {error}") from error

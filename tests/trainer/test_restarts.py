@@ -1,0 +1,39 @@
+"""Ranks that die under torch's own launcher: it starts all of them again, and the run ends with the weights of an undisturbed one.
+
+The long form, with random deaths and a table, is `make restarts`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .restarts import Death, restarted
+
+ONE, SEVERAL = [Death(1, 5)], [Death(0, 4), Death(1, 9, "os._exit"), Death(0, 14, "an error")]
+
+
+def check(folder: Path, rendezvous: str, ranks: int, deaths: list[Death], wanted: Any = None, **options: Any) -> None:
+    wanted = wanted or restarted(folder / "undisturbed", "standalone", ranks, []).weights
+    assert wanted is not None
+    found = restarted(folder / "disturbed", rendezvous, ranks, deaths, **options)
+    assert found.attempts == len(deaths) + 1, found.output
+    assert found.weights == wanted, found.output
+
+
+def test_restarted_by_torchrun(tmp_path: Path) -> None:
+    check(tmp_path, "standalone", 2, ONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["standalone", "c10d", "static", "two machines", "launch"])
+def test_several_restarts_in_a_row(rendezvous: str, tmp_path: Path) -> None:
+    """Two machines count their restarts each for itself: the first dies on one, the second on the other."""
+    check(tmp_path, rendezvous, 2, SEVERAL)
+
+
+@pytest.mark.slow
+def test_launch_restarts_a_function_that_makes_a_group_itself(tmp_path: Path) -> None:
+    check(tmp_path, "launch", 2, ONE, has_group=True)

@@ -1,0 +1,164 @@
+"""A rank that is stopped (SIGSTOP), not dead: its connections stay open, and every wait of the others has to end by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from callsheet import Callback, Context, Trainer
+from callsheet.callbacks import CheckpointSaver
+from callsheet.distributed import read_ranks
+from callsheet.errors import DistributedError
+from callsheet.recipes.standing import of_rank_zero
+from callsheet.testing.ranks import RankProcesses
+from callsheet.trainer.store import attempt_store
+
+from .restarts import free_port
+
+TIMEOUT = 4.0
+MARGIN = 4.0
+"""Seconds that a busy machine may take besides."""
+
+
+def stop_here(folder: Path) -> None:
+    (folder / "stopped").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stops(Callback):
+    """Stops the process of one rank at a step's event."""
+
+    def __init__(self, rank: int, event: str, folder: Path) -> None:
+        self.rank, self.event, self.folder = rank, event, folder
+
+    def on_event(self, ctx: Context) -> None:
+        if (ctx.event, ctx.run.rank, ctx.step) == (self.event, self.rank, 6):
+            stop_here(self.folder)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which of how many ranks stops where, and who keeps the store."""
+
+    ranks: int
+    stopped: int
+    keeper: str
+    event: str = "on_backward_start"
+    in_background: bool = False
+
+    def __str__(self) -> str:
+        background = ", saved in the background" if self.in_background else ""
+        return f"rank {self.stopped} of {self.ranks} at {self.event}, the store kept by {self.keeper}{background}"
+
+
+CASES = [
+    Case(2, 0, "rank 0"),
+    Case(4, 2, "the launcher"),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case(4, 0, "rank 0"),
+            Case(4, 3, "rank 0"),
+            Case(2, 1, "rank 0"),
+            Case(2, 0, "the launcher"),
+            Case(4, 0, "rank 0", "on_checkpoint_save_start"),
+            Case(4, 1, "the launcher", "on_checkpoint_save_start"),
+            Case(4, 0, "rank 0", "on_train_step_end", in_background=True),
+            Case(2, 1, "the launcher", "on_train_step_end", in_background=True),
+        )
+    ),
+]
+
+
+def meet_at(port: int) -> None:
+    """Let rank 0 keep the store, as where no launcher does."""
+    os.environ["MASTER_PORT"] = str(port)
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+
+
+def train(case: Case, folder: Path, port: int) -> tuple[str, float]:
+    """Return the error and when it came out."""
+    if case.keeper == "rank 0":
+        meet_at(port)
+    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(100)]
+    try:
+        with Trainer(
+            nn.Linear(3, 1),
+            nn.functional.mse_loss,
+            data,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            callbacks=[CheckpointSaver(save_interval="2ba", keep=2), Stops(case.stopped, case.event, folder)],
+            runs_folder=folder,
+            run_name="run",
+            save_in_background=case.in_background,
+            timeout_seconds=TIMEOUT,
+        ) as trainer:
+            trainer.fit()
+    except DistributedError as error:
+        return str(error), time.time()
+    return "", time.time()
+
+
+def survivors(case_ranks: int, stopped: int, ranks: RankProcesses, folder: Path) -> tuple[list[str], float, float]:
+    """Return the messages of the ranks that go on, the seconds until the last of them was out, and until its process had ended."""
+    others = [rank for rank in range(case_ranks) if rank != stopped]
+    for rank in others:
+        ranks.processes[rank].join(60)
+    ended = time.time()
+    ends = [end for end in ranks.wait(1.0) if end.rank in others]
+    assert not any(end.error for end in ends), "\n".join(end.error for end in ends)
+    assert [end.exitcode for end in ends] == [0] * len(others)
+    stopped_at = float((folder / "stopped").read_text())
+    return [end.value[0] for end in ends], max(end.value[1] for end in ends) - stopped_at, ended - stopped_at
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
+    with RankProcesses(train, case.ranks, case, tmp_path, free_port()) as ranks:
+        messages, seconds, ended = survivors(case.ranks, case.stopped, ranks, tmp_path)
+    print(f"{case}: {seconds:.1f} s, process ended after {ended:.1f} s; {messages[0][:120]}")
+    expected = (
+        f"rank {case.stopped} on machine {socket.gethostname()} did not answer within {TIMEOUT:g} s at step 6: dead or stopped"
+    )
+    assert [message[: len(expected)] for message in messages] == [expected] * (case.ranks - 1)
+    assert seconds < TIMEOUT + MARGIN
+    assert ended < TIMEOUT + MARGIN + 2.0
+
+
+# --- before there are groups ---
+
+
+def meet(stopped: int, where: str, folder: Path, port: int) -> tuple[str, float]:
+    meet_at(port)
+    ranks = read_ranks()
+    try:
+        if where == "after":  # they have met, and now rank 0 is to decide
+            attempt_store(ranks, TIMEOUT)
+        if ranks.rank == stopped:
+            stop_here(folder)
+        of_rank_zero(ranks, lambda: stop_here(folder) if where == "deciding" and ranks.rank == 0 else 1, timeout=TIMEOUT)
+    except DistributedError as error:
+        return str(error), time.time()
+    return "", time.time()
+
+
+@pytest.mark.parametrize(
+    ("stopped", "where", "expected"),
+    [
+        (1, "before", "rank 1 of 3 did not join the others within 4 s: not started, dead or stopped"),
+        (0, "deciding", "rank 0"),
+    ],
+)
+def test_ranks_that_meet_wait_with_a_bound(stopped: int, where: str, expected: str, tmp_path: Path) -> None:
+    with RankProcesses(meet, 3, -1 if where == "deciding" else stopped, where, tmp_path, free_port()) as ranks:
+        messages, seconds, _ = survivors(3, stopped, ranks, tmp_path)
+    assert all(expected in message for message in messages), messages
+    assert seconds < TIMEOUT + MARGIN
