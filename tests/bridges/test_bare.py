@@ -667,3 +667,136 @@ def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here() ->
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match="attach has no argument 'max_epochs'; give max_duration='3ep', for three epochs"):
         attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("callbacks", [["all"], []])
+def test_a_loop_that_accumulates_within_one_step_is_told_all_its_microbatches(callbacks: list[str]) -> None:
+    """nanoGPT's: it takes one batch from the iterator, and goes forward and backward several times."""
+
+    def trained(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for batch in run:
+            total = 0.0
+            for part in batch.chunk(4):
+                loss = model(part).square().mean() / 4
+                loss.backward()
+                total += float(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total)
+        return losses
+
+    batches = list(torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(1)))
+    model, optimizer, _ = parts()
+    plain = trained(batches, model, optimizer)
+    observed, optimizer, _ = parts()
+    recorder, history = Recorder(), History()
+    hearing: list[Callback] = [recorder] if callbacks else []
+    with attach(model=observed, optimizer=optimizer, callbacks=[history, *hearing], log_interval=1) as run:
+        assert trained(run.steps(batches), observed, optimizer) == plain
+    assert same(model, observed)
+    assert history["train/loss"] == pytest.approx(plain)
+    if callbacks:
+        check_events(recorder.events)
+        for event in ("microbatch", "forward", "loss", "backward"):
+            assert recorder.events.count(f"on_{event}_start") == recorder.events.count(f"on_{event}_end") == 12, event
+        assert recorder.events.count("on_train_step_end") == 3
+
+
+def test_what_replaces_a_later_microbatch_of_a_step_is_said_to_be_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
+    class Replaces(Callback):
+        phase = "change"
+
+        def on_microbatch_start(self, ctx: Context) -> None:
+            ctx.microbatch = ctx.microbatch * 2
+
+    model, optimizer, _ = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[Replaces()]) as run:
+        for batch in run.steps([torch.ones(2, 3)] * 2):
+            assert torch.equal(batch, torch.full((2, 3), 2.0))
+            for _ in range(3):
+                model(batch).sum().backward()
+            optimizer.step()
+    assert [record.message for record in caplog.records if "ctx.microbatch" in record.message] == [
+        "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch already, so "
+        "only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
+    ]
+
+
+def test_a_model_that_is_computed_again_for_its_backward_begins_no_microbatch() -> None:
+    model, optimizer, _ = parts()
+    recorder = Recorder()
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
+        for batch in run.steps([torch.ones(2, 3)] * 2):
+            checkpointed: Any = torch.utils.checkpoint.checkpoint(model, batch, use_reentrant=False)
+            checkpointed.sum().backward()
+            optimizer.step()
+    check_events(recorder.events)
+    assert recorder.events.count("on_forward_start") == recorder.events.count("on_backward_end") == 2
+
+
+def test_a_generator_whose_discriminator_is_trained_first_is_refused_with_what_to_do() -> None:
+    generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(generator.parameters())
+
+    def trained() -> None:
+        with attach(model=generator, optimizer=optimizer, callbacks=[SpeedMonitor()]) as run:
+            for real in run.steps([torch.randn(8, 4)] * 3):
+                discriminator(real).mean().backward()
+                discriminator(generator(torch.randn(8, 4))).mean().backward()
+                optimizer.step()
+
+    with pytest.raises(NotCarried, match=r"SpeedMonitor hears on_forward_end.*before the model was called.*GAN's discriminator"):
+        trained()
+
+
+class OptimWrapper:
+    """As fastai's: torch's optimizer inside, and a `step` that calls its step."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt = opt
+
+    def step(self) -> None:
+        self.opt.step()
+
+
+class SetFitModel:
+    """As setfit's: modules inside, and no module itself."""
+
+    def __init__(self) -> None:
+        self.model_body, self.model_head, self.name = nn.Linear(3, 8), nn.Linear(8, 1), "small"
+
+
+def test_an_optimizer_inside_a_wrapper_is_observed() -> None:
+    model, optimizer, data = parts()
+    wrapper: Any = OptimWrapper(optimizer)
+    recorder = Recorder()
+    with attach(model=model, optimizer=wrapper, callbacks=[recorder]) as run:
+        assert run.ctx.optimizer is optimizer
+        for inputs, targets in run.steps(data):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            wrapper.step()
+    check_events(recorder.events)
+    assert recorder.events.count("on_optimizer_step_end") == BATCHES
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"model": [nn.Linear(1, 1), nn.Linear(1, 1)]},
+            r"model= is a list of 2.*one model with one optimizer\. Give the model whose",
+        ),
+        (
+            {"model": SetFitModel()},
+            r"SetFitModel, which is not a torch.nn.Module.*model=model.model_body or model=model.model_head",
+        ),
+        ({"optimizer": (1, 2)}, r"optimizer= is a tuple of 2.*one model with one optimizer\. Give the one"),
+        ({"optimizer": object()}, r"optimizer= is a object, which is not a torch.optim.Optimizer.*OptimWrapper"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_of_torch_s_is_refused_with_what_to_give(given: dict[str, Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    whole: Any = {"model": model, "optimizer": optimizer, "callbacks": []} | given
+    with pytest.raises(ConfigError, match=message):
+        attach(**whole)

@@ -648,3 +648,21 @@ def test_a_step_in_whose_midst_the_epoch_is_left_ends_with_its_fields(tmp_path: 
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
     setup.trainer.run(POINTS.batches(), max_epochs=1)
     assert told == [("step", True, True)] * 2 + [("epoch", False, False)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_error_is_told_before_a_handler_that_raises_it_again(is_first: bool, tmp_path: Path) -> None:
+    def handle_exception(error: BaseException) -> None:
+        recorded.append(recorder.events[-2:])
+        raise error
+
+    setup, recorder, recorded = Setup(tmp_path, evaluates=False), Recorder(), list[list[str]]()
+    if is_first:
+        setup.trainer.add_event_handler(Events.EXCEPTION_RAISED, handle_exception)
+    setup.host([recorder, Fails(3)], saves=False, strict=False)
+    if not is_first:
+        setup.trainer.add_event_handler(Events.EXCEPTION_RAISED, handle_exception)
+    with pytest.raises(ZeroDivisionError):
+        setup.run()
+    assert recorded[0] == ["on_exception", "on_run_end"]  # Ignite raises the event again around it
+    assert recorder.events.count("on_exception") == recorder.events.count("on_run_end") == 1

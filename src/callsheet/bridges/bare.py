@@ -62,7 +62,7 @@ def attach(
 
     Args:
         model: what the loop calls; in DDP's wrapper, callbacks see the module inside.
-        optimizer: what the loop steps.
+        optimizer: what the loop steps; of a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
         scheduler: saved in checkpoints, and shown to callbacks; the loop steps it.
@@ -103,6 +103,8 @@ def attach(
         raise ConfigError(f"accumulate={accumulate!r}: give a whole number above 0")
     manager = normalize_callbacks(callbacks) or CallbackManager()
     manager.add(loggers or ())
+    check_model(model)
+    optimizer = torch_optimizer(optimizer)
     return AttachedRun(
         HostedRun(
             manager,
@@ -126,6 +128,48 @@ def attach(
         resume=os.fspath(resume) if resume is not None else None,
         strict=strict,
     )
+
+
+def check_model(model: Any) -> None:
+    """Raise ConfigError if `model` is not one module of torch's."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, (list, tuple, set, Mapping)):
+        raise ConfigError(
+            f"model= is a {type(model).__name__} of {len(model)}, and callbacks observe one model with one optimizer. Give the model whose "
+            "forward and loss they are to see. To show them several as one, give a torch.nn.Module whose forward calls them"
+        )
+    parts = [f"model=model.{name}" for name, value in _attributes(model) if isinstance(value, nn.Module)]
+    raise ConfigError(
+        f"model= is a {type(model).__name__}, which is not a torch.nn.Module. Give the module that the loop trains"
+        + (f": {' or '.join(parts)}" if parts else "")
+    )
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer of torch's that the loop steps; that inside, where a wrapper such as fastai's OptimWrapper is given.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if hasattr(optimizer, "register_step_post_hook"):
+        return optimizer  # type: ignore[no-any-return]
+    if isinstance(optimizer, (list, tuple, set, Mapping)):
+        raise ConfigError(
+            f"optimizer= is a {type(optimizer).__name__} of {len(optimizer)}, and callbacks observe one model with one optimizer. Give the one "
+            "that is stepped last in a step: its step is the one that callbacks see"
+        )
+    inside = [value for _, value in _attributes(optimizer) if isinstance(value, Optimizer)]
+    if len(inside) == 1:
+        return inside[0]
+    raise ConfigError(
+        f"optimizer= is a {type(optimizer).__name__}, which is not a torch.optim.Optimizer, so that its steps cannot be observed. Give the "
+        "torch.optim.Optimizer that the loop steps; with fastai, train with OptimWrapper(opt=torch.optim.AdamW) and give that"
+    )
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    return list(getattr(thing, "__dict__", {}).items())
 
 
 class AttachedRun:
@@ -303,8 +347,8 @@ class AttachedRun:
         try:
             run.begin(self._resume)
             self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)
-            self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer)
             self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
+            self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer, watch=self._backward)
             self._hooks = [self._model_hooks, self._optimizer_hooks, self._backward]
             run.losses = self._backward.reader
             run.signals.__enter__()

@@ -252,7 +252,7 @@ class HostedRun:
         made_up = (narrator or self.narrator).made_up
         for name in sorted(made_up, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
-                self._not_carried(event, "has not told it in its first step", strict, logger)
+                self._not_carried(event, "has not told it in its first step", strict, logger, _CAUSES.get(name, ""))
         made_up.clear()
 
     # --- checkpoints of the host's own ---
@@ -332,11 +332,11 @@ class HostedRun:
     def _listeners(self, event: str) -> list[Any]:
         return self.manager.list_callbacks(event)
 
-    def _not_carried(self, event: str, why: str, strict: bool, logger: Any) -> None:
+    def _not_carried(self, event: str, why: str, strict: bool, logger: Any, cause: str = "") -> None:
         listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._hears_all(each))
         if not listeners:
             return
-        message = f"{listeners} hears {event}, and {self.host} {why}"
+        message = f"{listeners} hears {event}, and {self.host} {why}{cause}"
         if strict:
             raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without that event")
         logger.warning("%s", message)
@@ -468,6 +468,16 @@ class HostedRun:
 
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
+
+_CAUSES: Mapping[str, str] = {
+    "forward": (
+        ": a loss went backward before the model was called. Either another model is trained first in the same step, as a GAN's"
+        " discriminator is; then give that one as the model. Or the loop calls the model by its parts; then have it call the model itself"
+    ),
+    "backward": ": backward() was not called on a loss of this step while the step was open",
+    "optimizer_step": ": the optimizer that the bridge was given was not stepped",
+}
+"""What has probably happened where a part of the first step was not told, and what to do."""
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})
 

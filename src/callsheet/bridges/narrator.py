@@ -7,12 +7,15 @@ the lifecycle's order; what had to be made up for that is remembered in `made_up
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 
 from callsheet.context import Context
 from callsheet.lifecycle import FIELDS, SPANS, names_in
 from callsheet.spans import Span, Spans
+
+logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
@@ -115,8 +118,15 @@ class Narrator:
         """Whether anybody does, or reads what steps leave behind: else they need only be counted."""
         self.is_loss_read = True
         """Whether anybody does, or is told the last step's loss of a checkpoint: else no host need find it."""
+        self._said: set[str] = set()
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
+
+    def say_once(self, message: str) -> None:
+        """Log a warning about what the loop does, unless this run has logged it before."""
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("%s", message)
 
     def is_open(self, name: str) -> bool:
         """Whether the loop is inside such a span. Where a step asks, its own `part.is_open` is the shorter way."""

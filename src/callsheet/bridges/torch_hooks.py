@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from callsheet.bridges.copies import add_hook
 from callsheet.bridges.narrator import Narrator
 from callsheet.context import Context
+
+logger = logging.getLogger("callsheet")
 
 _TORCH_S: Callable[..., None] = Tensor.backward
 _watches: list[
@@ -71,6 +74,27 @@ class Hook:
             self.stands = False
 
 
+def start_forward(narrator: Narrator, ctx: Context) -> None:
+    """The loop calls the model within a microbatch. A forward that follows a backward begins the step's next microbatch: a loop may take
+    several of what the host has told as one."""
+    parts = narrator.parts
+    microbatch = parts["microbatch"]
+    if microbatch.done == len(microbatch.sequence):
+        if parts["backward"].is_open:
+            return  # computed again for the backward, as with activation checkpointing
+        given = ctx.microbatch if ctx.has("microbatch") else None
+        narrator.end("microbatch")
+        ctx.microbatch = given
+        narrator.start("microbatch")
+        if ctx.microbatch is not given:
+            ctx.microbatch = given  # which the loop has had since the step began
+            narrator.say_once(
+                "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
+                "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
+            )
+    narrator.start("forward")
+
+
 class ModelHooks(StaysBehind):
     """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
 
@@ -80,6 +104,7 @@ class ModelHooks(StaysBehind):
     def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module) -> None:
         self._narrator = narrator
         self._ctx = ctx
+        self._microbatch = narrator.parts["microbatch"]
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, is_heard: bool) -> None:
@@ -88,8 +113,8 @@ class ModelHooks(StaysBehind):
         self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
-        if model.training and torch.is_grad_enabled() and self._narrator.is_open("microbatch"):
-            self._narrator.start("forward")
+        if self._microbatch.is_open and model.training and torch.is_grad_enabled():
+            start_forward(self._narrator, self._ctx)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         narrator = self._narrator
@@ -141,20 +166,40 @@ class JudgingHooks(StaysBehind):
         self.listen(False)
 
 
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[..., Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an optimizer's step, with `around` called in the closure's place and the closure before its arguments.
+
+    None where the step has no closure. The arguments are as a step hook of torch's gets them, the optimizer first.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    given = partial(around, closure)
+    return ((args[0], given, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": given})
+
+
 class OptimizerHooks:
     """Tells the optimizer's step; all of the gradients are there when it begins.
+
+    The forward and the backward of a closure belong to the step that the optimizer is given it in: the optimizer's step is told to
+    begin behind the closure's first evaluation. Where the optimizer evaluates it several times, the last loss is the step's.
 
     Args:
         optimizers: those that the loop steps, the first one first and the last one last.
         asks: whether the host asks for `has_stepped` also where nobody reads what a step leaves.
+        watch: where the loop's losses are summed.
     """
 
-    def __init__(self, narrator: Narrator, *optimizers: Optimizer, asks: bool = True) -> None:
+    def __init__(self, narrator: Narrator, *optimizers: Optimizer, asks: bool = True, watch: BackwardWatch | None = None) -> None:
         self._narrator = narrator
         self._step, self._clip, self._own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
         """Since this was last set to False."""
         self._asks = asks
+        self._watch = watch
+        self._is_given_closures = self._has_begun = False
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
         self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
         self.listen(True)
@@ -162,25 +207,55 @@ class OptimizerHooks:
     def listen(self, is_read: bool) -> None:
         """Stand in the optimizer, as far as is needed for steps that somebody reads, or that nobody does."""
         for hook in self._before:
-            hook.stand(is_read, self._begins)
+            hook.stand(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
             hook.stand(is_read or self._asks, self._ends)
 
-    def _begins(self, *_: Any) -> None:
+    def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step.is_open:
-            if not self._clip.is_quiet:
-                self._narrator.tell("clip_gradients")  # whether or not the loop has clipped them
-            own = self._own
-            if not own.is_quiet:
-                self._narrator.start("optimizer_step")
-            elif own.act_at_start is not None:  # as the narrator would, without a call of it at every step
-                own.act_at_start()
+            if (len(args) > 1 or kwargs) and (given := with_closure(args, kwargs, self._evaluate)) is not None:
+                self._is_given_closures, self._has_begun = True, False
+                if self._watch is not None:
+                    self._watch.begin_closure()
+                return given
+            self._begin()
+        return None
 
-    def _ends(self, *_: Any) -> None:
+    def _begin(self) -> None:
+        if not self._clip.is_quiet:
+            self._narrator.tell("clip_gradients")  # whether or not the loop has clipped them
+        own = self._own
+        if not own.is_quiet:
+            self._narrator.start("optimizer_step")
+        elif own.act_at_start is not None and self._narrator.is_read:  # as the narrator would, without a call of it at every step
+            own.act_at_start()
+
+    def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the closure's place."""
+        loss = closure(*args, **kwargs) if self._watch is None else self._watch.evaluate(closure, *args, **kwargs)
+        if not self._has_begun:
+            self._has_begun = True
+            if self._step.is_open:
+                self._begin()
+        return loss
+
+    def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._step.is_open:
             self.has_stepped = True
+            if len(args) > 1 or kwargs:
+                self._end_with_closure(args, kwargs)
             if not self._own.is_quiet:
                 self._narrator.end("optimizer_step")
+
+    def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_given_closures:
+            if not self._has_begun:  # the optimizer has not evaluated it
+                self._begin()
+        elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            # Nobody reads the steps, and there was no hook before this one. The loss in a checkpoint is the last all the same.
+            self._is_given_closures = True
+            for hook in self._before:
+                hook.stand(True, self._begins)
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
@@ -208,6 +283,9 @@ class BackwardWatch:
         """Whether the loop is within a step."""
         self.total: Tensor | None = None
         """The sum of the losses since this was last set to None, detached."""
+        self.is_in_closure = False
+        """Whether an optimizer evaluates a closure, perhaps again: then a loss counts behind the step's backward, too."""
+        self._before_closure: Tensor | None = None
         self._listens = False
         _watches.append(self)
         self.listen(True)
@@ -230,6 +308,28 @@ class BackwardWatch:
             _watches.remove(self)
         self.listen(False)
 
+    def begin_step(self) -> None:
+        """No loss has been summed yet."""
+        self.total = None
+
+    def begin_closure(self) -> None:
+        """The optimizer is given a closure: what was summed before is of the loop's own backwards."""
+        self._before_closure = self.total
+
+    def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a closure of the optimizer's. The losses of an earlier evaluation in this step count no more, if this one has any."""
+        earlier = self.total
+        self.begin_step()
+        was_on, self.is_in_closure, self.is_on = self.is_on, True, True
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            self.is_in_closure, self.is_on = False, was_on
+            if self.total is None:
+                self.total = earlier
+            elif self._before_closure is not None:
+                self.total = self._before_closure + self.total
+
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's and somebody listens; whether it was."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
@@ -240,14 +340,17 @@ class BackwardWatch:
             told = loss / scale
         if is_heard:
             narrator, ctx = self._narrator, self._ctx
-            if not narrator.is_open("microbatch") or self._backward.is_open:
+            if self._backward.is_open:
                 return False
-            narrator.start("loss")
-            ctx.loss = told
-            narrator.start("backward")  # which ends the loss
-            if ctx.loss is not told:
-                told = ctx.loss
-                loss = told if scale is None else told * scale
+            if narrator.is_open("microbatch"):
+                narrator.start("loss")
+                ctx.loss = told
+                narrator.start("backward")  # which ends the loss
+                if ctx.loss is not told:
+                    told = ctx.loss
+                    loss = told if scale is None else told * scale
+            elif not self.is_in_closure:
+                return False
         value = told.detach()
         self.total = value if self.total is None else self.total + value
         _backward(loss, *args, **options)

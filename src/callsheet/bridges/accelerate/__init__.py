@@ -20,7 +20,7 @@ with needed_by(__name__):
     from torch.optim import Optimizer
 
 from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
-from callsheet.bridges.bare import AttachedRun
+from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
@@ -107,17 +107,20 @@ def host(
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
 
     Raises:
+        ConfigError: model or optimizer is not one of torch's.
         NotCarried: DeepSpeed or Megatron-LM; or, when the block is entered or in the first step, see `strict`.
     """
     if accelerator.distributed_type in _NOT_HEARD:
         raise NotCarried(
             f"{accelerator.distributed_type.value} goes backward and steps in an engine of its own, which cannot be heard"
         )
+    check_model(model)
+    optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
     accelerated = AcceleratedRun(
         HostedRun(
             callbacks,
             model=accelerator.unwrap_model(model),
-            optimizer=getattr(optimizer, "optimizer", optimizer),
+            optimizer=optimizer,
             scheduler=getattr(scheduler, "scheduler", scheduler),
             host="this loop with Accelerate",
             run_name=run_name,
@@ -132,7 +135,7 @@ def host(
             timeout_seconds=timeout_seconds,
         ),
         model,
-        getattr(optimizer, "optimizer", optimizer),
+        optimizer,
         accelerator,
         resume=os.fspath(resume) if resume is not None else None,
         strict=strict,

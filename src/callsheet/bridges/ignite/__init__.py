@@ -13,6 +13,7 @@ with needed_by(__name__):
     from torch import nn
     from torch.optim import Optimizer
 
+from callsheet.bridges.bare import check_model, torch_optimizer
 from callsheet.bridges.ignite.engine import GuestEngine
 from callsheet.bridges.ignite.guests import IgniteGuest, guest
 from callsheet.bridges.ignite.hosts import IgniteHost
@@ -75,8 +76,9 @@ def host(
         raise ConfigError("evaluate= runs evaluators; name them with evaluators=, for their results to be told")
     if "train" in (evaluators or {}):
         raise ConfigError("evaluators={'train': ...}: train/loss is the loss of the steps; give that dataset another name")
+    check_model(model)
     settings = {
-        "optimizer": optimizer, "scheduler": scheduler, "run_name": run_name, "runs_folder": runs_folder, "config": config,
+        "optimizer": torch_optimizer(optimizer), "scheduler": scheduler, "run_name": run_name, "runs_folder": runs_folder, "config": config,
         "log_interval": log_interval, "timeout_seconds": timeout_seconds, "signals": tuple(preempt_signals),
     }  # fmt: skip
     return IgniteHost(callbacks, model, settings, accumulate, scaler, dict(evaluators or {}), evaluate, strict=strict)

@@ -90,6 +90,9 @@ class IgniteHost:
         self._trainer, self._checkpoint = trainer, checkpoint
         for event in TOLD_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
+        # Before a handler that raises the exception again, also one that was attached earlier: those behind it are not called.
+        handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
+        handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
             for event in TOLD_AT_EVALUATION:
                 evaluator.add_event_handler(event, getattr(self, f"_evaluation_{event.value}"), name)
@@ -123,7 +126,7 @@ class IgniteHost:
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.narrator, run.ctx, model)
         self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, model)
-        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer)
+        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader

@@ -243,24 +243,32 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
                 narrator.tell("fetch")
             narrator.start_step()
             watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
-        watch.is_on = True
+        watch.is_on, self._before_batch = True, watch.total
         given = ctx.batch
         if self._hears_microbatch:
             ctx.microbatch = given
             narrator.start("microbatch")
             given = ctx.microbatch
-        if given is not batch:
-            self._forward.replaced = [given]
+        self._forward.replaced = [given] if given is not batch else None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The gradients are there, unscaled, and not yet clipped."""
-        if self._is_moving:  # again in this step: a closure that the optimizer calls several times, or another optimizer
+        watch = self._watch
+        if self._is_moving:  # again in this step: a closure that the optimizer evaluates several times, or another optimizer
+            self._keep_last_loss(watch)
             return
-        self._is_moving, self._watch.is_on = True, False
+        self._is_moving, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
         if not self._run.narrator.parts["clip_gradients"].is_quiet:
             self._run.narrator.start("clip_gradients")
+        self._last_loss, watch.total = watch.total, None
         if not self._clip.is_on:
             self._clipped()
+
+    def _keep_last_loss(self, watch: BackwardWatch) -> None:
+        """Of the evaluations of a closure, the last one's."""
+        if watch.total is not None:
+            self._last_loss = watch.total if self._before_batch is None else self._before_batch + watch.total
+            watch.total = None
 
     def _clipped(self) -> None:
         narrator, parts = self._run.narrator, self._run.narrator.parts
@@ -280,8 +288,11 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is through, and with it perhaps the step."""
         run = self._run
-        narrator = run.narrator
-        self._watch.is_on = False
+        narrator, watch = run.narrator, self._watch
+        watch.is_on = watch.is_in_closure = False
+        if self._is_moving:
+            self._keep_last_loss(watch)
+            watch.total = self._last_loss
         if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             narrator.end("microbatch")
             return

@@ -11,7 +11,7 @@ from torch import nn
 
 from callsheet.bridges.copies import add_hook, replace
 from callsheet.bridges.narrator import Narrator
-from callsheet.bridges.torch_hooks import StaysBehind
+from callsheet.bridges.torch_hooks import StaysBehind, start_forward
 from callsheet.context import Context
 
 _STEPS: Mapping[str, str] = {"validation_step": "eval", "test_step": "test", "predict_step": "predict"}
@@ -70,8 +70,8 @@ class StepHooks(StaysBehind):
             self.remove()
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:
-            (batch,), self.replaced = self.replaced, None
+        if self.replaced is not None:  # also where an optimizer evaluates its closure again
+            (batch,) = self.replaced
         self._is_inside = True
         try:
             return step(batch, *rest)
@@ -84,7 +84,10 @@ class StepHooks(StaysBehind):
         kind, narrator = self._kind, self._narrator
         if narrator.is_open(f"{kind}_step" if kind else "microbatch"):
             self._caller = module
-            narrator.start(f"{kind}_forward" if kind else "forward")
+            if kind:
+                narrator.start(f"{kind}_forward")
+            else:
+                start_forward(narrator, self._ctx)
 
     def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if self._caller is not module:

@@ -154,7 +154,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, module)
         self._predict_hooks = JudgingHooks(run.narrator, run.ctx, module, kind="predict")
         hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks, Fetches(unit, self._fetchers())]
-        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer) if optimizer is not None else None
+        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer, watch=watch) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader

@@ -1,0 +1,201 @@
+"""`optimizer.step(closure)`: the closure's backward belongs to its step, and of several evaluations the last loss counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from ignite.engine import Engine
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchtnt.framework.train import train
+from torchtnt.framework.unit import TrainUnit
+
+from callsheet import Callback, Context, attach
+from callsheet.bridges import accelerate, ignite, lightning, torchtnt
+from callsheet.bridges.lightning import fabric
+from callsheet.callbacks import CheckpointSaver, History, NaNMonitor
+from callsheet.testing import Recorder, check_events
+
+from .homes.job import POINTS
+from .homes.lightning import quiet_trainer
+
+EPOCHS, STEPS = 2, 6
+Losses = list[list[float]]
+"""By step: of each evaluation of the closure."""
+
+
+class Plain:
+    """A model, its optimizer, and the closure of a batch."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer: Any = (
+            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+            if kind == "SGD"
+            else torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+        )
+        self.losses: Losses = []
+
+    def closure(
+        self, batch: Any, model: Any = None, backward: Callable[[Tensor], None] = lambda loss: loss.backward()
+    ) -> Callable[[], Tensor]:
+        inputs, targets = batch
+        self.losses.append([])
+
+        def evaluated() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = POINTS.loss((model or self.model)(inputs), targets)
+            backward(loss)
+            self.losses[-1].append(loss.item())
+            return loss
+
+        return evaluated
+
+
+def by_hand(it: Plain, callbacks: Any, folder: Path) -> None:
+    if callbacks is None:
+        for _ in range(EPOCHS):
+            for batch in POINTS.batches():
+                it.optimizer.step(it.closure(batch))
+        return
+    options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
+    with attach(model=it.model, optimizer=it.optimizer, callbacks=callbacks, **options) as run:
+        for _ in run.epochs(EPOCHS):
+            for batch in run.steps(POINTS.batches()):
+                it.optimizer.step(closure=it.closure(batch))
+
+
+def with_accelerate(it: Plain, callbacks: Any, folder: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator: Any = Accelerator(cpu=True)
+    model, optimizer, data = accelerator.prepare(it.model, it.optimizer, POINTS.batches())
+    options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
+    with accelerate.host(callbacks, accelerator=accelerator, model=model, optimizer=optimizer, **options) as run:
+        for _ in run.epochs(EPOCHS):
+            for batch in run.steps(data):
+                optimizer.step(it.closure(batch, model, accelerator.backward))
+
+
+def with_fabric(it: Plain, callbacks: Any, folder: Path) -> None:
+    from lightning.fabric import Fabric
+
+    loop = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = loop.setup(it.model, it.optimizer)
+    options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
+    with fabric(loop, model=model, optimizer=optimizer, callbacks=callbacks, **options) as run:
+        for _ in run.epochs(EPOCHS):
+            for batch in run.steps(POINTS.batches()):
+                optimizer.step(it.closure(batch, model, loop.backward))
+
+
+def with_ignite(it: Plain, callbacks: Any, folder: Path) -> None:
+    engine = Engine(lambda engine, batch: it.optimizer.step(it.closure(batch)))
+    options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
+    ignite.host(callbacks, model=it.model, optimizer=it.optimizer, strict=False, **options).attach(engine)
+    engine.run(POINTS.batches(), max_epochs=EPOCHS)
+
+
+def with_torchtnt(it: Plain, callbacks: Any, folder: Path) -> None:
+    class Unit(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.optimizer = it.model, it.optimizer
+
+        def train_step(self, state: Any, data: Any) -> None:
+            self.optimizer.step(it.closure(data))
+
+    options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
+    train(Unit(), POINTS.batches(), max_epochs=EPOCHS, callbacks=[torchtnt.host(callbacks, **options)])
+
+
+class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are not read
+    def __init__(self, it: Plain) -> None:
+        super().__init__()
+        self.it, self.net = it, it.model
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(self.it.losses) == self.trainer.global_step:
+            self.it.losses.append([])
+        loss = POINTS.loss(self.net(batch[0]), batch[1])
+        self.it.losses[-1].append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.it.optimizer
+
+
+def with_lightning(it: Plain, callbacks: Any, folder: Path) -> None:
+    hosted = [] if callbacks is None else [lightning.host(callbacks)]
+    quiet_trainer(folder, hosted, max_epochs=EPOCHS, log_every_n_steps=1).fit(Module(it), POINTS.batches())
+
+
+HOSTS = {
+    "by hand": by_hand,
+    "accelerate": with_accelerate,
+    "fabric": with_fabric,
+    "ignite": with_ignite,
+    "torchtnt": with_torchtnt,
+    "lightning": with_lightning,
+}
+
+
+class Sees(Callback):
+    """The step's loss where it is told last."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.losses.append(float(ctx.loss))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+@pytest.mark.parametrize("where", HOSTS)
+def test_a_closure_belongs_to_its_step(where: str, kind: str, tmp_path: Path) -> None:
+    alone, observed = Plain(kind), Plain(kind)
+    (with_lightning if where == "lightning" else by_hand)(alone, None, tmp_path / "alone")
+    recorder, history, sees = Recorder(), History(), Sees()
+    HOSTS[where](observed, [recorder, history, sees, NaNMonitor()], tmp_path / "observed")
+    assert observed.losses == alone.losses
+    assert len(observed.losses) == EPOCHS * STEPS
+    assert all(torch.equal(one, other) for one, other in zip(alone.model.parameters(), observed.model.parameters(), strict=True))
+    last = [each[-1] for each in observed.losses]
+    assert sees.losses == last
+    assert history["train/loss"] == pytest.approx(last)
+    check_events(recorder.events)
+    step = recorder.events[recorder.events.index("on_train_step_start") : recorder.events.index("on_train_step_end")]
+    assert step.index("on_backward_end") < step.index("on_clip_gradients_start") < step.index("on_optimizer_step_start")
+    assert step.count("on_forward_start") == step.count("on_optimizer_step_end") == 1
+    if kind == "LBFGS":
+        assert any(len(each) > 1 for each in observed.losses)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("where", HOSTS)
+def test_the_last_loss_counts_also_where_records_alone_are_read(where: str, tmp_path: Path) -> None:
+    it, history = Plain("LBFGS"), History()
+    HOSTS[where](it, [history], tmp_path)
+    assert history["train/loss"] == pytest.approx([each[-1] for each in it.losses])
+
+
+def test_the_last_loss_stands_in_a_checkpoint_also_where_nobody_reads_the_steps(tmp_path: Path) -> None:
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.losses: list[Any] = []
+
+        def on_checkpoint_save_end(self, ctx: Context) -> None:
+            assert ctx.checkpoint is not None
+            self.losses.append(ctx.checkpoint.train_loss)
+
+    it, told = Plain("LBFGS"), Told()
+    by_hand(it, [CheckpointSaver(save_interval="2ba"), told], tmp_path)
+    assert told.losses == pytest.approx([each[-1] for each in it.losses][1::2])
