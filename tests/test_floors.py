@@ -14,7 +14,7 @@ SOURCE = Path(callsheet.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "extras", "familiar_names", "on_demand", "reasons", "time", "lifecycle", "events", "hooks"),
-    ("control", "distributed", "randomness", "log_ranks", "lanes"),
+    ("control", "distributed", "randomness", "log_ranks", "lanes", "run_lock", "run_marker"),
     ("context", "callback", "background"),
     (
         "snapshot",

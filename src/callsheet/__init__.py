@@ -24,6 +24,8 @@ from callsheet.errors import (
     RegistrationError,
     RequestRefused,
     RunEndedError,
+    RunInUseError,
+    RunLockLostError,
     UnknownArgument,
     UnknownEventError,
 )
@@ -67,7 +69,9 @@ __all__ = [
     "RegistrationError",
     "RequestRefused",
     "RunEndedError",
+    "RunInUseError",
     "RunInfo",
+    "RunLockLostError",
     "Time",
     "TimeUnit",
     "Timestamp",

@@ -53,6 +53,14 @@ class CheckpointError(CallsheetError, RuntimeError):
     """A checkpoint that cannot be written, or does not hold when it is read."""
 
 
+class RunInUseError(CallsheetError, RuntimeError):
+    """Another process, or another run of this one, trains in the run's folder."""
+
+
+class RunLockLostError(CheckpointError):
+    """Another process has taken over the run's folder from this one, which was suspended or cut off for too long."""
+
+
 class DistributedError(CallsheetError, RuntimeError):
     """The ranks could not agree: one of them is dead, stuck, or somewhere else in the loop; the message names it."""
 

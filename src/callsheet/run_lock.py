@@ -1,0 +1,470 @@
+"""One writer per run folder: the lock that rank 0 of a run holds from its start to its end.
+
+The lock of the run in `runs/x` is the folder `runs/.x.lock`, beside the run's folder: it exists before the run has written anything, and
+it stays where it is when an earlier run in `runs/x` is renamed. It holds one small file per claim, named by a number. The claim with the
+highest number owns the run. Its content names the machine, the process with its start time, and the last heartbeat.
+
+How a run acquires the lock:
+
+1. List the claims. If there is none, the next number is 1. If the highest belongs to a process that is gone, the next number is one more.
+   Otherwise the run is in use.
+2. Create the file of the next number with `O_EXCL`. Only one of several waiters succeeds; the others start again at 1.
+3. Read all other claims again. If one of them is not exactly what was judged in the first step, withdraw the own claim and start again:
+   the old owner may have released its claim in the meantime, and somebody else may have begun with number 1.
+4. Delete the older claims.
+
+A claim never removes or overwrites the file of an owner before its own file exists, so two processes cannot both believe that they own
+the run: an owner has to find its own file in place, with its own content, and none with a higher number. `check` looks for exactly that.
+A higher number counts only if it is still there on a second look, since a waiter may be about to withdraw it in step 3.
+
+Which process is gone: on the same machine, one whose process id is free or belongs to a process with another start time. Otherwise one
+whose claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock. Clocks of other machines are not trusted alone:
+where the heartbeat that is written in the claim is older than `STALE_SECONDS` by the wall clock, the reader still has to see no
+heartbeat for two and a half intervals.
+
+Heartbeats are written in place, through the descriptor with which the claim was created. An owner that was suspended and lost the lock
+therefore writes to a file that nobody reads any more.
+
+The lock needs a file system on which `O_EXCL` is atomic, as on local disks and NFS since version 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from callsheet.errors import RunInUseError, RunLockLostError
+
+logger = logging.getLogger("callsheet")
+
+LOCK_TIMEOUT_SECONDS = 30.0
+"""How long a run waits for the lock of its folder, unless it says otherwise."""
+HEARTBEAT_SECONDS = 10.0
+"""How often the owner writes that it is alive."""
+STALE_SECONDS = 60.0
+"""How long a claim without a heartbeat is respected."""
+
+_POLL_SECONDS = 0.1
+_SECOND_LOOK_SECONDS = 0.5
+_RECORD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the file of a claim says: who owns the run, since when, and when it was last alive, by its own clock."""
+
+    token: str
+    machine: str
+    machine_id: str
+    pid: int
+    process_started: str
+    since: float
+    beat: float
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since)
+        is_today = since.date() == datetime.now().date()
+        return f"process {self.pid} on machine {self.machine} since {since:{'%H:%M' if is_today else '%Y-%m-%d %H:%M'}}"
+
+    @property
+    def is_of_dead_process(self) -> bool:
+        """Whether it was made on this machine, by a process that is gone; False for other machines, of which nothing is known."""
+        if self.machine_id != machine_id():
+            return False
+        if self.pid == os.getpid():  # this process, or what it was before an `exec`
+            return self.token not in _tokens
+        return process_started(self.pid) != self.process_started
+
+
+class RunLock:
+    """The lock of one run's folder, as one run of this process uses it.
+
+    A second run of the same process takes the lock over without waiting where the first one is not busy: a notebook makes two Trainers
+    of one name without closing the first, and a recipe hands its lock to its Trainer. The first one has lost it then.
+
+    In a process that was forked from the owner's, every method does nothing.
+
+    Args:
+        folder: the run's.
+        is_busy: whether the run that uses this lock is doing anything now.
+        on_loss: called in a thread of the lock when the lock is found to be lost.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, is_busy: Callable[[], bool] = lambda: False, on_loss: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder = Path(folder)
+        self._path = Path(os.path.realpath(self.folder.parent)) / f".{self.folder.name}.lock"
+        self._is_busy = is_busy
+        self._on_loss = on_loss
+        self._ownership: _Ownership | None = None
+        self._lost = ""
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: the content, and since when it has been the same
+        self._has_said = False
+        self._thread = 0  # in which the lock was acquired
+        self._pid = os.getpid()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this run owns its folder, as far as is known; `check` looks."""
+        return self._ownership is not None and not self._lost
+
+    def acquire(self, timeout: float) -> None:
+        """Wait for the lock, at most `timeout` seconds.
+
+        Raises:
+            RunInUseError: another process, or another run of this one, trains in this folder.
+            OSError: no file can be created beside the run's folder.
+        """
+        deadline = time.monotonic() + timeout
+        while (owner := self.attempt()) is not None:
+            if time.monotonic() >= deadline or owner.is_in_this_thread:
+                raise RunInUseError(self.refusal(owner))
+            self.say_waiting(owner, timeout)
+            time.sleep(_POLL_SECONDS)
+
+    def attempt(self) -> Owner | None:
+        """Acquire the lock if it is free; else return who owns it. Never waits long. Raises `OSError` as `acquire` does."""
+        with _registry:
+            holder = _held.get(str(self._path))
+            if holder is self:
+                return None
+            if holder is not None and (ownership := holder._ownership) is not None and not holder._lost:
+                if holder._is_busy():
+                    return Owner(ownership.claim, is_in_this_process=True, is_in_this_thread=holder._is_in_this_thread())
+                if ownership.is_intact():
+                    holder._ownership = None
+                    holder._lost = f"another run of this process trains in {self.folder} now"
+                    self._own(ownership)
+                    return None
+            return self._claim()
+
+    def say_waiting(self, owner: Owner, timeout: float) -> None:
+        """Log once that this process waits for the lock."""
+        if not self._has_said and timeout > 0:
+            self._has_said = True
+            logger.warning(
+                "%s is being trained by %s; waiting up to %g s for it to end (lock_timeout_seconds)", self.folder, owner, timeout
+            )
+
+    def refusal(self, owner: Owner) -> str:
+        """The message for who did not get the lock."""
+        if owner.is_in_this_process:
+            return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."
+        message = f"{self.folder} is being trained by {owner}. Use `--run_name` to start another run beside it."
+        silent = max((time.monotonic() - since for _, since in self._seen.values()), default=0.0)
+        if silent > 2 * HEARTBEAT_SECONDS:
+            message += (
+                f" That process has shown no sign of life for {silent:.0f} s: if it is gone, start again in "
+                f"{max(0.0, STALE_SECONDS - silent):.0f} s, or raise lock_timeout_seconds above {STALE_SECONDS:.0f}."
+            )
+        return message
+
+    def check(self) -> None:
+        """Raise if another run has taken over the folder; nothing where the lock was never acquired.
+
+        Raises:
+            RunLockLostError: this process was suspended or cut off for too long, and another one trains in the folder.
+        """
+        if os.getpid() != self._pid:
+            return
+        if not self._lost and self._ownership is not None and not self._ownership.is_intact():
+            self._lose(self._ownership)
+        if self._lost:
+            raise RunLockLostError(
+                f"this run has lost the lock of {self.folder} and stops writing: {self._lost}. Start it again to continue from its "
+                "newest checkpoint once the other one has ended."
+            )
+
+    def release(self) -> None:
+        """Give the folder free; may be called twice."""
+        if os.getpid() != self._pid:
+            return
+        with _registry:
+            ownership, self._ownership = self._ownership, None
+            if _held.get(str(self._path)) is self:
+                del _held[str(self._path)]
+        if ownership is not None:
+            ownership.end(removes=not self._lost)
+
+    def _is_in_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def _own(self, ownership: _Ownership) -> None:
+        self._ownership, self._lost = ownership, ""
+        self._thread = threading.get_ident()
+        ownership.on_loss = self._lose
+        _held[str(self._path)] = self
+
+    def _lose(self, ownership: _Ownership) -> None:
+        if self._ownership is ownership and not self._lost:
+            other = ownership.successor()
+            self._lost = f"it was suspended or could not write for a while, and {other or 'another process'} took it over"
+            logger.error("the lock of %s is lost: %s", self.folder, self._lost)
+            self._on_loss()
+
+    def _claim(self) -> Owner | None:
+        """One round of the protocol that the module describes."""
+        claims = _claims(self._path)
+        highest = max(claims, default=0)
+        if claims and not self._is_gone(highest, claims[highest]):
+            return Owner(_parsed(claims[highest]))
+        number, record = highest + 1, _new_claim()
+        created: list[Path] = []
+        descriptor = _created(self._path / str(number), created)
+        if descriptor is None:  # another waiter was first
+            return Owner(None)
+        ownership = _Ownership(self._path, number, record, descriptor, created)
+        try:
+            ownership.write()
+            others = {other: content for other, content in _claims(self._path).items() if other != number}
+        except OSError:
+            ownership.withdraw()
+            raise
+        if any(claims.get(other) != content for other, content in others.items()):
+            ownership.withdraw()
+            return Owner(None)
+        for other in others:
+            with contextlib.suppress(FileNotFoundError):
+                (self._path / str(other)).unlink()
+        if claims:
+            old = _parsed(claims[highest])
+            level = logging.INFO if old is not None and old.is_of_dead_process else logging.WARNING
+            why = "is gone" if level == logging.INFO else f"has shown no sign of life for {STALE_SECONDS:g} s"
+            logger.log(level, "took over the lock of %s: %s %s", self.folder, old or "the process that held it", why)
+        ownership.start()
+        self._own(ownership)
+        return None
+
+    def _is_gone(self, number: int, content: bytes) -> bool:
+        claim, now = _parsed(content), time.monotonic()
+        if claim is not None and claim.is_of_dead_process:
+            return True
+        before = self._seen.get(number)
+        if before is None or before[0] != content:
+            self._seen = {number: (content, now)}
+            return False
+        silent = now - before[1]
+        is_old = claim is None or time.time() - claim.beat > STALE_SECONDS
+        return silent > STALE_SECONDS or (is_old and silent > min(2.5 * HEARTBEAT_SECONDS, STALE_SECONDS))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock; `claim` is None where that cannot be read yet."""
+
+    claim: Claim | None
+    is_in_this_process: bool = False
+    is_in_this_thread: bool = False
+
+    def __str__(self) -> str:
+        return str(self.claim) if self.claim is not None else "another process"
+
+
+class _Ownership:
+    """A claim that was made by this process, and the thread that keeps it alive."""
+
+    def __init__(self, path: Path, number: int, claim: Claim, descriptor: int, created: list[Path]) -> None:
+        self.claim = claim
+        self.on_loss: Callable[[_Ownership], None] = lambda ownership: None
+        self._path = path
+        self._file = path / str(number)
+        self._number = number
+        self._descriptor = descriptor
+        self._created = created  # the folders that were made for it
+        self._is_over = threading.Event()
+        self._has_warned = False
+        self._thread: threading.Thread | None = None
+        _tokens.add(claim.token)
+
+    def write(self) -> None:
+        """Write a heartbeat."""
+        record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
+        os.fsync(self._descriptor)  # other machines see it after that
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
+        self._thread.start()
+
+    def is_intact(self) -> bool:
+        """Whether this claim owns the run. If the folder cannot be read, it does: nobody else can take it over then either."""
+        if self._is_in_place():
+            return True
+        time.sleep(_SECOND_LOOK_SECONDS)  # a waiter may be about to withdraw
+        return self._is_in_place()
+
+    def successor(self) -> Claim | None:
+        """Who owns the run now, if not this claim."""
+        try:
+            claims = _claims(self._path)
+        except OSError:
+            return None
+        return _parsed(claims[max(claims)]) if claims else None
+
+    def withdraw(self) -> None:
+        """Take back a claim that was not won."""
+        os.close(self._descriptor)
+        self._remove()
+
+    def end(self, *, removes: bool) -> None:
+        """Stop the heartbeat and remove the claim."""
+        self._is_over.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(HEARTBEAT_SECONDS)  # it may hang in a file system that does not answer; then it keeps its descriptor
+            if self._thread.is_alive():
+                return
+        os.close(self._descriptor)
+        with contextlib.suppress(OSError):
+            if removes and self._is_in_place():
+                self._remove()
+
+    def _remove(self) -> None:
+        _tokens.discard(self.claim.token)
+        with contextlib.suppress(FileNotFoundError):
+            self._file.unlink()
+        with contextlib.suppress(OSError):  # another process waits there
+            self._path.rmdir()
+            for folder in reversed(self._created):
+                folder.rmdir()
+
+    def _is_in_place(self) -> bool:
+        try:
+            claims = _claims(self._path)
+        except OSError:
+            return True
+        found = _parsed(claims[self._number]) if self._number in claims else None
+        return max(claims, default=0) == self._number and found is not None and found.token == self.claim.token
+
+    def _run(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_SECONDS):
+            if not self.is_intact():
+                self.on_loss(self)
+                return
+            try:
+                self.write()
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "cannot write a heartbeat to %s (%s): after %g s another process may take over the run",
+                        self._file,
+                        error.strerror or error,
+                        STALE_SECONDS,
+                    )
+
+
+_registry = threading.RLock()
+_held: dict[str, RunLock] = {}  # by the lock's path: those of this process
+_tokens: set[str] = set()  # of the claims of this process
+
+
+def _after_fork() -> None:
+    global _registry
+    _registry = threading.RLock()
+    _held.clear()
+    _tokens.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def machine_id() -> str:
+    """What tells this machine apart from others as far as process ids go: a name alone is not enough, since containers share names."""
+    return _machine_id()
+
+
+@functools.cache
+def _machine_id() -> str:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))  # two containers have one boot, and process ids of their own
+    return " ".join(parts)
+
+
+def process_started(pid: int) -> str:
+    """When a process of this machine began, in the system's own count; empty if there is no such process.
+
+    Where the system does not say (outside Linux), every living process has the same answer, so a reused process id looks alive.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return ""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except OSError:  # it is somebody else's
+            pass
+        return "alive"
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]  # a zombie writes no more
+
+
+def _new_claim() -> Claim:
+    now, pid = time.time(), os.getpid()
+    return Claim(secrets.token_hex(8), socket.gethostname(), machine_id(), pid, process_started(pid), since=now, beat=now)
+
+
+def _created(path: Path, folders: list[Path]) -> int | None:
+    """A descriptor of a new file, made with the folders above it; None where the file is there already."""
+    for _ in range(100):
+        missing = path.parent
+        new: list[Path] = []
+        while not missing.exists():
+            new.insert(0, missing)
+            missing = missing.parent
+        for folder in new:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                if folder != path.parent:
+                    folders.append(folder)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return None
+        except FileNotFoundError:  # its folder was removed by a run that ended just now
+            continue
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _claims(path: Path) -> dict[int, bytes]:
+    """The content of every claim, by number."""
+    with contextlib.suppress(OSError):
+        os.utime(path)  # on NFS, has this machine read the folder anew instead of from its cache
+    found: dict[int, bytes] = {}
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return {}
+    for name in names:
+        if name.isdigit():
+            with contextlib.suppress(FileNotFoundError):
+                found[int(name)] = (path / name).read_bytes()
+    return found
+
+
+def _parsed(content: bytes) -> Claim | None:
+    """The claim; None for a file that is only half written."""
+    try:
+        return Claim(**json.loads(content))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,36 @@
+"""A process for the tests of the run lock: acquires the lock of a folder, says so, and does what is asked on its standard input.
+
+`python lock_holder.py FOLDER TIMEOUT HEARTBEAT STALE [MACHINE]`
+"""
+
+import logging
+import sys
+
+from callsheet import RunInUseError, RunLockLostError, run_lock
+
+
+def main(folder: str, timeout: str, heartbeat: str, stale: str, machine: str = "") -> None:
+    logging.basicConfig(level=logging.INFO, format="log: %(message)s", stream=sys.stdout)
+    run_lock.HEARTBEAT_SECONDS, run_lock.STALE_SECONDS = float(heartbeat), float(stale)
+    if machine:
+        run_lock.machine_id = lambda: machine
+    lock = run_lock.RunLock(folder, on_loss=lambda: print("loss", flush=True))
+    try:
+        lock.acquire(float(timeout))
+    except RunInUseError as error:
+        print(f"refused: {error}", flush=True)
+        return
+    print("acquired", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "check":
+            try:
+                lock.check()
+                print("owner", flush=True)
+            except RunLockLostError as error:
+                print(f"lost: {error}", flush=True)
+        elif line.strip() == "release":
+            lock.release()
+            print("released", flush=True)
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,196 @@
+"""One writer per run folder, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from callsheet import RunInUseError, RunLockLostError
+from callsheet.run_lock import RunLock
+
+HOLDER = Path(__file__).parent / "lock_holder.py"
+
+
+class Holder:
+    """A process that wants the lock."""
+
+    def __init__(self, folder: Path, *, timeout: float = 0, heartbeat: float = 0.1, stale: float = 60, machine: str = "") -> None:
+        words = [str(folder), str(timeout), str(heartbeat), str(stale), *([machine] if machine else [])]
+        self.process = subprocess.Popen(
+            [sys.executable, str(HOLDER), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.logged: list[str] = []
+
+    def says(self) -> str:
+        """The next line that is no log record."""
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).startswith("log: "):
+            self.logged.append(line)
+        return line.strip()
+
+    def asked(self, word: str) -> str:
+        stdin: IO[str] | None = self.process.stdin
+        assert stdin is not None
+        stdin.write(f"{word}\n")
+        stdin.flush()
+        return self.says()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
+    holders: list[Holder] = []
+
+    def starts(**options: float | str) -> Holder:
+        holders.append(Holder(tmp_path / "runs" / "x", **options))  # type: ignore[arg-type]
+        return holders[-1]
+
+    yield starts
+    for holder in holders:
+        holder.process.send_signal(signal.SIGCONT)
+        holder.end()
+
+
+def test_a_second_process_is_refused_until_the_first_releases(start: Callable[..., Holder], tmp_path: Path) -> None:
+    first = start()
+    assert first.says() == "acquired"
+    refused = start().says()
+    assert refused.startswith(f"refused: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
+    assert refused.endswith("Use `--run_name` to start another run beside it.")
+    assert first.asked("check") == "owner"
+    assert first.asked("release") == "released"
+    assert list(tmp_path.iterdir()) == []  # also the folder `runs` was made for the lock alone
+    assert start().says() == "acquired"
+
+
+def test_who_waits_gets_it_when_it_is_released(start: Callable[..., Holder]) -> None:
+    first = start()
+    assert first.says() == "acquired"
+    second = start(timeout=60)
+    assert second.process.stdout is not None
+    assert "waiting up to 60 s" in second.process.stdout.readline()
+    assert first.asked("release") == "released"
+    assert second.says() == "acquired"
+    assert second.logged == []  # it said once that it waits
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])  # a process that nobody has waited for still has an entry in the system's table
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[..., Holder], is_reaped: bool) -> None:
+    first = start()
+    assert first.says() == "acquired"
+    first.process.kill()
+    if is_reaped:
+        first.process.wait()
+    else:
+        os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
+    second = start()
+    assert second.says() == "acquired"
+    assert second.asked("check") == "owner"
+    assert len(second.logged) == 1 and f"process {first.process.pid}" in second.logged[0] and "is gone" in second.logged[0]
+
+
+def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Holder]) -> None:
+    first = start()
+    assert first.says() == "acquired"
+    first.process.send_signal(signal.SIGSTOP)
+    second = start(timeout=60, stale=0.5)
+    assert second.says() == "acquired"
+    assert "no sign of life" in second.logged[-1]
+    first.process.send_signal(signal.SIGCONT)
+    assert first.says() == "loss"  # nobody asked: its heartbeat found out
+    assert f"process {second.process.pid}" in first.asked("check")
+    assert first.asked("release") == "released"
+    assert second.asked("check") == "owner"
+    assert start().says().startswith("refused")
+
+
+def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable[..., Holder]) -> None:
+    first = start(machine="a")
+    assert first.says() == "acquired"
+    assert start(machine="b", timeout=1.5, stale=1).says().startswith("refused")  # it lives, although nobody has its process id there
+    first.end()
+    second = start(machine="b", timeout=60, stale=1)
+    assert second.says() == "acquired"
+    assert "no sign of life" in second.logged[-1]
+
+
+def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
+    first = start()
+    assert first.says() == "acquired"
+    waiters = [start(timeout=4) for _ in range(6)]
+    for waiter in waiters:
+        assert waiter.process.stdout is not None
+        assert "waiting" in waiter.process.stdout.readline()
+    first.end()
+    said = [waiter.says() for waiter in waiters]
+    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["refused"] * 5]
+
+
+def test_many_starts_at_once(start: Callable[..., Holder]) -> None:
+    said = [holder.says() for holder in [start() for _ in range(6)]]
+    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["refused"] * 5]
+
+
+def test_a_run_takes_over_from_an_idle_one_of_its_process(tmp_path: Path) -> None:
+    busy = [False]
+    first, second = RunLock(tmp_path / "x", is_busy=lambda: busy[0]), RunLock(tmp_path / "x")
+    first.acquire(0)
+    busy[0] = True
+    with pytest.raises(RunInUseError, match="another run of this process"):
+        second.acquire(60)  # at once: it would wait for itself
+    busy[0] = False
+    second.acquire(0)
+    with pytest.raises(RunLockLostError, match="another run of this process"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "x")
+    lock.acquire(0)
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        try:
+            RunLock(tmp_path / "x").acquire(0)
+        except RunInUseError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lock.check()
+    lock.release()
+
+
+def test_a_deleted_lock_is_lost(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "x")
+    lock.acquire(0)
+    (tmp_path / ".x.lock" / "1").unlink()
+    with pytest.raises(RunLockLostError):
+        lock.check()
+    lock.release()
+
+
+def test_a_half_written_claim_is_respected_and_then_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("callsheet.run_lock.HEARTBEAT_SECONDS", 0.1)
+    (tmp_path / ".x.lock").mkdir()
+    (tmp_path / ".x.lock" / "7").touch()  # its writer was killed before it wrote
+    lock = RunLock(tmp_path / "x")
+    with pytest.raises(RunInUseError, match="another process"):
+        lock.acquire(0)
+    began = time.monotonic()
+    lock.acquire(60)
+    assert time.monotonic() - began >= 0.1
+    lock.check()
+    lock.release()
