@@ -48,6 +48,11 @@ class Lifetime:
         """`on_run_end` has been told."""
         return self._ended
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether the loop is doing something now."""
+        return self._depth > 0
+
     def at_end(self, close: Callable[[], object]) -> None:
         """Have `close` called when all is told, the last one given first; each is, whatever the others do."""
         self._closers.append(close)

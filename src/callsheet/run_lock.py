@@ -121,6 +121,16 @@ class RunLock:
         """Whether this run owns its folder, as far as is known; `check` looks."""
         return self._ownership is not None and not self._lost
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the lock is known to be lost."""
+        return bool(self._lost)
+
+    @property
+    def was_acquired(self) -> bool:
+        """Whether this run owns its folder, or has lost it."""
+        return self._ownership is not None or bool(self._lost)
+
     def acquire(self, timeout: float) -> None:
         """Wait for the lock, at most `timeout` seconds.
 

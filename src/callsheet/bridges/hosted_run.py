@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from callsheet.trainer.arguments import check_run_name, duration, log_boundary, 
 from callsheet.trainer.boundaries import Boundaries
 from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.records import Records
+from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.world import World
 
 
@@ -52,6 +55,7 @@ class HostedRun:
         save_in_background: see the Trainer.
         saves: has the host write a checkpoint for these requests; None where checkpoints are written here.
         timeout_seconds: until a rank that does not answer fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class HostedRun:
         save_in_background: bool = False,
         saves: Callable[[tuple[Request, ...]], None] | None = None,
         timeout_seconds: float = 600.0,
+        lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     ) -> None:
         check_run_name(run_name, None)
+        checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         ranks = read_ranks()
         self.host = host
@@ -104,7 +110,11 @@ class HostedRun:
         )
         self.lifetime = Lifetime(self.manager, ctx)
         self._log_ranks = LogRanks("zero", ranks)
-        for close in (self.world.close, self._log_ranks.end):
+        self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
+        """Whether the loop is running, as far as is known; while it is, no other run of this process takes over the folder."""
+        self._has_own_name = run_name is not None
+        self.guard = RunGuard(self.world, info, self.control, timeout=lock_timeout_seconds, is_busy=lambda: self.is_busy())
+        for close in (self.guard.end, self.world.close, self._log_ranks.end):  # called in the opposite order
             self.lifetime.at_end(close)
         self._log_ranks.start()
         self.spans = self.manager.spans(ctx)
@@ -113,13 +123,15 @@ class HostedRun:
         self.checkpoints: Any = (
             HostCheckpoints(ctx, self.spans, saves)
             if saves is not None
-            else Checkpoints(self.manager, ctx, self.spans, self.world, in_background=save_in_background, grace=GRACE_SECONDS)
+            else Checkpoints(
+                self.manager, ctx, self.spans, self.world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
+            )
         )
         self.lifetime.at_end(self.checkpoints.close)
         self.agreement.durable = self.checkpoints.durable
         self.evaluation = HostEvaluation(ctx, evaluates, self.tell_evaluation)
         self.boundaries = Boundaries(
-            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints  # type: ignore[arg-type]
+            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard  # type: ignore[arg-type]
         )  # fmt: skip
         # A checkpoint names the last step's loss: the host's to who is told of it; ours in its file, where anybody can ask for it.
         askers = _OF_CHECKPOINTS if saves is not None else EVENTS
@@ -164,8 +176,19 @@ class HostedRun:
     # --- beginning and end ---
 
     def begin(self, resume: str | None = None, *, data_is_made: bool = True) -> None:
-        """Tell the run's start, load what `resume` names, and tell that the data may be made, and where it is, that it is there."""
+        """Acquire the lock of the run's folder, fire the run's start, load what `resume` names, and fire `on_data_init_start`; with
+        `data_is_made` also its end.
+
+        Raises:
+            RunInUseError: another process trains in the run's folder.
+        """
         ctx = self.ctx
+        if self._has_own_name:
+            try:
+                self.guard.acquire()
+            except BaseException as error:
+                self.lifetime.fail(error)  # no event has been fired: this closes what was opened
+                raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
@@ -180,6 +203,7 @@ class HostedRun:
         for each in (ctx, self.eval_ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
             each.user_state = self.manager.user_state
+        self.guard.begin()
         self.narrator.start("data_init")
         if data_is_made:
             self.narrator.end("data_init")
@@ -465,6 +489,12 @@ class HostedRun:
         tally.samples += samples
         tally.tokens += tokens
         return self.losses() if self.narrator.is_loss_read else None
+
+
+def _is_other_and_alive(thread: threading.Thread) -> bool:
+    """Whether a loop that was begun in `thread` may be running beside the caller's. In the caller's own thread it is taken for over: a
+    framework whose loop ends with an exception tells nobody."""
+    return thread is not threading.current_thread() and thread.is_alive()
 
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")

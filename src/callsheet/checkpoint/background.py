@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -33,7 +33,14 @@ class AsyncWriter:
         self._is_told = True
 
     def begin(
-        self, path: str | os.PathLike[str], shared: object, local: object, info: Mapping[str, Any], *, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        shared: object,
+        local: object,
+        info: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        check_owner: Callable[[], None] | None = None,
     ) -> None:
         """Copy the state and begin to write it, as `write_checkpoint` does; whatever fails is told by `result`.
 
@@ -48,7 +55,7 @@ class AsyncWriter:
         except Exception as error:  # not raised here: the other ranks have to learn of it
             copied.set_exception(error)
         self._is_told = False
-        self._written = self._thread.submit(Writing(path, self._ranks, overwrite).run, copied.result)
+        self._written = self._thread.submit(Writing(path, self._ranks, overwrite, check_owner).run, copied.result)
 
     @property
     def is_done(self) -> bool:

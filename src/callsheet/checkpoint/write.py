@@ -35,6 +35,7 @@ def write_checkpoint(
     *,
     group: ProcessGroup | None = None,
     overwrite: bool = False,
+    check_owner: Callable[[], None] | None = None,
 ) -> Seal:
     """Write a checkpoint to the folder `path`, and seal it with `info`; a collective over `group`.
 
@@ -47,21 +48,30 @@ def write_checkpoint(
         local: this rank's own tree.
         info: told by the seal; rank 0's.
         group: a gloo group; None for one process.
+        check_owner: called on rank 0 before anything is cleared, and again before the checkpoint is committed; it raises if another
+            process has taken over the run. Nothing is written or removed after that.
 
     Raises `CheckpointError` on all ranks where one of them fails: the state is not plain data, `path` holds anything else, the disk
     refuses. Nothing of the new checkpoint is left then. `RankLost` where a rank is: what it left is cleared by the next writer.
     """
     ranks = RankGroup(group)
-    return Writing(path, ranks, overwrite).run(lambda: Draft.of(shared, local, info, ranks.rank))
+    return Writing(path, ranks, overwrite, check_owner).run(lambda: Draft.of(shared, local, info, ranks.rank))
 
 
 class Writing:
     """One checkpoint in the making, as one rank sees it."""
 
-    def __init__(self, path: str | os.PathLike[str], ranks: RankGroup, overwrite: bool) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        ranks: RankGroup,
+        overwrite: bool,
+        check_owner: Callable[[], None] | None = None,
+    ) -> None:
         self._path = path
         self._ranks = ranks
         self._overwrite = overwrite
+        self._check_owner = check_owner or (lambda: None)
         self._draft: Draft
         self._folder: Folder
         self._index: Json  # this and what follows is rank 0's
@@ -78,6 +88,7 @@ class Writing:
         except BaseException:
             if self._is_to_clear:
                 with contextlib.suppress(CheckpointError):  # the first error is the one to tell
+                    self._check_owner()  # what stands there may be somebody else's by now
                     remove(self._folder) if self._old is None else clear(self._folder)
             raise
 
@@ -90,6 +101,7 @@ class Writing:
         """Rank 0: under which names to write, and for every rank which tensors: DCP spreads over the ranks what several hold."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         assigned, _ = planner.create_global_plan(_fitting(plans))
+        self._check_owner()
         self._old = cleared(self._folder, self._overwrite)
         self._is_to_clear = True
         names = next(names for names in NAMES if self._old is None or names_in(self._old.files) != names)
@@ -112,6 +124,7 @@ class Writing:
         """Rank 0: publish what all have written."""
         files = {name: file for by_rank in written for name, file in sorted(by_rank.items())}
         info, replaces = self._draft.info, self._old is not None
+        self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
         with contextlib.suppress(CheckpointError):  # it is published; what stays of the old one is cleared by the next writer

@@ -19,6 +19,7 @@ from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.checkpoints import Checkpoints
 from callsheet.trainer.evaluation import Evaluation
 from callsheet.trainer.records import Records
+from callsheet.trainer.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
@@ -39,6 +40,7 @@ class Boundaries:
         records: Records,
         evaluation: Evaluation,
         checkpoints: Checkpoints,
+        guard: RunGuard,
     ) -> None:
         self._manager = manager
         self._ctx = ctx
@@ -47,6 +49,7 @@ class Boundaries:
         self._records = records
         self._evaluation = evaluation
         self._checkpoints = checkpoints
+        self._guard = guard
         self._is_alone = ctx.run.world_size == 1
         self.is_making_way = False
         """A signal asked the run to leave, and `on_preempt` has been told."""
@@ -79,6 +82,7 @@ class Boundaries:
     def reach(self, boundary: str) -> bool:
         """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
+        self._guard.raise_if_lost()
         if boundary == "step":
             agreement.look(ctx.step)
         else:

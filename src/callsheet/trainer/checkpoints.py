@@ -36,7 +36,9 @@ from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_y
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
 from callsheet.reasons import one_line
+from callsheet.run_marker import is_marked
 from callsheet.spans import Spans
+from callsheet.trainer.run_guard import RunGuard
 from callsheet.trainer.world import World
 
 logger = logging.getLogger("callsheet")
@@ -87,6 +89,7 @@ class Checkpoints:
         ctx: Context,
         spans: Spans,
         world: World,
+        guard: RunGuard,
         *,
         in_background: bool,
         grace: float,
@@ -103,6 +106,7 @@ class Checkpoints:
         self._ctx = ctx
         self._spans = spans
         self._world = world
+        self._guard = guard
         self._writer = AsyncWriter(world.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # in the background
         self._grace = grace
@@ -175,12 +179,15 @@ class Checkpoints:
             if stop is not None and not stop.resumable:
                 told["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._ways_on(stop.by)}
             self._written.add(info.path)
+            check_owner = partial(self._guard.check, acquires=path is None)
             # What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed.
             if self._writer is None or waits:
-                seal = write_checkpoint(info.path, shared, local, told, group=self._world.saving, overwrite=True)
+                seal = write_checkpoint(
+                    info.path, shared, local, told, group=self._world.saving, overwrite=True, check_owner=check_owner
+                )
                 ctx.checkpoint = info = replace(info, size_bytes=seal.size_bytes)
             else:
-                self._writer.begin(info.path, shared, local, told, overwrite=True)
+                self._writer.begin(info.path, shared, local, told, overwrite=True, check_owner=check_owner)
                 self.begun += 1
                 self._pending = ctx.checkpoint = info
         ctx.close("on_checkpoint_save_end")
@@ -214,6 +221,8 @@ class Checkpoints:
             self._writer.close()
 
     def _tell_published(self, info: CheckpointInfo) -> None:
+        self._guard.check()  # whoever listens may delete older checkpoints
+        self._guard.mark()
         if info.is_finite and info.path.rpartition("/")[0] == self.folder and self._world.rank == 0:
             point_latest(info.path)
         self._ctx.checkpoint = info
@@ -310,7 +319,7 @@ class Checkpoints:
         """For `"auto"` the good ones, the newest first, saying why others are left out; or just the one that is named."""
         folder = self._ctx.run.folder
         if resume is None:
-            is_begun = folder is not None and folder.exists() and any(folder.iterdir())
+            is_begun = folder is not None and is_marked(folder)
             if is_begun or find_checkpoints(self.folder).checkpoints:
                 raise ConfigError(
                     f"{folder if is_begun else self.folder} holds a run already; resume='auto' goes on with it, another run_name starts beside it"

@@ -90,6 +90,11 @@ class RunGuard:
                 self._cannot_lock(error)
         lock.check()
 
+    def raise_if_lost(self) -> None:
+        """On rank 0: raise as `check` does if the heartbeat has found the lock lost; does not look for itself."""
+        if self._lock is not None and self._lock.is_lost:
+            self._lock.check()
+
     def begin(self) -> None:
         """Training begins: what stands in the folder from now on is a run's. On rank 0."""
         self._has_begun = True

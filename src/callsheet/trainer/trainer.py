@@ -54,6 +54,7 @@ from callsheet.trainer.loop import TrainLoop
 from callsheet.trainer.parallel import Parallel, ParallelModel
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.records import Records
+from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.tasks import Task, resolve_task
 from callsheet.trainer.world import World
 
@@ -110,12 +111,15 @@ class Trainer:
             then, a second one at once.
         grace_seconds: how long after such a signal the process will be killed.
         timeout_seconds: within which a rank that does not answer is found and named in the error that ends the run.
+        lock_timeout_seconds: how long to wait if another process trains in this run's folder; then `RunInUseError` is raised. Nothing is
+            locked that only evaluates, without a `train_dataloader`.
         log_ranks: `"zero"` keeps log records below ERROR off the handlers of other ranks while the run lasts; `"all"` lets all speak.
         config: what the run was configured with, for the run's record: plain data.
 
     Raises:
         ConfigError: an argument that cannot work; the message names it and the mend.
         CheckpointError: `resume` names a checkpoint that does not hold, or is not of this model.
+        RunInUseError: another process trains in the run's folder.
 
     Example:
         >>> import torch
@@ -165,6 +169,7 @@ class Trainer:
         preempt_signals: str | Iterable[str | int] = ("SIGTERM",),
         grace_seconds: float = GRACE_SECONDS,
         timeout_seconds: float = 600.0,
+        lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
         log_ranks: str = "zero",
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -198,6 +203,7 @@ class Trainer:
         self._log_ranks = LogRanks(log_ranks, ranks)
         if positive("timeout_seconds", timeout_seconds, float) is None:
             raise ConfigError("timeout_seconds=None: ranks that wait for ever tell nobody; give a number of seconds")
+        checked_lock_timeout(lock_timeout_seconds)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
         self._activity = ""  # which of its methods has the thread
@@ -234,11 +240,17 @@ class Trainer:
             accumulator=self._records.metrics,
             loggers=self.callbacks.tell_loggers,
         )
-        self._lifetime = Lifetime(self.callbacks, self.ctx)
+        self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
+        self._guard = RunGuard(
+            world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered
+        )
+        self._lifetime.at_end(self._guard.end)  # last of all: until then somebody may write
         self._lifetime.at_end(world.close)
         self._lifetime.at_end(self._log_ranks.end)
         self._end = weakref.finalize(self, self._lifetime.end)  # also when the trainer is collected, and at exit
         with self._lifetime, self._doing("set-up"):
+            if run_name is not None and train_dataloader is not None and optimizer is not None:
+                self._guard.acquire()
             self._log_ranks.start()
             self._lifetime.start()
             if seed is not None:
@@ -268,7 +280,13 @@ class Trainer:
                 shard=shard_data,
             )
             self._checkpoints = Checkpoints(
-                self.callbacks, self.ctx, self._spans, world, in_background=save_in_background, grace=grace_seconds
+                self.callbacks,
+                self.ctx,
+                self._spans,
+                world,
+                self._guard,
+                in_background=save_in_background,
+                grace=grace_seconds,
             )
             self._lifetime.at_end(self._checkpoints.close)
             self._agreement.durable = self._checkpoints.durable
@@ -280,6 +298,7 @@ class Trainer:
                 self._records,
                 self._evaluation,
                 self._checkpoints,
+                self._guard,
             )
             if self.optimizer is not None:
                 self._loop = TrainLoop(
@@ -359,6 +378,7 @@ class Trainer:
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
             self._warn_of_long_intervals()
+            self._guard.begin()
             with self._signals:
                 self.callbacks.between_steps(self.ctx.step)
                 self._boundaries.begin()
