@@ -55,6 +55,8 @@ class Callback(Hooks):
     """Fields whose window it wants as long as can be, such as `outputs`."""
     needs: tuple[str, ...] = ()
     """Fields that its lane's snapshots hold; where none are named, those that cost nothing to take."""
+    writes_to_run_folder: bool = False
+    """It writes files to `ctx.run.folder`, so that a host keeps a second process from training in that folder; a Trainer always does."""
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process makes for itself, so that they may differ where the callback is sent to; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()

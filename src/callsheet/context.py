@@ -44,6 +44,7 @@ class RunInfo:
     `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
     "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
     `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
+    `has_lost_folder` says that another process has taken over the folder, so that nothing may be written there any more.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
+    has_lost_folder: bool = False
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:

@@ -103,7 +103,11 @@ class RunLock:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, is_busy: Callable[[], bool] = lambda: False, on_loss: Callable[[], None] = lambda: None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        is_busy: Callable[[], bool] = lambda: False,
+        on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = Path(folder)
         self._path = Path(os.path.realpath(self.folder.parent)) / f".{self.folder.name}.lock"
@@ -157,6 +161,7 @@ class RunLock:
                 if ownership.is_intact():
                     holder._ownership = None
                     holder._lost = f"another run of this process trains in {self.folder} now"
+                    holder._on_loss()
                     self._own(ownership)
                     return None
             return self._claim()
@@ -334,7 +339,9 @@ class _Ownership:
         """Stop the heartbeat and remove the claim."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(HEARTBEAT_SECONDS)  # it may hang in a file system that does not answer; then it keeps its descriptor
+            self._thread.join(
+                HEARTBEAT_SECONDS
+            )  # it may hang in a file system that does not answer; then it keeps its descriptor
             if self._thread.is_alive():
                 return
         os.close(self._descriptor)

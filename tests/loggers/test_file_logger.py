@@ -129,7 +129,7 @@ def test_a_resume_goes_on_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_run_that_never_begins_writes_nothing(tmp_path: Path) -> None:
     fit(tmp_path, loggers=[])
     (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / "something").touch()
+    (tmp_path / "run" / "run.json").touch()
     stdout, stderr = sys.stdout, sys.stderr
     with pytest.raises(ConfigError, match="holds a run already"):
         fit(tmp_path, Talks())

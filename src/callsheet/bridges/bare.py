@@ -24,6 +24,7 @@ from callsheet.errors import ConfigError, NotCarried, RequestRefused, names_unkn
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import random_state, restore_random_state
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
@@ -53,6 +54,7 @@ def attach(
     save_in_background: bool = False,
     preempt_signals: Iterable[str] = ("SIGTERM",),
     timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:
     """Have a loop written by hand tell the lifecycle; the loop stays as it was, but for these lines.
@@ -78,6 +80,7 @@ def attach(
         save_in_background: copy the state, and write it while training goes on.
         preempt_signals: which ask the run to save and make way.
         timeout_seconds: until a rank that does not answer fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether it is an error that somebody hears an event which the loop turns out not to tell; else a warning.
 
     Raises:
@@ -120,6 +123,7 @@ def attach(
             signals=("SIGINT", *preempt_signals),
             save_in_background=save_in_background,
             timeout_seconds=timeout_seconds,
+            lock_timeout_seconds=lock_timeout_seconds,
         ),
         model,
         optimizer,
@@ -344,6 +348,7 @@ class AttachedRun:
 
     def __enter__(self) -> Self:
         run = self._run
+        run.is_busy = lambda: True  # until the block is left
         try:
             run.begin(self._resume)
             self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)

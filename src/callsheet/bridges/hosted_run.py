@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from callsheet.background import inner
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.narrator import Narrator
-from callsheet.bridges.reads import reads_of
+from callsheet.bridges.reads import reads_of, writes_to_run_folder
 from callsheet.callback import Callback, label_of
 from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
@@ -113,6 +113,7 @@ class HostedRun:
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
         """Whether the loop is running, as far as is known; while it is, no other run of this process takes over the folder."""
         self._has_own_name = run_name is not None
+        self._writes_checkpoints = saves is None
         self.guard = RunGuard(self.world, info, self.control, timeout=lock_timeout_seconds, is_busy=lambda: self.is_busy())
         for close in (self.guard.end, self.world.close, self._log_ranks.end):  # called in the opposite order
             self.lifetime.at_end(close)
@@ -183,7 +184,8 @@ class HostedRun:
             RunInUseError: another process trains in the run's folder.
         """
         ctx = self.ctx
-        if self._has_own_name:
+        is_writing = self._writes_checkpoints or any(writes_to_run_folder(each) for each in self.manager.callbacks)
+        if self._has_own_name and is_writing:
             try:
                 self.guard.acquire()
             except BaseException as error:
@@ -203,7 +205,8 @@ class HostedRun:
         for each in (ctx, self.eval_ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
             each.user_state = self.manager.user_state
-        self.guard.begin()
+        if is_writing:
+            self.guard.begin()
         self.narrator.start("data_init")
         if data_is_made:
             self.narrator.end("data_init")

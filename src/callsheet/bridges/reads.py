@@ -33,6 +33,11 @@ def reads_of(callback: Callback) -> set[str]:
     return {path for path in found if path and path.split(".")[0] not in asked}
 
 
+def writes_to_run_folder(callback: Callback) -> bool:
+    """Whether the callback may write files to the run's folder: it says so, or its source reads where that folder is."""
+    return inner(callback).writes_to_run_folder or "run.folder" in reads_of(callback)
+
+
 def _path(node: Any) -> str:
     """`control.stop` of `ctx.control.stop`; empty for what is not of the context."""
     names: list[str] = []

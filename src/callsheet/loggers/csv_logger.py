@@ -34,6 +34,8 @@ class CSVLogger(Logger):
         ConfigError: when a run begins, it has no folder.
     """
 
+    writes_to_run_folder = True
+
     def __init__(self) -> None:
         self._path: Path | None = None  # until the run may write
         self._file: io.FileIO | None = None

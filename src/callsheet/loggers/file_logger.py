@@ -47,6 +47,7 @@ class FileLogger(Logger):
         ConfigError: an argument that cannot work, or, when a run begins, it has no folder.
     """
 
+    writes_to_run_folder = True
     ranks = "all"
 
     def __init__(self, *, capture: str = "python", max_bytes: int | None = 100_000_000) -> None:

@@ -52,6 +52,7 @@ class JSONLLogger(Logger):
         ConfigError: `flush_seconds` is not above 0, or, when a run begins, it has no folder.
     """
 
+    writes_to_run_folder = True
     transport_ignore = ("_resumed_records",)
 
     def __init__(self, *, flush_seconds: float = 0.5) -> None:
@@ -80,7 +81,8 @@ class JSONLLogger(Logger):
         self._records = records_before(ctx, [record.step for record in there], self._resumed_records)
         self._pictures = {}
         self._process = f"{ctx.run.rank}-{os.urandom(4).hex()}"
-        self._writer = LineWriter(self._folder, self._seconds)
+        run = ctx.run
+        self._writer = LineWriter(self._folder, self._seconds, may_write=lambda: not run.has_lost_folder)
         if resumed is not None or there:
             step = resumed.step if resumed is not None else 0
             self._append(METRICS, {"resumed_from_step": step, "records": self._records, "time": time.time()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 _KEPT_BYTES = 64 * 2**20  # so much waits for a disk that cannot be written to
@@ -15,17 +16,18 @@ class LineWriter:
 
     A line is given with `append`, which waits for no disk. What cannot be written stays, is tried again, and goes on in the midst of a
     line where it has to. A process that was forked from the one that made the writer writes nothing: the lines that wait are its
-    parent's.
+    parent's. While `may_write` says no, what was given is dropped.
 
     Raises:
         OSError: from `append` and `flush`, once for each time that writing begins to fail; the line that was given is kept.
     """
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self.lost = 0
         """Lines that were given up, since too many waited already."""
         self._folder = folder
         self._seconds = seconds
+        self._may_write = may_write
         self._given: deque[tuple[str, bytes]] = (
             deque()
         )  # its own lock is held for an append alone, never while something is written
@@ -85,6 +87,11 @@ class LineWriter:
                 self._something.set()  # try again
 
     def _write(self) -> None:
+        if not self._may_write():  # the folder is somebody else's now
+            self._given.clear()
+            for file in self._files.values():
+                file.waits.clear()
+            return
         while self._given:
             name, line = self._given.popleft()
             file = self._files.setdefault(name, _File(self._folder / name))

@@ -38,6 +38,7 @@ class TensorboardLogger(Tracker):
         MissingPackage: tensorboard is not installed.
     """
 
+    writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
     state_is_ready = False  # a checkpoint knows of no more than the files

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet.time import Interval
 from callsheet.trainer.arguments import duration, log_boundary, positive
+from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
 MakesScheduler = Callable[[Optimizer], LRScheduler]
@@ -45,6 +46,7 @@ class JobConfig:
         workers: processes that load data, on each rank.
         threads: of torch on the CPU; None leaves it to torch.
         timeout_seconds: until a rank that does not answer fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder.
         export: whether the trained model is written to the run's folder `export`, to be loaded with `from_pretrained`.
     """
 
@@ -71,6 +73,7 @@ class JobConfig:
     workers: int = 0
     threads: int | None = None
     timeout_seconds: float = 600.0
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
     export: bool = False
 
     may_change: ClassVar[frozenset[str]] = frozenset(
@@ -85,7 +88,15 @@ class JobConfig:
             "threads",
             "device",
         }
-        | {"parallel", "compile", "gradient_checkpointing", "save_in_background", "timeout_seconds", "export"}
+        | {
+            "parallel",
+            "compile",
+            "gradient_checkpointing",
+            "save_in_background",
+            "timeout_seconds",
+            "lock_timeout_seconds",
+            "export",
+        }
         | {"recipe", "config", "callbacks", "loggers"}
     )
     """Keys that a run may go on with under other values: they do not change what is trained on what."""
@@ -97,6 +108,7 @@ class JobConfig:
         log_boundary(self.log_interval)
         for name in ("batch_size", "eval_batch_size", "microbatch_size", "accumulate", "threads"):
             positive(name, getattr(self, name), int)
+        checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """The optimizer, over these parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from callsheet.callback import Callback
 from callsheet.checkpoint import find_checkpoints
 from callsheet.distributed import read_ranks
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, RunInUseError
 from callsheet.loggers.file_names import replace_file
 from callsheet.loggers.json_text import json_text
 from callsheet.manager import CallbackManager, normalize_callbacks
@@ -23,6 +24,7 @@ from callsheet.randomness import seed_all
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
 from callsheet.recipes.standing import NEW, of_rank_zero, refuse_another_job, resumable, set_aside
+from callsheet.run_lock import RunLock
 from callsheet.trainer import Trainer
 from callsheet.trainer.tasks import Task
 
@@ -141,12 +143,17 @@ class Recipe(Generic[AnyConfig]):
 
         Raises:
             ConfigError: the data, the model or another value cannot work; the run that is there is of another job.
+            RunInUseError: another process trains in the run's folder.
         """
         config, folder = self.config, self.folder
         written = self.resolved or as_file(type(self), config)
         model = self._prepared()
 
+        lock = RunLock(folder)  # the Trainer takes it over
+
         def decide() -> list[str | None]:
+            with contextlib.suppress(OSError):  # where no lock can be held the Trainer says so
+                lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)
             if resume is None:
                 aside = set_aside(folder)
@@ -155,19 +162,36 @@ class Recipe(Generic[AnyConfig]):
                 refuse_another_job(folder / "config.yaml", written, config.may_change)
             return [resume, None]
 
-        resume, aside = of_rank_zero(self.ranks, decide, timeout=config.timeout_seconds)
-        self._aside = Path(aside) if aside is not None else None
         try:
+            # The other ranks wait for rank 0, which may wait for the lock.
+            patience = config.timeout_seconds + config.lock_timeout_seconds
+            resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
+            self._aside = Path(aside) if aside is not None else None
             self.trainer = self._trainer(model, resume)
         except BaseException:
-            if self._aside is not None and self.ranks.rank == 0 and not folder.exists():
-                self._aside.rename(folder)
-                logger.info("the run in %s is there again", folder)
+            if self._aside is not None and self.ranks.rank == 0:
+                self._put_back(self._aside)
             raise
+        finally:
+            lock.release()
         if self.ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
             (folder / "config.yaml").write_text(written)
+
+    def _put_back(self, aside: Path) -> None:
+        """The new run could not begin: the earlier one gets its name back, unless somebody else has begun one there."""
+        lock = RunLock(self.folder)
+        try:
+            lock.acquire(0)
+        except (RunInUseError, OSError):
+            return
+        try:
+            if not self.folder.exists():
+                aside.rename(self.folder)
+                logger.info("the run in %s is there again", self.folder)
+        finally:
+            lock.release()
 
     def open(self, checkpoint: str | None = None) -> Self:
         """Make the trainer of a run that is there, with the weights of its newest good checkpoint or of `checkpoint`; leaves its folder alone.
@@ -317,6 +341,7 @@ class Recipe(Generic[AnyConfig]):
             seed=config.seed,
             device=config.device,
             timeout_seconds=config.timeout_seconds,
+            lock_timeout_seconds=config.lock_timeout_seconds,
             config=yaml.safe_load(self.resolved) if self.resolved else settings_of(config),
         )
 

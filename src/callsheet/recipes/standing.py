@@ -14,6 +14,7 @@ import yaml
 from callsheet.checkpoint import find_checkpoints
 from callsheet.distributed import Ranks
 from callsheet.errors import ConfigError, DistributedError
+from callsheet.run_marker import MARKER, is_marked
 from callsheet.trainer.checkpoints import AUTO
 from callsheet.trainer.store import attempt_store, keeper_of_store, within
 
@@ -115,8 +116,11 @@ def refuse_another_job(path: Path, resolved: str, may_change: Collection[str]) -
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename a run's folder to the first free `<name>.<number>`, so that a new run can have its name; None where there is none."""
-    if not folder.exists():
+    """Rename a run's folder to the first free `<name>.<number>`, so that a new run can have its name.
+
+    None where there is no run, nor one that was trained for it, such as a teacher: such a folder is used as it is.
+    """
+    if not is_marked(folder) and not find_checkpoints(folder / "checkpoints").checkpoints and not any(folder.glob(f"*/{MARKER}")):
         return None
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():

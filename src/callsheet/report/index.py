@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.report.run_folder import RUNNING, RunFolder, RunReader
+from callsheet.run_marker import MARKER
 
 logger = logging.getLogger("callsheet")
 
@@ -24,7 +25,7 @@ INDEX = ".index.sqlite"
 _VERSION = 2
 _APPLICATION = 0x63737831  # how a file says that it is such an index
 _PATIENCE_SECONDS = 10.0  # for another process that writes it
-_MARKS = ("metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
+_MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
 _SCHEMA = f"""

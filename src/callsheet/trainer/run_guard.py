@@ -37,7 +37,7 @@ class RunGuard:
         self._is_unguarded = False
 
         def hurry() -> None:  # on the lock's thread: the loop looks at its next step
-            control.is_hurried = control.pending = True
+            run.has_lost_folder = control.is_hurried = control.pending = True
 
         self._lock: RunLock | None = None  # on rank 0
         if run.is_world_process_zero and run.folder is not None:

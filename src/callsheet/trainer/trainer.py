@@ -241,9 +241,7 @@ class Trainer:
             loggers=self.callbacks.tell_loggers,
         )
         self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
-        self._guard = RunGuard(
-            world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered
-        )
+        self._guard = RunGuard(world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered)
         self._lifetime.at_end(self._guard.end)  # last of all: until then somebody may write
         self._lifetime.at_end(world.close)
         self._lifetime.at_end(self._log_ranks.end)

@@ -28,6 +28,7 @@ from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
 from callsheet.errors import NotCarried, RequestRefused
 from callsheet.manager import CallbackManager
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
@@ -83,6 +84,7 @@ def host(
     config: Mapping[str, Any] | None = None,
     preempt_signals: Iterable[str] = ("SIGTERM",),
     timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AcceleratedRun:
     """The callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
@@ -104,6 +106,7 @@ def host(
         config: the program's settings, for the run's record.
         preempt_signals: which ask the run to save and make way.
         timeout_seconds: until a rank that does not answer fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
 
     Raises:
@@ -133,6 +136,7 @@ def host(
             saves=lambda requests: me()._save_as_asked(),  # type: ignore[union-attr]  # the run lives no longer than what is returned
             signals=("SIGINT", *preempt_signals),
             timeout_seconds=timeout_seconds,
+            lock_timeout_seconds=lock_timeout_seconds,
         ),
         model,
         optimizer,

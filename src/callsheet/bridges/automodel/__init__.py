@@ -29,6 +29,7 @@ from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
 from callsheet.errors import NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = ["EVENTS", "NOT_TOLD", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
 
@@ -72,7 +73,11 @@ _ONLY = "default"
 
 
 def host(
-    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, log_interval: str | int = "10ba", strict: bool = True
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    log_interval: str | int = "10ba",
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> AutoModelHost:
     """The callbacks as one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
 
@@ -89,11 +94,12 @@ def host(
     Args:
         log_interval: how often a record is made.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: when training begins, or after the first step; see `strict`.
     """
-    return AutoModelHost(callbacks, log_interval=log_interval, strict=strict)
+    return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
@@ -152,11 +158,17 @@ class AutoModelHost(AutoModelCallback):
     """See `host`."""
 
     def __init__(
-        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, log_interval: str | int, strict: bool
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        log_interval: str | int,
+        strict: bool,
+        lock_timeout_seconds: float,
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._log_interval = log_interval
         self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
         self._is_due_told = False  # since the last step or epoch, and before an evaluation
         self._on_its_way: CheckpointInfo | None = None  # to the disk, in the background
@@ -193,6 +205,7 @@ class AutoModelHost(AutoModelCallback):
             able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
             saves=asks.save,
             evaluates=None,
+            lock_timeout_seconds=self._lock_timeout_seconds,
         )
         run.evaluation.asks = asks.evaluate
         run.state.epoch_batches = getattr(scheduler, "epoch_len", None)

@@ -16,6 +16,7 @@ with needed_by(__name__):
 from callsheet.bridges.composer.names import COMPOSER_EVENTS
 from callsheet.callback import Callback
 from callsheet.manager import CallbackManager
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 
 __all__ = ["EVENT_MAP", "NOT_TOLD", "ComposerGuest", "guest", "host"]
@@ -36,6 +37,7 @@ def host(
     strict: bool = True,
     log_interval: str | int | Time = "10ba",
     runs_folder: str | os.PathLike[str] = "runs",
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
     """The callbacks as one `composer.Callback`, for `Trainer(callbacks=[host([...])])`; several of them may stand side by side.
 
@@ -51,10 +53,17 @@ def host(
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
         log_interval: how often a record is made; a whole number means batches.
         runs_folder: where the run's folder stands; its name is Composer's run name.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: when the Trainer is made, or after its first step; see `strict`.
     """
     from callsheet.bridges.composer.hosts import ComposerHost  # it needs Composer
 
-    return ComposerHost(callbacks, strict=strict, log_interval=log_interval, runs_folder=runs_folder)
+    return ComposerHost(
+        callbacks,
+        strict=strict,
+        log_interval=log_interval,
+        runs_folder=runs_folder,
+        lock_timeout_seconds=lock_timeout_seconds,
+    )

@@ -53,9 +53,11 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         strict: bool,
         log_interval: str | int | Time,
         runs_folder: str | os.PathLike[str],
+        lock_timeout_seconds: float,
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict, self._log_interval, self._runs_folder = strict, log_interval, runs_folder
+        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None
         self._hosts: Sequence[ComposerHost] = ()
         self._saved: Mapping[str, Any] | None = None
@@ -112,6 +114,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             log_interval=self._log_interval,
             able=("stop", *(["save"] if self._savers else []), *(["evaluate"] if state.evaluators else [])),
             saves=self._save,
+            lock_timeout_seconds=self._lock_timeout_seconds,
         )
         run.evaluation.asks = self._wishes.ask
         run.checkpoints.loads = self._loads

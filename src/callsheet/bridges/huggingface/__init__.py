@@ -25,6 +25,7 @@ from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = ["GUEST_EVENTS", "NOT_TOLD", "STATE", "TOLD_AT", "HuggingFaceHost", "guest", "host"]
 
@@ -70,7 +71,11 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
 
 
 def host(
-    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, eval_names: Iterable[str] = (), strict: bool = True
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    eval_names: Iterable[str] = (),
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
     """The callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
@@ -89,11 +94,12 @@ def host(
     Args:
         eval_names: the names of the datasets that evaluations are going to have, where the Trainer's `eval_dataset` does not say them.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: when training begins, or after the first step; see `strict`.
     """
-    return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict)
+    return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 _TOLD_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
@@ -142,10 +148,16 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
     """See `host`."""
 
     def __init__(
-        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, eval_names: Iterable[str], strict: bool
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        eval_names: Iterable[str],
+        strict: bool,
+        lock_timeout_seconds: float,
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
         self._asks = _Asks()
         self._eval_names = tuple(eval_names)
@@ -181,6 +193,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             able=("stop", "save", "evaluate"),
             saves=self._asks.save,
             evaluates=None,
+            lock_timeout_seconds=self._lock_timeout_seconds,
         )
         run.evaluation.asks = self._asks.evaluate
         trainer = find_trainer(state, sys._getframe())

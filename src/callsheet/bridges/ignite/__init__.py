@@ -21,6 +21,7 @@ from callsheet.bridges.ignite.moments import NOT_TOLD, TOLD_AT, TOLD_AT_EVALUATI
 from callsheet.callback import Callback
 from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 
 __all__ = ["NOT_TOLD", "TOLD_AT", "TOLD_AT_EVALUATION", "GuestEngine", "IgniteGuest", "IgniteHost", "guest", "host"]
@@ -42,6 +43,7 @@ def host(
     config: Mapping[str, Any] | None = None,
     preempt_signals: Iterable[str] = (),
     timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:
     """The callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
@@ -64,6 +66,7 @@ def host(
         config: the program's settings, for the run's record.
         preempt_signals: which ask the run to save and make way; this needs a checkpoint handler, see `IgniteHost.attach`.
         timeout_seconds: until a rank that does not answer fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
 
     Raises:
@@ -80,5 +83,6 @@ def host(
     settings = {
         "optimizer": torch_optimizer(optimizer), "scheduler": scheduler, "run_name": run_name, "runs_folder": runs_folder, "config": config,
         "log_interval": log_interval, "timeout_seconds": timeout_seconds, "signals": tuple(preempt_signals),
+        "lock_timeout_seconds": lock_timeout_seconds,
     }  # fmt: skip
     return IgniteHost(callbacks, model, settings, accumulate, scaler, dict(evaluators or {}), evaluate, strict=strict)

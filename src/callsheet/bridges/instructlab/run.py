@@ -14,6 +14,7 @@ import torch
 from callsheet.bridges.foreign import NotOnTheList
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.reads import writes_to_run_folder
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
 from callsheet.control import Control, Request
@@ -23,6 +24,7 @@ from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
 from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
 from callsheet.time import Time
 
 logger = logging.getLogger("callsheet")
@@ -49,6 +51,8 @@ class HookedRun:
         given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.tell_loggers}
         self.ctx = _Seen(info, control=_Deaf(is_strict=is_strict), **given)
         self.lifetime = Lifetime(manager, self.ctx)
+        self._lock = RunLock(output)
+        self.lifetime.at_end(self._lock.release)
         quiet = LogRanks("zero", ranks)
         self.lifetime.at_end(quiet.end)
         quiet.start()
@@ -77,8 +81,14 @@ class HookedRun:
     # --- beginning and end ---
 
     def begin(self, context: TrainingContext) -> None:
-        """Tell the run's start, and take back the states of a checkpoint that it goes on from."""
+        """Tell the run's start, and take back the states of a checkpoint that it goes on from.
+
+        Raises:
+            RunInUseError: another process trains in the run's folder.
+        """
         ctx = self.ctx
+        if ctx.run.is_world_process_zero and any(writes_to_run_folder(each) for each in self.manager.callbacks):
+            self._lock.acquire(LOCK_TIMEOUT_SECONDS)
         self.lifetime.start()
         with self.spans.checkpoint_load:
             ctx.checkpoint = self._load(context)
@@ -117,6 +127,8 @@ class HookedRun:
 
     def go_to(self, context: TrainingContext) -> None:
         """The epoch and step in hand; batches that a resume leaves out are told of by nobody."""
+        if self._lock.is_lost:
+            self._lock.check()
         ctx, now = self.ctx, self.state.timestamp
         ctx.epoch = context.epoch + 1
         if context.epoch != now.epoch:

@@ -25,6 +25,7 @@ from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.errors import ConfigError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
@@ -56,6 +57,7 @@ def host(
     resume: str | os.PathLike[str] | None = None,
     log_interval: str | int | Time = "10ba",
     preempt_signals: Iterable[str] = (),
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> KerasHost:
     """The callbacks as one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
 
@@ -71,6 +73,7 @@ def host(
         resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
         log_interval: how often a record is made; a whole number means batches.
         preempt_signals: which ask the run to save and make way.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
@@ -84,7 +87,8 @@ def host(
         model=model,
         resume=os.fspath(resume) if resume is not None else None,
         settings={
-            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals)
+            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
+            "lock_timeout_seconds": lock_timeout_seconds,
         },
     )  # fmt: skip
 

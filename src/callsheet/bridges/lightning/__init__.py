@@ -24,6 +24,7 @@ from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 try:
@@ -71,7 +72,12 @@ TOLD_FROM: Mapping[str, str] = {
 `save_checkpoint`, and from what the narrator knows of the order."""
 
 
-def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool = True) -> LightningHost:
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> LightningHost:
     """The callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one `trainer.fit`, and one `validate`, `test` or `predict`. Its folder is `trainer.log_dir`; records are made every
@@ -81,19 +87,23 @@ def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, s
 
     Args:
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: in the first step; see `strict`.
     """
-    return LightningHost(callbacks, strict=strict)
+    return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """See `host`."""
 
-    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # HostedRun, between the first hook of a run and its last
         self._trained: HostedRun | None = None  # the latest `fit`: checkpoints may be written after it, too
         self._loaded: Mapping[str, Any] | None = None
@@ -113,6 +123,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
             log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
             device=trainer.strategy.root_device,
+            lock_timeout_seconds=self._lock_timeout_seconds,
             **options,
         )
         self._steps = StepHooks(run.eval_narrator, run.eval_ctx, module)

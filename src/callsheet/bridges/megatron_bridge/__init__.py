@@ -32,6 +32,7 @@ from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_TOLD", "MegatronBridgeHost", "guest", "host"]
 
@@ -63,7 +64,12 @@ NOT_TOLD = (
 """Events that it has no moment for."""
 
 
-def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool = True) -> MegatronBridgeHost:
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> MegatronBridgeHost:
     """The callbacks as one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
 
     A run is one `pretrain`. Forward and backward are heard from the model, where nothing is pipelined, and the optimizer's step from
@@ -82,11 +88,12 @@ def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, s
 
     Args:
         strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: when training begins, or after the first step; see `strict`.
     """
-    return MegatronBridgeHost(callbacks, strict=strict)
+    return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 def guest(
@@ -129,9 +136,12 @@ def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Calla
 class MegatronBridgeHost:
     """See `host`. Not of Megatron's base class: its manager takes what has methods of these names, and need not be there."""
 
-    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
         self._has_trained = False  # in the run in hand
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
@@ -162,6 +172,7 @@ class MegatronBridgeHost:
             device=next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu")),
             able=[*(["stop"] if length else []), *(["save"] if save is not None else [])],
             saves=settings.save_now,
+            lock_timeout_seconds=self._lock_timeout_seconds,
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)

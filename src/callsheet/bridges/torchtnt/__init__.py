@@ -28,6 +28,7 @@ from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.errors import CheckpointError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
@@ -59,6 +60,7 @@ def host(
     resume: str | os.PathLike[str] | None = None,
     log_interval: str | int | Time = "10ba",
     preempt_signals: Iterable[str] = (),
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> TorchTNTHost:
     """The callbacks as one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
 
@@ -76,6 +78,7 @@ def host(
             torchtnt has restored.
         log_interval: how often a record is made; a whole number means batches.
         preempt_signals: which ask the run to save and make way.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
         NotCarried: when training begins, or after the first step; see `strict`. Also for a unit whose `train_step` takes an iterator, or
@@ -87,7 +90,8 @@ def host(
         metrics=tuple(metrics),
         resume=os.fspath(resume) if resume is not None else None,
         settings={
-            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals)
+            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
+            "lock_timeout_seconds": lock_timeout_seconds,
         },
     )  # fmt: skip
 

@@ -1,0 +1,263 @@
+"""One writer per run folder, and which folder is a run's: real trainings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import Callback, CheckpointError, ConfigError, Context, RunInUseError, RunLockLostError, Trainer, attach
+from callsheet.callbacks import CheckpointSaver
+from callsheet.checkpoint import find_checkpoints
+from callsheet.loggers import JSONLLogger
+from callsheet.run_lock import RunLock
+
+SCRIPT = Path(__file__).parent / "locked_run.py"
+
+Starts = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starts]:
+    started: list[subprocess.Popen[str]] = []
+
+    def starts(*words: str, steps: int = 1_000_000, ranks: int = 1) -> subprocess.Popen[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *torchrun, str(SCRIPT), str(tmp_path), str(steps), *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, process_group=0
+            )
+        )
+        return started[-1]
+
+    yield starts
+    for process in started:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.communicate()
+
+
+def until(process: subprocess.Popen[str], word: str) -> str:
+    """What the process says, until a line that begins with `word`."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith(word):
+            return said
+    raise AssertionError(f"it never said {word!r}:\n{said}")
+
+
+@pytest.mark.slow  # it starts several processes that import torch
+def test_the_same_script_twice(start: Starts, tmp_path: Path) -> None:
+    first = start()
+    until(first, "step 3")
+    second = start(steps=5)
+    said = second.communicate(timeout=120)[0]
+    assert second.returncode == 1
+    assert f"RunInUseError: {tmp_path}/x is being trained by process {first.pid} on machine " in said
+    assert "begins" not in said
+    until(first, "step 30")  # it saves at each of them, and nothing of it is missing
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    last = find_checkpoints(tmp_path / "x" / "checkpoints").checkpoints[0].step
+    third = start(steps=last + 1)
+    said = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, said
+    assert f"begins at {last}" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]  # the lock is gone with the run
+
+
+@pytest.mark.slow  # it starts several processes that import torch
+def test_a_suspended_run_that_lost_its_folder_ends_with_an_error(start: Starts, tmp_path: Path) -> None:
+    first = start()
+    until(first, "step 3")
+    os.kill(first.pid, signal.SIGSTOP)
+    second = start("stale=0.5", "timeout=60", "machine=another")
+    until(second, "step")
+    os.kill(first.pid, signal.SIGCONT)
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 1
+    assert f"RunLockLostError: this run has lost the lock of {tmp_path}/x" in said
+    assert f"process {second.pid}" in said
+    step = int(until(second, "step").rpartition("step ")[2])
+    until(second, f"step {step + 5}")  # it goes on
+    lines = (tmp_path / "x" / "events.jsonl").read_text()
+    assert "RunLockLostError" not in lines  # these are the second one's
+
+
+@pytest.mark.slow
+def test_all_ranks_learn_that_the_folder_is_in_use(start: Starts, tmp_path: Path) -> None:
+    first = start()
+    until(first, "step 3")
+    both = start("timeout=2", ranks=2)
+    said = both.communicate(timeout=120)[0]
+    assert both.returncode != 0
+    assert said.count(f"RunInUseError: {tmp_path}/x is being trained by process {first.pid}") == 2
+    assert said.count("waiting up to 2 s") == 1
+    assert "begins" not in said
+
+
+@pytest.mark.slow
+def test_all_ranks_learn_that_the_lock_is_lost(start: Starts, tmp_path: Path) -> None:
+    first = start(ranks=2)
+    until(first, "step 3")
+    for pid in _children(first.pid):
+        os.kill(pid, signal.SIGSTOP)
+    second = start("stale=0.5", "timeout=60", "machine=another")
+    until(second, "step")
+    for pid in _children(first.pid):
+        os.kill(pid, signal.SIGCONT)
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode != 0
+    assert "has lost the lock" in said
+    step = int(until(second, "step").rpartition("step ")[2])
+    until(second, f"step {step + 5}")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def trainer(folder: Path, *callbacks: Callback, steps: int = 2, **options: Any) -> Trainer:
+    data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3
+    given: Mapping[str, Any] = {"run_name": "x", "lock_timeout_seconds": 0.0} | options
+    return Trainer(
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_duration=f"{steps}ba",
+        callbacks=callbacks,
+        runs_folder=folder / "runs",
+        device="cpu",
+        **given,
+    )
+
+
+def test_one_trainer_after_the_other(tmp_path: Path) -> None:
+    first = trainer(tmp_path, CheckpointSaver(save_interval="1ba"))
+    first.fit()  # and nobody closes it, as in a notebook
+    second = trainer(tmp_path, CheckpointSaver(save_interval="1ba"), steps=4, resume="auto")
+    second.fit()
+    with pytest.raises(RunLockLostError, match="another run of this process"):
+        first.save_checkpoint()
+    second.save_checkpoint()
+    second.close()
+
+
+def test_a_trainer_inside_another(tmp_path: Path) -> None:
+    class Nested(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            trainer(tmp_path, lock_timeout_seconds=60)
+
+    with pytest.raises(RunInUseError, match="another run of this process"):
+        trainer(tmp_path, Nested()).fit()
+
+
+def test_an_attached_loop_holds_the_lock(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    options: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "callbacks": [],
+        "run_name": "x",
+        "runs_folder": tmp_path / "runs",
+        "lock_timeout_seconds": 0,
+    }
+    with attach(**options), pytest.raises(RunInUseError), attach(**options):
+        pass
+    with attach(**options):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_needs_no_lock(tmp_path: Path) -> None:
+    with trainer(tmp_path, CheckpointSaver(save_interval="1ba")) as first:
+        first.fit()
+    lock = RunLock(tmp_path / "runs" / "x", is_busy=lambda: True)
+    lock.acquire(0)
+    reader = Trainer(
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        eval_dataloader=[(torch.randn(4, 2), torch.randn(4, 1))],
+        run_name="x",
+        runs_folder=tmp_path / "runs",
+        resume="auto",
+    )
+    reader.evaluate()
+    reader.save_checkpoint(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="another run of this process"):
+        reader.save_checkpoint()  # to the run's own folder
+    lock.release()
+
+
+@pytest.mark.parametrize("name", ["x", None])
+def test_a_run_that_writes_nothing_leaves_nothing(tmp_path: Path, name: str | None) -> None:
+    with trainer(tmp_path, run_name=name) as run:
+        run.fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_name_of_its_own_is_locked_while_it_writes(tmp_path: Path) -> None:
+    locks: list[list[str]] = []
+
+    class Looks(Callback):
+        def on_train_end(self, ctx: Context) -> None:
+            locks.append([path.name for path in (tmp_path / "runs").iterdir() if path.name.endswith(".lock")])
+
+    with trainer(tmp_path, CheckpointSaver(save_interval="1ba"), Looks(), run_name=None) as run:
+        run.fit()
+    assert locks == [[f".{run.run.name}.lock"]]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.run.name]
+
+
+# --- which folder is a run's ---
+
+
+class Notes(Callback):
+    """A logger of somebody's, which makes the folder before anything is known to work."""
+
+    def on_run_start(self, ctx: Context) -> None:
+        assert ctx.run.folder is not None
+        ctx.run.folder.mkdir(parents=True, exist_ok=True)
+        (ctx.run.folder / "notes.txt").write_text("begun")
+
+
+def test_a_folder_that_a_logger_made_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision"):
+        trainer(tmp_path, Notes(), precision="bf17")
+    with trainer(tmp_path, Notes()) as run:
+        run.fit()
+    assert sorted(path.name for path in (tmp_path / "runs" / "x").iterdir()) == ["notes.txt", "run.json"]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        trainer(tmp_path, Notes())
+
+
+def test_a_logger_that_writes_only_at_the_end_marks_the_run(tmp_path: Path) -> None:
+    class Late(Callback):
+        def on_run_end(self, ctx: Context) -> None:
+            Notes.on_run_start(self, ctx)  # type: ignore[arg-type]
+
+    with trainer(tmp_path, Late()) as run:
+        run.fit()
+    assert (tmp_path / "runs" / "x" / "run.json").exists()
+
+
+def test_records_of_a_run_that_never_trained_are_added_to(tmp_path: Path) -> None:
+    trainer(tmp_path, loggers=[JSONLLogger()]).close()
+    with trainer(tmp_path, loggers=[JSONLLogger()]) as run:
+        run.fit()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        trainer(tmp_path)
