@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from callsheet import Callback
 from callsheet.bridges.huggingface import STATE, host
-from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, NaNMonitor, SpeedMonitor
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, NaNMonitor, SpeedMonitor
 from callsheet.recipes.byte_tokenizer import byte_tokenizer
 from callsheet.testing import Recorder, check_events
 
@@ -84,3 +84,75 @@ def test_a_preference_tuning(tmp_path: Path) -> None:
     assert recorder.events.count("on_train_step_end") == trainer.state.global_step == ROWS // 2
     assert len(history["validation/rewards/margins"]) == 3
     assert history["huggingface/rewards/margins"][-1] > 0
+
+
+class Counts(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """Notes at which steps the Trainer has written a checkpoint."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.written.append(state.global_step)
+
+
+def supervised(folder: Path, callbacks: list[Any], **more: Any) -> Any:
+    model, tokenizer = made()
+    data = Dataset.from_list([{"prompt": f"{i} and {i} is", "completion": f" {2 * i}"} for i in range(ROWS)])
+    return SFTTrainer(
+        model, SFTConfig(**options(folder, **more)), train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+def preferred(folder: Path, callbacks: list[Any], **more: Any) -> Any:
+    model, tokenizer = made()
+    data = Dataset.from_list([{"prompt": f"{i} is", "chosen": " odd", "rejected": " blue"} for i in range(ROWS)])
+    return DPOTrainer(
+        model, made()[0], DPOConfig(**options(folder, **more)), train_dataset=data, eval_dataset=data.select(range(4)),
+        processing_class=tokenizer, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def rewarded(folder: Path, callbacks: list[Any], **more: Any) -> Any:
+    model, tokenizer = made()
+    data = Dataset.from_list([{"prompt": f"{i} is"} for i in range(ROWS)])
+    given = options(folder, **more) | {
+        "num_generations": 2,
+        "num_generations_eval": 2,
+        "max_completion_length": 4,
+        "max_steps": 6,
+    }
+    del given["max_length"]
+
+    def is_long(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    return GRPOTrainer(
+        model, is_long, GRPOConfig(**given), train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer,
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tuned", [supervised, preferred, rewarded])
+def test_evaluations_and_saves_at_one_step_change_nothing_and_write_once(tuned: Any, tmp_path: Path) -> None:
+    recorder, counts = Recorder(), Counts()
+    stopper = EarlyStopper(monitor="validation/loss", patience=9)
+    observers = [
+        recorder,
+        CheckpointSaver(save_interval="2ba", monitor="validation/loss"),
+        stopper,
+        EMA(half_life=2, at_end=False),
+    ]
+    ours = tuned(tmp_path / "ours", [host(observers), counts], save_strategy="steps", save_steps=2)
+    ours.train()
+    plain = tuned(tmp_path / "plain", [], save_strategy="steps", save_steps=2)
+    plain.train()
+    one, other = ours.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (ours, plain)]
+    assert losses[0] == losses[1]
+    check_events(recorder.events)
+    assert recorder.events.count("on_eval_all_end") == 3
+    assert counts.written == [2, 4, 6]
+    assert recorder.events.count("on_checkpoint_published") == 3

@@ -14,6 +14,7 @@ from typing import Any
 from callsheet.extras import needed_by
 
 with needed_by(__name__):
+    from torch.nn import Module
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
     from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
@@ -24,6 +25,7 @@ from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch,
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
+from callsheet.errors import NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
@@ -177,6 +179,13 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """Begin a run."""
         if self._run is not None:  # one that an exception had left
             self._let_go()
+        trainer = find_trainer(state, sys._getframe())
+        if not isinstance(model, Module):  # SetFit's, which is more than what is trained
+            model = getattr(trainer, "model", model)
+        if not isinstance(model, Module):
+            raise NotCarried(
+                f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave it out"
+            )
         output = Path(args.output_dir or "runs/huggingface").absolute()
         self._run = run = HostedRun(
             self.manager,
@@ -196,7 +205,6 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             lock_timeout_seconds=self._lock_timeout_seconds,
         )
         run.evaluation.asks = self._asks.evaluate
-        trainer = find_trainer(state, sys._getframe())
         datasets = getattr(trainer, "eval_dataset", None)
         run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
         if isinstance(train_dataloader, Sized):
@@ -231,9 +239,15 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
         trainer_now = weakref.proxy(trainer)
         hooks.name_of_dataset = lambda: _dataset(host._prefix)
-        methods.wrap("training_step", hooks.training_step)
-        methods.wrap("prediction_step", hooks.prediction_step)
-        methods.wrap("evaluate", evaluate)
+        ours = {
+            "training_step": hooks.training_step,
+            "compute_loss": hooks.compute_loss,
+            "prediction_step": hooks.prediction_step,
+            "evaluate": evaluate,
+        }
+        for name, around in ours.items():
+            if hasattr(trainer, name):
+                methods.wrap(name, around)
         return methods
 
     def _warn(self, what: str) -> None:

@@ -86,6 +86,8 @@ class ForwardHooks(StaysBehind):
         self._run = weakref.proxy(run)
         self.expected = ""
         """What the model's next call is for: `train`, `eval`, or nothing that is reported."""
+        self.is_computing = False
+        """Whether the loss is being computed: a backward meanwhile is not the step's."""
         self.inputs: Any = None
         """What `training_step` was given."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
@@ -104,6 +106,14 @@ class ForwardHooks(StaysBehind):
             return method(model, inputs, *args, **kwargs)
         finally:
             self.expected, self.inputs = "", None
+
+    def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer computes a loss. A loss may go backward itself meanwhile, through parts of it, to keep their gradients."""
+        self.is_computing = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.is_computing = False
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer evaluates a batch, or predicts, which is not reported."""
@@ -198,6 +208,8 @@ class StepWatch(BackwardWatch):
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """See `BackwardWatch`; begin the microbatch first, if no forward has."""
+        if self.hooks.is_computing:
+            return False
         if self.hooks.expected and self._listens and not loss.dim():
             self.hooks.begin_without_forward()
         return super().run(loss, *args, **options)
