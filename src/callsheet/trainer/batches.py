@@ -97,12 +97,10 @@ class TrainBatches:
             return self._epoch
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
-            self._epoch = self._sharing.resume(number, self.taken, resumed["place"])
+            self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
             restore_random_state_of(self._loader, resumed["now"])  # last: opening the data has drawn from them
-            return self._epoch
-        if resumed is not None:
-            restore_random_state_of(self._loader, resumed["now"])
-        self._epoch = self._sharing.begin(number)
+        else:
+            self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
         return self._epoch
 
     def end_epoch(self) -> None:

@@ -8,7 +8,15 @@ from itertools import islice
 from typing import Any
 
 from callsheet.errors import ConfigError
-from callsheet.trainer.data.loaders import drop, generators, length_of, samplers, tell_epoch
+from callsheet.trainer.data.loaders import (
+    drop,
+    generators,
+    length_of,
+    restore_random_state_of,
+    restore_samplers,
+    samplers,
+    tell_epoch,
+)
 from callsheet.trainer.data.seeded import RandomStream, mixed
 from callsheet.trainer.data.ways import CountSamples, SharedBatches
 from callsheet.trainer.world import World
@@ -26,6 +34,7 @@ class DealtData:
         self._loader = loader
         self._world = world
         self._seed = seed
+        self._argument = argument
         self._count_samples = count_samples
         self._dealt: _DealtBatches | None = None
         self.in_all = length_of(loader)
@@ -38,11 +47,14 @@ class DealtData:
                 "give the same data everywhere, or shard_data=False where each rank has its own share of it"
             )
 
-    def begin(self, epoch: int | None) -> Iterator[Any]:
+    def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """An epoch from its beginning."""
+        if start is not None:
+            restore_random_state_of(self._loader, start)
+            restore_samplers(self._loader, start, self._argument)
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """The rest of an epoch: from the dataloader's own state, or drawn again. Any number of ranks may have begun it."""
         keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_place:

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from callsheet.errors import ConfigError
 from callsheet.randomness import random_state, restore_random_state
+from callsheet.trainer.data.own_generators import generator_states, own_generators, restore_generators
 
 logger = logging.getLogger("callsheet")
 
 Loader = Iterable[Any] | Callable[[], Iterable[Any]]
 
 _MADE_BY = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+
+_OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sampler")
+_REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
+_LONG = 1000
 
 _OPTIONS = (
     "num_workers",
@@ -76,10 +93,15 @@ def samplers(loader: Any) -> list[Any]:
 
 
 def datasets(loader: Any) -> list[Any]:
-    """The dataset, and those that stand in it: a Subset's, a wrapper's."""
-    found: list[Any] = []
-    while (loader := getattr(loader, "dataset", None)) is not None and all(loader is not one for one in found):
-        found.append(loader)
+    """The dataset, and those that it wraps: a Subset's, a wrapper's."""
+    return chain_of(loader)[1:]
+
+
+def chain_of(dataset: Any) -> list[Any]:
+    """The dataset itself, and those that it wraps."""
+    found = [dataset]
+    while (dataset := getattr(dataset, "dataset", None)) is not None and all(dataset is not one for one in found):
+        found.append(dataset)
     return found
 
 
@@ -97,16 +119,97 @@ def tell_epoch(loader: Any, number: int) -> None:
 
 
 def random_state_of(loader: Any) -> dict[str, Any]:
-    """The random states that its next epoch would be drawn from: the process's, and those of generators of its own."""
-    own = generators(loader, *samplers(loader))
-    return {"global": random_state(), "generators": [generator.get_state() for generator in own]}
+    """Return what its next epoch is drawn from: the process's random states, those of generators that the loader, its samplers and its
+    datasets hold in attributes, and the states of samplers that have one."""
+    owners = (loader, *samplers(loader), *datasets(loader))
+    return {
+        "global": random_state(),
+        "generators": generator_states(own_generators(owners)),
+        "samplers": [sampler.state_dict() for sampler in _stateful_samplers(loader)],
+        "attributes": attributes(_without_state(loader)),
+    }
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Put back what `random_state_of` read."""
+    """Restore what `random_state_of` returned, but for the states of samplers."""
     restore_random_state(state["global"])
-    for generator, saved in zip(generators(loader, *samplers(loader)), state["generators"], strict=False):
-        generator.set_state(saved)
+    restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), state["generators"])
+
+
+def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
+    """Restore the states of samplers that `random_state_of` returned, and return whether there are any.
+
+    Warns of a sampler or an iterable that training has changed and that has no state: it may give other batches than it would have.
+    """
+    if names := changed(state["attributes"], attributes(_without_state(loader))):
+        logger.warning(
+            "%s: the resumed run may not get the batches that an unbroken one would have: %s changed while training, and checkpoints do "
+            "not hold it. Give that class the methods state_dict and load_state_dict, or have its order depend on set_epoch(epoch)",
+            argument,
+            ", ".join(names),
+        )
+    found = _stateful_samplers(loader)
+    for sampler, saved in zip(found, state["samplers"], strict=False):
+        sampler.load_state_dict(saved)
+    return bool(found)
+
+
+def is_repeatable(sampler: Any) -> bool:
+    """Whether it is torch's own: the same order follows from the same random states."""
+    return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether the loader's own state is what a resume goes by.
+
+    A StatefulDataLoader opens the user's own sampler more often when it is resumed than when it is not: then its order is drawn by an
+    `Order`, as that of a plain DataLoader.
+    """
+    if not hasattr(loader, "state_dict"):
+        return False
+    if not has_items(loader) or makes_own_batches(loader) or any(hasattr(one, "state_dict") for one in datasets(loader)):
+        return True
+    return all(map(is_repeatable, samplers(loader)))
+
+
+def _stateful_samplers(loader: Any) -> list[Any]:
+    """The user's own samplers with a state, unless the loader takes care of them."""
+    own = [] if keeps_place(loader) else [one for one in samplers(loader) if not isinstance(one, DistributedSampler)]
+    return [sampler for sampler in own if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
+
+
+def _without_state(loader: Any) -> list[Any]:
+    """What may change what it gives from one epoch to the next, in this process, and has no state that is restored."""
+    found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
+    if not isinstance(loader, DataLoader):
+        found += [] if hasattr(loader, "state_dict") else [loader]
+    elif isinstance(loader.dataset, IterableDataset) and not loader.num_workers:
+        found += datasets(loader)
+    return found
+
+
+def attributes(owners: Iterable[Any]) -> dict[str, int]:
+    """Return a checksum of each owner's attributes of plain types, to see which of them training has changed.
+
+    Left out is the epoch of an owner with `set_epoch`, which the Trainer sets, and what cannot be pickled.
+    """
+    found: dict[str, int] = {}
+    for number, owner in enumerate(owners):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if not isinstance(value, _PLAIN) or (name.strip("_") == "epoch" and hasattr(owner, "set_epoch")):
+                continue
+            if isinstance(value, (list, tuple)) and len(value) > _LONG:
+                value = (len(value), value[:_LONG], value[-_LONG:])
+            try:
+                found[f"{number}.{type(owner).__name__}.{name}"] = zlib.crc32(pickle.dumps(value))
+            except Exception:  # a value's own pickling may raise anything; it is then not compared
+                continue
+    return found
+
+
+def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return `Class.attribute` of each attribute that differs."""
+    return sorted(name.partition(".")[2] for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
@@ -153,5 +256,11 @@ def makes_own_batches(loader: Any) -> bool:
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
     """A DataLoader with the options of this one, but for `changes`, which say what dataset and what order."""
-    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+    names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
+    options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))
+
+
+def kind_of(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
+    """torch's DataLoader or torchdata's StatefulDataLoader, whichever the loader is."""
+    return next(kind for kind in type(loader).__mro__ if kind.__module__ in _MADE_BY)

@@ -4,71 +4,104 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
+from callsheet.randomness import same_random_state
 from callsheet.trainer.data.loaders import (
     datasets,
     drop,
-    has_items,
+    is_repeatable,
+    keeps_place,
+    kind_of,
     length_of,
     makes_own_batches,
     random_state_of,
     rebuilt,
     restore_random_state_of,
+    restore_samplers,
+    samplers,
     tell_epoch,
 )
-from callsheet.trainer.data.seeded import SeededDataset
+from callsheet.trainer.data.order import Order
+from callsheet.trainer.data.seeded import SeededDataset, SeededStream, cpu_random_state, mixed
 from callsheet.trainer.data.ways import SharedBatches, empty_ranks
 from callsheet.trainer.world import Pending, World
 
 logger = logging.getLogger("callsheet")
 
 _END: Any = object()
+_NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "torch": "torch's random state"}
 
 
 class OwnData:
-    """The rank's own dataloader, as it is.
+    """The rank's own dataloader, as it is, or with parts of it replaced so that a resumed run gets the same from it.
 
     One with `state_dict` and `load_state_dict` keeps its own place within an epoch. Any other is started again from the random
     states that it started the epoch with, and what was taken is drawn again and dropped; or, where a DataLoader's dataset is a
     `SeededDataset`, skipped.
+
+    Persistent workers keep random states from one epoch to the next, and a DataLoader draws from the training's random state when it
+    starts them, and only then. So the dataset of a DataLoader with persistent workers is wrapped in a `SeededDataset`, or a
+    `SeededStream`, and the seeds of its workers come from a generator of their own. The order is drawn by an `Order`, also where the
+    sampler is the user's own.
+
+    Args:
+        seed: of augmentation in persistent workers.
     """
 
     way = "own"
     in_all = None
 
-    def __init__(self, loader: Any, world: World, argument: str) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, world: World, argument: str, seed: int = 0) -> None:
+        self._given = loader
         self._world = world
         self._argument = argument
+        self._seed = seed
+        self._order: Order | None = None
+        self._wrapper: SeededDataset | SeededStream | None = None
+        self._loader = self._repeatable(loader)
         self._at_start: dict[str, Any] | None = None
         self._shared: _OwnBatches | None = None
-        self._is_warned = False
+        self._warned: set[str] = set()
         self.length = self._agreed_length()
 
-    def begin(self, epoch: int | None) -> Iterator[Any]:
+    def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """An epoch from its beginning; what it is drawn from is kept."""
-        return self._shared_out(self._open(epoch), 0)
+        if start is None:
+            return self._shared_out(self._open(epoch), 0)
+        restore_random_state_of(self._given, start)
+        has_states = restore_samplers(self._given, start, self._argument)
+        self._warn_of_workers(is_new_epoch=True)
+        if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
+            iter(self._loader)  # start its workers: its sampler draws more when they are started than in later epochs
+            restore_random_state_of(self._given, start)
+        return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """The rest of an epoch; see the class for how it comes there."""
-        loader = self._loader
-        restore_random_state_of(loader, place["at_start"])
+        loader, start = self._given, place["at_start"]
+        restore_random_state_of(loader, start)
         if place["has_ended"]:  # on this rank: others had more
-            self._at_start = place["at_start"]
+            self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
-        if place["loader"] is not None and hasattr(loader, "load_state_dict"):
-            self._warn_of_augmentation()
-            loader.load_state_dict(place["loader"])
+        if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._is_drawn_here(place["loader"]):
+            self._warn_of_workers(is_new_epoch=False)
+            self._loader.load_state_dict(place["loader"])
             return self._shared_out(self._open(epoch), taken)
+        restored = start if restore_samplers(loader, start, self._argument) else None
+        self._warn_of_workers(is_new_epoch=False)
         if taken and self._can_skip():
-            self._at_start = place["at_start"]
-            rest: Any = self._rest_of_order(taken, epoch)
-            return self._shared_out(iter(rebuilt(loader, batch_sampler=rest)), taken)
-        batches = self._open(epoch)
-        drop(batches, taken, epoch)
+            batches = self._open(epoch, restored, skipped=taken)
+        else:
+            batches = self._open(epoch, restored)
+            self._draw_again(batches, taken, epoch, now)
+        self._at_start = start
+        if self._order is not None and not self._order.is_at(place["order"]):
+            self._warn_of_order()
         return self._shared_out(batches, taken)
 
     def place(self, taken: int) -> dict[str, Any]:
@@ -79,59 +112,155 @@ class OwnData:
             "at_start": self._at_start,
             "loader": self._loader.state_dict() if keeps_place else None,
             "has_ended": has_ended,
+            "order": self._order.place(taken) if self._order is not None else None,
         }
 
     def left(self, taken: int) -> int | None:
         """What the agreed length leaves."""
         return self.length - taken if self.length is not None else None
 
-    def _open(self, epoch: int | None) -> Iterator[Any]:
-        if epoch is not None:
-            tell_epoch(self._loader, epoch)
-        self._at_start = random_state_of(self._loader)
-        return iter(self._loader)
+    def _repeatable(self, loader: Any) -> Any:
+        """The loader, or one that takes its parts from it and can be resumed in any epoch."""
+        if not isinstance(loader, DataLoader) or makes_own_batches(loader) or isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+            return loader
+        is_persistent = loader.persistent_workers and loader.num_workers > 0
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        has_state = keeps_place(loader)
+        is_checked = not is_stream and not has_state and not all(map(is_repeatable, samplers(loader)))
+        if not is_persistent and not is_checked and not isinstance(loader.dataset, SeededDataset):
+            return loader
+        source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        changes: dict[str, Any] = {}
+        if has_state:
+            if not is_persistent:
+                return loader
+        elif is_stream:
+            changes["dataset"] = self._wrapper = SeededStream(loader.dataset, mixed(self._seed, self._world.rank))
+        else:
+            source = self._order = Order(source, is_checked=is_checked)
+            if is_persistent and not isinstance(loader.dataset, SeededDataset):
+                changes["dataset"] = self._wrapper = SeededDataset(loader.dataset, self._seed)
+        if is_persistent:
+            changes["generator"] = torch.Generator().manual_seed(mixed(self._seed))
+        if is_stream:
+            changes |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        elif loader.batch_sampler is not None:
+            changes["batch_sampler"] = source
+        else:
+            changes |= {"sampler": source, "batch_size": None}
+        return rebuilt(loader, kind_of(loader) if has_state else DataLoader, **changes)
 
-    def _rest_of_order(self, taken: int, epoch: int) -> Iterator[Any]:
-        """What the batch sampler gives of an epoch whose random states are in force, after the batches that were taken."""
-        tell_epoch(self._loader, epoch)
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)  # a loader first draws the seed of workers
-        batches: Iterator[Any] = iter(self._loader.batch_sampler)
-        drop(batches, taken, epoch)
+    def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
+        """Open the dataloader; `restored` are the random states of an epoch for which a sampler loaded its state."""
+        if epoch is not None:
+            tell_epoch(self._given, epoch)
+            if self._wrapper is not None:
+                self._wrapper.set_epoch(epoch - 1)
+        self._at_start = random_state_of(self._given)
+        if self._order is not None:
+            self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
+            if skipped:
+                if self._loader.generator is self._given.generator:  # a loader first draws the seed of its workers
+                    torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+                self._order.skip(skipped, epoch)
+        batches = iter(self._loader)
+        if isinstance(self._wrapper, SeededStream) and self._wrapper.has_changed:
+            self._warn(
+                f"a resumed run will not get the same batches: {type(self._given.dataset).__name__} has changed attributes of its own in "
+                "persistent workers, and checkpoints do not hold them. Have it depend on set_epoch(epoch), or use persistent_workers=False"
+            )
         return batches
+
+    def _draw_again(self, batches: Iterator[Any], taken: int, epoch: int, now: Mapping[str, Any]) -> None:
+        """Draw what was taken, and warn where it cannot be told whether that is the same."""
+        drop(batches, min(taken, 1), epoch)
+        first = cpu_random_state()
+        drop(batches, taken - 1, epoch)
+        if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
+            return  # what a sample draws is nothing to the others, and the order is looked at by itself
+        last, then = cpu_random_state(), now["global"]
+        shared = [
+            _NAMES[name]
+            for name in last.keys() & then.keys()
+            if not same_random_state({name: first[name]}, {name: last[name]})
+            and not same_random_state({name: last[name]}, {name: then[name]})
+        ]
+        if shared:
+            self._warn(
+                f"{type(self._given).__name__} draws from {' and '.join(sorted(shared))} while it is iterated over, and so does training. "
+                "The batches are exact only if what is drawn for one does not depend on what was drawn for those before it, as in a "
+                "shuffle buffer. Have it draw from a generator in an attribute of its own, or give it state_dict and load_state_dict"
+            )
+
+    def _is_drawn_here(self, state: Mapping[str, Any]) -> bool:
+        """Whether a StatefulDataLoader without workers would draw a dataset without a state again: here it is looked at how."""
+        loader = self._given
+        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
+            return False
+        fetched: Any = state.get("fetcher_state") or {}
+        return state.get("dataset_state") is None and fetched.get("dataset_iter_state") is None
+
+    def _can_skip(self) -> bool:
+        return self._order is not None and isinstance(self._loader.dataset, SeededDataset)
+
+    def _warn_of_order(self) -> None:
+        own = [type(sampler).__name__ for sampler in samplers(self._given) if not is_repeatable(sampler)]
+        self._warn(
+            f"{' and '.join(own)} did not give the batches again that it had given before the checkpoint, so that samples are seen twice "
+            "or not at all in this epoch. Have it draw from a generator in an attribute of its own, such as self.generator, or give "
+            "it state_dict and load_state_dict"
+        )
+
+    def _warn_of_workers(self, *, is_new_epoch: bool) -> None:
+        """Warn where a resumed run cannot get what its workers would have given."""
+        loader = self._given
+        if not isinstance(loader, DataLoader) or not loader.num_workers:
+            return
+        name, count = type(loader).__name__, loader.num_workers
+        if not getattr(loader, "in_order", True):
+            self._warn(f"{name}(in_order=False) gives batches as they are ready, so that their order is not exact. Leave in_order out")
+        if any(isinstance(one, SeededDataset) for one in datasets(loader)):
+            return
+        if keeps_place(loader):
+            if not is_new_epoch or loader.persistent_workers:
+                advice = (
+                    "have its dataset draw from generators that its state_dict holds"
+                    if isinstance(loader.dataset, IterableDataset)
+                    else "wrap its dataset in callsheet.trainer.SeededDataset(dataset, seed) to have both"
+                )
+                self._warn(
+                    f"resumed with its order exact, augmentation not: what its {count} workers draw is not kept by a {name}; {advice}"
+                )
+        elif loader.persistent_workers and self._loader is loader:
+            self._warn(
+                f"the batches of its {count} persistent workers may differ from those of an unbroken run: a {name} over a "
+                f"{type(loader.dataset).__name__} makes them in a way of its own. Use a plain DataLoader, or persistent_workers=False"
+            )
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s: %s", self._argument, what)
 
     def _shared_out(self, batches: Iterator[Any], taken: int, *, has_ended: bool = False) -> Iterator[Any]:
         if self._world.size == 1:
             return batches
-        self._shared = _OwnBatches(batches, self._world, self._argument, length_of(self._loader), taken, self._first_again)
+        self._shared = _OwnBatches(batches, self._world, self._argument, length_of(self._given), taken, self._first_again)
         self._shared.ended_after = taken if has_ended else None
         return self._shared
 
     def _first_again(self) -> Any:
         """The first batch of the epoch in hand, once this rank has drawn all of it."""
-        now = random_state_of(self._loader)
-        restore_random_state_of(self._loader, self._at_start or now)
+        now = random_state_of(self._given)
+        restore_random_state_of(self._given, self._at_start or now)
+        if self._order is not None:
+            self._order.begin()
         first = next(iter(self._loader))
-        restore_random_state_of(self._loader, now)
+        restore_random_state_of(self._given, now)
         return first
 
-    def _can_skip(self) -> bool:
-        loader = self._loader
-        return has_items(loader) and isinstance(loader.dataset, SeededDataset) and not makes_own_batches(loader)
-
-    def _warn_of_augmentation(self) -> None:
-        has_workers = has_items(self._loader) and self._loader.num_workers > 0
-        if has_workers and not self._is_warned and not any(isinstance(one, SeededDataset) for one in datasets(self._loader)):
-            self._is_warned = True
-            logger.warning(
-                "%s: resumed with its order exact, augmentation not: what its %d workers draw is not kept by a %s; wrap its dataset "
-                "in callsheet.trainer.SeededDataset(dataset, seed) to have both",
-                self._argument,
-                self._loader.num_workers,
-                type(self._loader).__name__,
-            )
-
     def _agreed_length(self) -> int | None:
-        length = length_of(self._loader)
+        length = length_of(self._given)
         longest, is_unknown, is_empty = self._world.max([length or 0, length is None, length == 0])
         if is_empty:
             raise empty_ranks(self._world, self._argument, length == 0)

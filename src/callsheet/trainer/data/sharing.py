@@ -42,11 +42,11 @@ def sharing_of(
     """
     sharing: Sharing
     if (world.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
-        sharing = OwnData(loader, world, argument)
+        sharing = OwnData(loader, world, argument, seed)
     elif isinstance(loader, DataLoader) and has_items(loader) and length_of(batching(loader)[0]) is not None:
         sharing = SplitData(loader, world, seed, argument)
     elif (node_loader := _split_by_node(loader, world)) is not None:
-        sharing = OwnData(node_loader, world, argument)
+        sharing = OwnData(node_loader, world, argument, seed)
     else:
         sharing = DealtData(loader, world, seed, argument, count_samples)
     if sharing.in_all == 0:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.trainer.data.loaders import batching, makes_own_batches, rebuilt, tell_epoch
+from callsheet.trainer.data.loaders import batching, makes_own_batches, rebuilt, restore_random_state_of, restore_samplers, tell_epoch
 from callsheet.trainer.data.seeded import SeededDataset
 from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
 from callsheet.trainer.data.ways import SharedBatches
@@ -60,12 +60,15 @@ class SplitData:
         """How many samples there are, or batches where a batch sampler of the user's own makes them."""
         return self._sampler.length
 
-    def begin(self, epoch: int | None) -> Iterator[Any]:
+    def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """An epoch from its beginning."""
+        if start is not None:
+            restore_random_state_of(self._given, start)
+            restore_samplers(self._given, start, self._argument)
         self._draw(epoch, 0, 0)
         return self._opened()
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """The rest of an epoch, which any number of ranks may have begun. Raises ConfigError where its order has changed."""
         self._draw(epoch, taken, place["position"])
         if place["order"] != digest(self._sampler.order):

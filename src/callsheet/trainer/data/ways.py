@@ -40,11 +40,14 @@ class Sharing(Protocol):
     def in_all(self) -> int | None:
         """How many samples, or batches, there are to be shared in an epoch; None where that is not known, or they are not shared."""
 
-    def begin(self, epoch: int | None) -> Iterator[Any]:
-        """The batches of an epoch, counted from 1; None for an evaluation, which is the same each time."""
+    def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """The batches of an epoch, counted from 1; None for an evaluation, which is the same each time.
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any]) -> Iterator[Any]:
-        """The batches of an epoch from a place in it, where this rank had taken so many."""
+        `start` is what a checkpoint at the end of the epoch before holds of the dataloader (`random_state_of`).
+        """
+
+    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
+        """The batches of an epoch from a place in it, where this rank had taken so many, and its random states were `now`."""
 
     def place(self, taken: int) -> dict[str, Any]:
         """Where in its epoch the data is once so many batches have been taken: plain data and tensors."""

@@ -1,0 +1,55 @@
+"""Random generators that samplers, datasets and loaders hold in attributes of their own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+def own_generators(owners: Iterable[Any]) -> list[Any]:
+    """The generators of Python, NumPy and torch among the owners' attributes, each once."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[Any, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found = [value for owner in owners for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kinds)]
+    return list({id(generator): generator for generator in found}.values())
+
+
+def generator_states(generators: Sequence[Any]) -> list[Any]:
+    """Return the state of each generator as plain data, arrays and tensors."""
+    return [_state(generator) for generator in generators]
+
+
+def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Restore what `generator_states` returned. Generators beyond the saved ones keep their state."""
+    for generator, state in zip(generators, states, strict=False):
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:  # of torch, or NumPy's RandomState
+            generator.set_state(state)
+
+
+def seed_generators(generators: Iterable[Any], number: int) -> None:
+    """Seed each generator with 64 bits."""
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
+        elif isinstance(generator, random.Random):
+            generator.seed(number)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(number).state
+        else:
+            generator.seed(number & 0xFFFFFFFF)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()

@@ -1,0 +1,505 @@
+"""Random dataloaders, each gone through undisturbed and with a stop somewhere: what must be the same, or said not to be.
+
+The campaign: `python -m trainer.resumed_data RESULT.md [--cases N]`, which `make resume` runs; `test_resumed_data.py` runs some cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from callsheet.checkpoint import flatten, unflatten
+from callsheet.errors import ConfigError
+from callsheet.randomness import seed_all
+from callsheet.trainer.batches import TrainBatches
+from callsheet.trainer.data import SeededDataset
+
+SAMPLES, BATCH_SIZE, EPOCHS = 22, 4, 3
+STEPS = -(-SAMPLES // BATCH_SIZE)
+
+# --- data ---
+
+
+def noisy(index: int) -> Tensor:
+    """A sample under noise from the three random states of the process."""
+    return torch.tensor([index, random.random(), float(torch.rand(())), float(numpy.random.rand())], dtype=torch.float64)
+
+
+class Items(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return noisy(index)
+
+
+class ItemsOfEpoch(Items):
+    """They look at an epoch that is an attribute of this process's copy alone."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return noisy(index) + 100 * self.epoch
+
+
+class ItemsWithGenerators(Items):
+    """Noise from generators in attributes."""
+
+    def __init__(self) -> None:
+        self.rng, self.arrays, self.tensors = random.Random(1), numpy.random.default_rng(2), torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = self.rng.random() + self.arrays.random() + float(torch.rand((), generator=self.tensors))
+        return torch.tensor([index, noise], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Each worker's part of the samples in random order."""
+
+    def order(self) -> Iterable[int]:
+        worker: Any = get_worker_info()
+        part = list(range(worker.id, SAMPLES, worker.num_workers) if worker else range(SAMPLES))
+        return random.sample(part, len(part))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in self.order():
+            yield noisy(index)
+
+
+class ShuffleBuffer(Stream):
+    """The order is drawn sample by sample, from the state that dropout draws from too."""
+
+    def order(self) -> Iterable[int]:
+        left = sorted(super().order())
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+class CountingStream(Stream):
+    """Another order in each epoch, by a counter that nobody else knows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def order(self) -> Iterable[int]:
+        self.count += 1
+        part = sorted(super().order())
+        return random.Random(self.count).sample(part, len(part))
+
+
+class StreamOfEpoch(Stream):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self) -> Iterable[int]:
+        part = sorted(super().order())
+        return random.Random(self.epoch).sample(part, len(part))
+
+
+class StreamWithGenerator(Stream):
+    def __init__(self) -> None:
+        self.rng = numpy.random.RandomState(5)
+
+    def order(self) -> Iterable[int]:
+        part = sorted(super().order())
+        return [part[i] for i in self.rng.permutation(len(part))]
+
+
+class StatefulStream(Stream):
+    """Knows its place."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker: Any = get_worker_info()
+        part = range(worker.id, SAMPLES, worker.num_workers) if worker else range(SAMPLES)
+        while self.at < len(part):
+            self.at += 1
+            yield noisy(part[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+# --- orders ---
+
+
+class Eager(Sampler[int]):
+    """Draws when it is opened, from the process's random state."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+class LazyPython(Eager):
+    """Draws index by index, from a state that training does not draw from."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SAMPLES))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+class LazyTorch(Eager):
+    """Draws index by index, from the state that dropout draws from too."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SAMPLES))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+class WithGenerator(Eager):
+    def __init__(self) -> None:
+        self.rng = random.Random(4)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(SAMPLES), SAMPLES))
+
+
+class Counting(Eager):
+    """By a counter that nobody else knows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        return iter(random.Random(self.count).sample(range(SAMPLES), SAMPLES))
+
+
+class ShufflesItsList(Eager):
+    def __init__(self) -> None:
+        self.indices = list(range(SAMPLES))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class OfEpoch(Eager):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
+
+
+class CountingWithState(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Placed(Eager):
+    """Its state is a place in an epoch; at the epoch's end, the end."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+        self.is_resumed = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_resumed:
+            self.at = 0
+        self.is_resumed = False
+        for index in random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)[self.at :]:
+            self.at += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.at, self.is_resumed = state["epoch"], state["at"], True
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Batches of neighbours in random order."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(6)
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in torch.randperm(STEPS, generator=self.generator).tolist():
+            yield list(range(SAMPLES))[number * BATCH_SIZE : (number + 1) * BATCH_SIZE]
+
+
+class OwnBatchesOfProcess(OwnBatches):
+    """The same, from the process's random state."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in random.sample(range(STEPS), STEPS):
+            yield list(range(SAMPLES))[number * BATCH_SIZE : (number + 1) * BATCH_SIZE]
+
+
+ITEMS = {"items": Items, "items of epoch": ItemsOfEpoch, "items with generators": ItemsWithGenerators}
+STREAMS = {
+    "stream": Stream,
+    "shuffle buffer": ShuffleBuffer,
+    "counting stream": CountingStream,
+    "stream of epoch": StreamOfEpoch,
+    "stream with generator": StreamWithGenerator,
+    "stateful stream": StatefulStream,
+}
+SAMPLERS: dict[str, Any] = {
+    "eager": Eager,
+    "lazy, Python": LazyPython,
+    "lazy, torch": LazyTorch,
+    "with generator": WithGenerator,
+    "counting": Counting,
+    "shuffles its list": ShufflesItsList,
+    "of epoch": OfEpoch,
+    "counting with state": CountingWithState,
+    "placed": Placed,
+}
+BATCH_SAMPLERS: dict[str, Any] = {"own batches": OwnBatches, "own batches, process": OwnBatchesOfProcess}
+ORDERS = ("shuffle", "shuffle, generator", *SAMPLERS, *BATCH_SAMPLERS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of data, and where it is stopped: after `place` batches of `epoch`."""
+
+    data: str = "items"
+    order: str = "shuffle"
+    seeded: bool = False
+    kind: str = "plain"
+    workers: int = 0
+    persistent: bool = False
+    prefetch: int | None = None
+    context: str | None = None
+    batched: bool = True
+    epoch: int = 2
+    place: int = 2
+
+    def __str__(self) -> str:
+        workers = f"{self.workers} {'persistent ' if self.persistent else ''}workers" if self.workers else "no workers"
+        more = [f"prefetch {self.prefetch}"] if self.prefetch else []
+        more += [self.context] if self.context else []
+        more += [] if self.batched else ["single samples"]
+        data = f"{self.data}{', seeded' if self.seeded else ''}{'' if self.data in STREAMS else f', {self.order}'}"
+        return f"{self.kind}: {data}; {', '.join([workers, *more])}; stopped in epoch {self.epoch} after {self.place}"
+
+    def loader(self) -> Any:
+        """A new loader, as a new process would make it."""
+        options: dict[str, Any] = {"num_workers": self.workers, "persistent_workers": self.persistent}
+        if self.workers:
+            options |= {"prefetch_factor": self.prefetch, "multiprocessing_context": self.context}
+        made = StatefulDataLoader if self.kind == "stateful" else DataLoader
+        if self.data in STREAMS:
+            return made(STREAMS[self.data](), batch_size=BATCH_SIZE if self.batched else None, **options)
+        dataset: Any = ITEMS[self.data]()
+        dataset = SeededDataset(dataset, 8) if self.seeded else dataset
+        if self.order in BATCH_SAMPLERS:
+            return made(dataset, batch_sampler=BATCH_SAMPLERS[self.order](), **options)
+        options["batch_size"] = BATCH_SIZE if self.batched else None
+        if self.order in SAMPLERS:
+            return made(dataset, sampler=SAMPLERS[self.order](), **options)
+        generator = torch.Generator().manual_seed(9) if self.order == "shuffle, generator" else None
+        return made(dataset, shuffle=True, generator=generator, **options)
+
+
+def random_case(rng: random.Random, *, contexts: bool = False) -> Case:
+    """Any combination that torch allows."""
+    data = rng.choice([*ITEMS, *ITEMS, *STREAMS])
+    order = rng.choice(ORDERS)
+    workers = rng.choice([0, 1, 2, 2])
+    is_persistent = workers > 0 and (contexts or rng.random() < 0.6)  # other interpreters start slowly: once is enough
+    return Case(
+        data=data,
+        order="" if data in STREAMS else order,
+        seeded=data in ITEMS and rng.random() < 0.4,
+        kind=rng.choice(["plain", "plain", "stateful"]),
+        workers=workers,
+        persistent=is_persistent,
+        prefetch=rng.choice([None, 1, 3]) if workers else None,
+        context=rng.choice(["spawn", "forkserver"]) if contexts and workers else None,
+        batched=order in BATCH_SAMPLERS or rng.random() < 0.85,
+        epoch=rng.randint(1, EPOCHS),
+        place=rng.choice([0, 1, 2, 3, STEPS - 1, STEPS]),
+    )
+
+
+# --- training ---
+
+
+class Training:
+    """A few steps of a regression with dropout, by hand; what it saw and the losses are kept."""
+
+    def __init__(self, case: Case) -> None:
+        self.batches = TrainBatches(seed=7)
+        self.case = case
+        self.weight = torch.ones((), dtype=torch.float64)
+        self.seen: list[tuple[int, list[Any], str]] = []
+
+    def train(self, epoch: int, until: int | None = None) -> None:
+        """An epoch from where it is, or up to `until` batches of it."""
+        taken = self.batches.epoch(epoch)
+        while until is None or self.batches.taken < until:
+            batch = next(taken, None)
+            if batch is None:
+                break
+            loss = (self.weight * batch * (torch.rand(batch.shape) > 0.3)).square().mean()
+            self.weight = self.weight - 1e-3 * loss / (1 + loss)
+            self.seen.append((epoch, batch.tolist(), float(loss).hex()))
+            self.batches.taken += 1
+        if until is None:
+            self.batches.end_epoch()
+
+
+def undisturbed(case: Case) -> list[Any]:
+    seed_all(1)
+    training = Training(case)
+    training.batches.load(case.loader)
+    for epoch in range(1, EPOCHS + 1):
+        training.train(epoch)
+    return training.seen
+
+
+def resumed(case: Case) -> list[Any]:
+    """The same with a stop, and new objects in another random state after it."""
+    seed_all(1)
+    first = Training(case)
+    first.batches.load(case.loader)
+    for epoch in range(1, case.epoch):
+        first.train(epoch)
+    if case.place:
+        first.train(case.epoch, until=case.place)
+    state = unflatten(*flatten(first.batches.state_dict()))  # through a checkpoint
+    seed_all(random.randrange(100, 1000))
+    second = Training(case)
+    second.weight, second.seen = first.weight, first.seen
+    second.batches.load_state_dict(state)
+    second.batches.load(case.loader)
+    for epoch in range(case.epoch, EPOCHS + 1):
+        second.train(epoch)
+    return second.seen
+
+
+class Warnings(logging.Handler):
+    """What callsheet warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@dataclass
+class Result:
+    """What came of a case: `exact`, `warned`, `rejected`, or `SILENT`, which is the fault that all this looks for."""
+
+    outcome: str
+    message: str = ""
+
+
+def result_of(case: Case) -> Result:
+    handler, logger = Warnings(), logging.getLogger("callsheet")
+    logger.addHandler(handler)
+    try:
+        wanted = undisturbed(case)
+        found = resumed(case)
+    except ConfigError as error:
+        return Result("rejected", str(error))
+    finally:
+        logger.removeHandler(handler)
+    if found == wanted and not handler.messages:
+        return Result("exact")
+    if handler.messages:
+        return Result("warned, exact" if found == wanted else "warned", " | ".join(handler.messages))
+    return Result("SILENT")
+
+
+HEAD = """# Resumed in any epoch, with any dataloader
+
+Made by `make resume`: {cases} random dataloaders (seed {seed}), each gone through for {epochs} epochs undisturbed, and again with a stop
+after which everything is made anew from the checkpoint. Compared are the samples, their augmentation, and the losses of a training with
+dropout, bit for bit. *Warned* names what cannot be restored. *Silent* would be a difference without a warning.
+
+"""
+
+
+def table(results: list[tuple[Case, Result]], seed: int) -> str:
+    """In how many cases of each kind what came of it."""
+    outcomes = ("exact", "warned, exact", "warned", "rejected", "SILENT")
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for case, result in results:
+        workers = "persistent workers" if case.persistent else "workers" if case.workers else "no workers"
+        counts[f"{case.kind}, {workers}, {'iterable' if case.data in STREAMS else 'indices'}"][result.outcome] += 1
+    lines = ["| dataloader | " + " | ".join(outcomes) + " |", "| --- |" + " --- |" * len(outcomes)]
+    for name, count in sorted(counts.items()):
+        lines.append(f"| {name} | " + " | ".join(str(count[outcome]) for outcome in outcomes) + " |")
+    warned = collections.Counter(
+        f"{case.kind}, {case.data if case.data in STREAMS else case.order}" for case, result in results if "warned" in result.outcome
+    )
+    lines += ["", "Warned of were: " + "; ".join(f"{name} ({count})" for name, count in sorted(warned.items())) + "."]
+    return HEAD.format(cases=len(results), seed=seed, epochs=EPOCHS) + "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--cases", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.getLogger("callsheet").propagate = False
+    rng, results, began = random.Random(given.seed), [], time.monotonic()
+    for number in range(given.cases):
+        case = random_case(rng, contexts=number % 40 == 39)
+        results.append((case, result_of(case)))
+        if results[-1][1].outcome == "SILENT":
+            print(f"SILENT {case!r}", flush=True)
+    given.result.write_text(table(results, given.seed))
+    silent = sum(result.outcome == "SILENT" for _, result in results)
+    print(f"{len(results)} cases in {time.monotonic() - began:.0f} s, {silent} silent; the table is in {given.result}")
+    return 1 if silent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
