@@ -475,7 +475,9 @@ def table(results: list[tuple[Case, Result]], seed: int) -> str:
     for name, count in sorted(counts.items()):
         lines.append(f"| {name} | " + " | ".join(str(count[outcome]) for outcome in outcomes) + " |")
     warned = collections.Counter(
-        f"{case.kind}, {case.data if case.data in STREAMS else case.order}" for case, result in results if "warned" in result.outcome
+        f"{case.kind}, {case.data if case.data in STREAMS else case.order}"
+        for case, result in results
+        if "warned" in result.outcome
     )
     lines += ["", "Warned of were: " + "; ".join(f"{name} ({count})" for name, count in sorted(warned.items())) + "."]
     return HEAD.format(cases=len(results), seed=seed, epochs=EPOCHS) + "\n".join(lines) + "\n"

@@ -167,7 +167,8 @@ def keeps_place(loader: Any) -> bool:
     """
     if not hasattr(loader, "state_dict"):
         return False
-    if not has_items(loader) or makes_own_batches(loader) or any(hasattr(one, "state_dict") for one in datasets(loader)):
+    is_indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not is_indexed or makes_own_batches(loader) or any(hasattr(one, "state_dict") for one in datasets(loader)):
         return True
     return all(map(is_repeatable, samplers(loader)))
 

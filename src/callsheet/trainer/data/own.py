@@ -121,7 +121,11 @@ class OwnData:
 
     def _repeatable(self, loader: Any) -> Any:
         """The loader, or one that takes its parts from it and can be resumed in any epoch."""
-        if not isinstance(loader, DataLoader) or makes_own_batches(loader) or isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        if (
+            not isinstance(loader, DataLoader)
+            or makes_own_batches(loader)
+            or isinstance(loader.dataset, (IterDataPipe, MapDataPipe))
+        ):
             return loader
         is_persistent = loader.persistent_workers and loader.num_workers > 0
         is_stream = isinstance(loader.dataset, IterableDataset)
@@ -218,7 +222,9 @@ class OwnData:
             return
         name, count = type(loader).__name__, loader.num_workers
         if not getattr(loader, "in_order", True):
-            self._warn(f"{name}(in_order=False) gives batches as they are ready, so that their order is not exact. Leave in_order out")
+            self._warn(
+                f"{name}(in_order=False) gives batches as they are ready, so that their order is not exact. Leave in_order out"
+            )
         if any(isinstance(one, SeededDataset) for one in datasets(loader)):
             return
         if keeps_place(loader):

@@ -92,7 +92,9 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()  # with workers, persistent ones too: epoch, and what is noted
+        self._shared = torch.zeros(
+            2, dtype=torch.int64
+        ).share_memory_()  # with workers, persistent ones too: epoch, and what is noted
         self._told: int | None = None
         self._own: list[Any] | None = None
 

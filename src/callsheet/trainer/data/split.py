@@ -8,7 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.trainer.data.loaders import batching, makes_own_batches, rebuilt, restore_random_state_of, restore_samplers, tell_epoch
+from callsheet.trainer.data.loaders import (
+    batching,
+    makes_own_batches,
+    rebuilt,
+    restore_random_state_of,
+    restore_samplers,
+    tell_epoch,
+)
 from callsheet.trainer.data.seeded import SeededDataset
 from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
 from callsheet.trainer.data.ways import SharedBatches

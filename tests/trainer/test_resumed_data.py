@@ -1,0 +1,93 @@
+"""In every epoch, with any dataloader: a resumed run sees what an undisturbed one does, or a warning names what it does not.
+
+The long form, with random cases of all kinds, is `make resume`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from .resumed_data import BATCH_SAMPLERS, ORDERS, STEPS, STREAMS, Case, random_case, result_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:This DataLoader will create")
+
+PLACES = [(1, 2), (2, 0), (2, 3), (2, STEPS), (3, 1)]
+PERSISTENT: Mapping[str, Any] = {"workers": 2, "persistent": True, "context": "fork"}
+
+
+@pytest.mark.parametrize(("epoch", "place"), PLACES)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_persistent_workers_are_resumed_exactly(epoch: int, place: int, seeded: bool) -> None:
+    assert result_of(Case(**PERSISTENT, seeded=seeded, epoch=epoch, place=place)).outcome == "exact"
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order not in ("counting", "shuffles its list", "lazy, torch")])
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_samplers_are_resumed_exactly(order: str, kind: str) -> None:
+    for epoch, place in PLACES:
+        assert result_of(Case(order=order, kind=kind, epoch=epoch, place=place)).outcome == "exact", (epoch, place)
+
+
+@pytest.mark.parametrize("order", ["counting", "shuffles its list"])
+def test_a_sampler_that_changes_and_has_no_state_is_named(order: str) -> None:
+    name = {"counting": "Counting.count", "shuffles its list": "ShufflesItsList.indices"}[order]
+    for place in (0, 2):
+        result = result_of(Case(order=order, epoch=2, place=place))
+        assert result.outcome == "warned"
+        assert f"{name} changed while training" in result.message
+
+
+def test_an_order_that_depends_on_what_training_draws_is_told() -> None:
+    result = result_of(Case(order="lazy, torch", place=4))
+    assert result.outcome == "warned"
+    assert "train_dataloader: LazyTorch did not give the batches again" in result.message
+
+
+@pytest.mark.parametrize("data", ["stream", "stream of epoch", "stream with generator"])
+def test_iterables_are_resumed_exactly(data: str) -> None:
+    for case in (Case(data, ""), Case(data, "", **PERSISTENT), Case(data, "", epoch=3, place=0, **PERSISTENT)):
+        result = result_of(case)
+        assert "warned" not in result.outcome or "draws from torch's random state" in result.message  # noise, without workers
+        assert "exact" in result.outcome
+
+
+def test_an_iterable_whose_order_depends_on_what_training_draws_is_told() -> None:
+    result = result_of(Case("shuffle buffer", "", place=4))
+    assert result.outcome == "warned"
+    assert "DataLoader draws from torch's random state while it is iterated over, and so does training" in result.message
+
+
+def test_an_iterable_that_counts_in_persistent_workers_is_told_while_training() -> None:
+    result = result_of(Case("counting stream", "", epoch=3, **PERSISTENT))
+    assert result.outcome == "warned"
+    assert "CountingStream has changed attributes of its own in persistent workers" in result.message
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_no_random_dataloader_differs_in_silence(number: int) -> None:
+    case = random_case(random.Random())
+    assert result_of(case).outcome != "SILENT", repr(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("data", ["items", "stream"])
+def test_workers_of_other_interpreters_are_resumed_exactly(context: str, data: str) -> None:
+    case = replace(Case(data, "shuffle" if data == "items" else "", **PERSISTENT), context=context)
+    assert result_of(case).outcome == "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["items", *STREAMS])
+def test_every_place_of_every_epoch(data: str) -> None:
+    orders = [""] if data in STREAMS else ["shuffle", "eager", *BATCH_SAMPLERS]
+    for order in orders:
+        for epoch in (1, 2, 3):
+            for place in range(STEPS + 1):
+                case = Case(data, order, epoch=epoch, place=place, **PERSISTENT)
+                assert result_of(case).outcome != "SILENT", repr(case)
