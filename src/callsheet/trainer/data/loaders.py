@@ -6,7 +6,7 @@ import logging
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,19 +121,28 @@ def tell_epoch(loader: Any, number: int) -> None:
 def random_state_of(loader: Any) -> dict[str, Any]:
     """Return what its next epoch is drawn from: the process's random states, those of generators that the loader, its samplers and its
     datasets hold in attributes, and the states of samplers that have one."""
-    owners = (loader, *samplers(loader), *datasets(loader))
     return {
         "global": random_state(),
-        "generators": generator_states(own_generators(owners)),
+        "generators": generators_of(loader),
         "samplers": [sampler.state_dict() for sampler in _stateful_samplers(loader)],
         "attributes": attributes(_without_state(loader)),
     }
 
 
+def generators_of(loader: Any) -> list[Any]:
+    """Return the states of the generators that the loader, its samplers and its datasets hold in attributes."""
+    return generator_states(own_generators((loader, *samplers(loader), *datasets(loader))))
+
+
+def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
+    """Restore what `generators_of` returned."""
+    restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), states)
+
+
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
     """Restore what `random_state_of` returned, but for the states of samplers."""
     restore_random_state(state["global"])
-    restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), state["generators"])
+    restore_generators_of(loader, state["generators"])
 
 
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:

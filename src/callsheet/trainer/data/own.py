@@ -167,7 +167,7 @@ class OwnData:
                 if self._loader.generator is self._given.generator:  # a loader first draws the seed of its workers
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
-        batches = iter(self._loader)
+        batches: Iterator[Any] = iter(self._loader)
         if isinstance(self._wrapper, SeededStream) and self._wrapper.has_changed:
             self._warn(
                 f"a resumed run will not get the same batches: {type(self._given.dataset).__name__} has changed attributes of its own in "

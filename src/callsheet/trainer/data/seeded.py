@@ -218,7 +218,7 @@ class SeededStream(IterableDataset[Any]):
     again without those before it.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int) -> None:
         own = vars(self)
         own["dataset"] = dataset
         own["_seeds"] = _Seeds(dataset, seed)
@@ -227,7 +227,7 @@ class SeededStream(IterableDataset[Any]):
     @property
     def has_changed(self) -> bool:
         """Whether attributes of the dataset were others in a worker's later epoch than in its first."""
-        return self._seeds.is_noted
+        return bool(self._seeds.is_noted)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the workers draw from now on."""
