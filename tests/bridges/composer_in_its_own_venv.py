@@ -566,3 +566,35 @@ def test_their_events_are_told_in_their_order(tmp_path: Path) -> None:
     ) as trainer:  # fmt: skip
         trainer.fit()
     assert here.told == home.told
+
+
+def test_of_the_evaluations_of_a_closure_the_last_loss_counts(tmp_path: Path) -> None:
+    class Sees(Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.losses.append(float(ctx.loss))
+
+    class Losses(composer.Callback):  # type: ignore[misc]  # Composer's types are not read
+        def __init__(self) -> None:
+            self.by_step: list[list[float]] = []
+
+        def batch_start(self, state: Any, logger: Any) -> None:
+            self.by_step.append([])
+
+        def after_loss(self, state: Any, logger: Any) -> None:
+            self.by_step[-1].append(float(state.loss))
+
+    def trained(callbacks: Any) -> tuple[Any, Losses]:
+        losses, model = Losses(), as_composer_has_it(POINTS)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        return fit(POINTS, tmp_path, callbacks, before=[losses], epochs=1, model=model, optimizers=optimizer), losses
+
+    sees, recorder = Sees(), Recorder()
+    plain, _ = trained(None)
+    observed, losses = trained([sees, recorder])
+    assert any(len(each) > 1 for each in losses.by_step)
+    assert sees.losses == [each[-1] for each in losses.by_step]
+    check_events(recorder.events)
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(observed), strict=True))

@@ -74,8 +74,10 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
         }
         self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
+        again = {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._count_loss}
+        self._evaluated_again = self._outside | again
         self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of the three is in force
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of them is in force
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Told by Composer at every event. An error of a callback fails the run."""
@@ -216,8 +218,12 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._run.narrator.start_step()
 
     def _before_train_batch(self, state: Any) -> None:
-        if self._run.narrator.is_open("optimizer_step"):  # the closure is called again
-            self._handlers = self._outside
+        if self._run.narrator.is_open("optimizer_step"):  # the optimizer evaluates the closure again: its last loss counts
+            if Event.AFTER_LOSS.value in self._all:
+                self._parts.clear()
+                self._handlers = self._evaluated_again
+            else:
+                self._handlers = self._outside
             return
         self._parts.clear()
         self._run.narrator.start("forward_backward")
@@ -239,10 +245,14 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._run.narrator.start("loss")
 
     def _after_loss(self, state: Any) -> None:
-        run, loss = self._run, trained_on(state.loss)
-        if not run.narrator.parts["loss"].is_quiet:
+        loss = trained_on(state.loss)
+        if not self._run.narrator.parts["loss"].is_quiet:
             loss = self._replaced(loss, state)
-        value = loss.detach()
+        self._count_loss(state, loss)
+
+    def _count_loss(self, state: Any, loss: Tensor | None = None) -> None:
+        """Keep a microbatch's loss for the step's mean."""
+        run, value = self._run, (trained_on(state.loss) if loss is None else loss).detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # Composer scales the total where it stands
         is_whole = state.device_train_microbatch_size >= run.counted[0]  # nothing to weigh
