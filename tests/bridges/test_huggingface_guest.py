@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -573,8 +574,8 @@ def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(
         NotCarried, match="TrackioCallback hears on_push_begin of the Hugging Face Trainer, which callsheet never"
     ):
-        guest(TrackioCallback())
-    guest(TrackioCallback(), strict=False)
+        guest(TrackioCallback(), args={"push_to_hub": True})
+    guest(TrackioCallback(), args={"push_to_hub": True}, strict=False)
     assert "TrackioCallback hears on_push_begin" in caplog.text
     with pytest.raises(RegistrationError, match="not an instance of transformers"):
         guest(History())
@@ -590,7 +591,7 @@ class Reads(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.read = {name: getattr(args, name) for name in self.names}
         self.whole, self.text, self.words = args.to_dict(), json.loads(args.to_json_string()), args.to_sanitized_dict()
-        assert not hasattr(args, "learning_rate")
+        assert not hasattr(args, "fsdp")
 
 
 def test_arguments_are_those_of_the_run_and_what_was_said(tmp_path: Path) -> None:
@@ -615,9 +616,49 @@ def test_arguments_are_those_of_the_run_and_what_was_said(tmp_path: Path) -> Non
     assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "said"), "eval_strategy": "no", "run_name": None}
 
 
+class Looks(TrainerCallback):  # type: ignore[misc]
+    """Looks at what trackers read when they begin, as CodeCarbon's and SwanLab's callbacks do."""
+
+    resumed: Any = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert Path(args.output_dir).is_dir()
+        self.rate, self.resumed = args.learning_rate, args.resume_from_checkpoint
+        self.rest = (args.weight_decay, args.n_gpu, args.parallel_mode.value, args.local_rank, args.save_total_limit)
+        assert {"learning_rate", "resume_from_checkpoint", "report_to"} <= args.to_dict().keys()
+
+
+def test_what_trackers_read_when_they_begin_is_there(tmp_path: Path) -> None:
+    looks = Looks()
+    trainer = as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"))
+    assert trainer.optimizer is not None
+    first = trainer.optimizer.param_groups[0]
+    assert looks.rate == first.get("initial_lr", first["lr"])
+    assert looks.resumed is None
+    assert looks.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
+    as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
+    assert looks.resumed is not None
+    assert Path(looks.resumed).is_dir()
+    as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "said" / "there")}), name="third")
+
+
+def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
+        for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
+            if isinstance(vars(module).get(place), Path):  # it was read when Trackio was imported
+                monkeypatch.setattr(module, place, tmp_path / "trackio" / inside)
+    as_guests(tmp_path, guest(TrackioCallback(), args={"project": "small"}))
+    assert trackio.context_vars.current_run.get() is None
+    logged = SQLiteStorage.get_logs("small", "guest")
+    assert [entry["train/global_step"] for entry in logged if "train/loss" in entry]
+
+
 def test_arguments_that_nobody_said_are_not_carried(tmp_path: Path) -> None:
-    with pytest.raises(NotCarried, match="transformers' TrainingArguments has here no 'learning_rate': a guest may use"):
-        as_guests(tmp_path, guest(Reads("learning_rate")))
+    with pytest.raises(NotCarried, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
+        as_guests(tmp_path, guest(Reads("fsdp")))
     with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):
         guest(Reads(), args={"metric_for_best": "loss"})
     with pytest.raises(ConfigError, match="unknown eval_strategy 'step'"):

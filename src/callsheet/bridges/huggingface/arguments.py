@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import ParallelMode
 
 from callsheet.bridges.foreign import Facade
 from callsheet.callback import one_of
@@ -18,6 +21,16 @@ _KNOWN = (
     *("eval_strategy", "eval_steps", "eval_delay", "logging_strategy", "logging_steps", "logging_first_step", "save_strategy"),
     *("save_steps", "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "max_steps", "disable_tqdm"),
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo", "push_to_hub"),
+    *(
+        "resume_from_checkpoint",
+        "report_to",
+        "save_total_limit",
+        "hub_model_id",
+        "hub_strategy",
+        "do_train",
+        "do_eval",
+        "do_predict",
+    ),
 )
 """Arguments that have their usual values where nobody says others; what is not here and was not said is not carried."""
 _ARGUMENTS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
@@ -46,11 +59,18 @@ class Arguments(Facade):
             values["greater_is_better"] = not values["metric_for_best_model"].endswith("loss")
         vars(self).update(values)
 
-    def _take(self, ctx: Context) -> None:
+    def _take(self, ctx: Context, resumed: str | None) -> None:
         """What the run says; what was said goes before it."""
         run = ctx.run
         vars(self).update(
             {
+                **_of_optimizer(ctx),
+                "resume_from_checkpoint": resumed,
+                "do_train": True,
+                "do_eval": bool(ctx.state.evaluators),
+                "n_gpu": int(torch.device(run.device).type == "cuda"),
+                "parallel_mode": ParallelMode.DISTRIBUTED if run.world_size > 1 else ParallelMode.NOT_PARALLEL,
+                "local_rank": run.ranks.local_rank,
                 "output_dir": str(run.folder or ""),
                 "run_name": run.name,
                 "world_size": run.world_size,
@@ -64,6 +84,8 @@ class Arguments(Facade):
             | {name: vars(self)[name] for name in self._said}
         )
         self._config = dict(run.config)
+        if self.output_dir and self.should_save:  # as a Trainer does before it calls anybody
+            os.makedirs(self.output_dir, exist_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
         """All of them as plain data, and the run's configuration beside them."""
@@ -82,3 +104,10 @@ class Arguments(Facade):
 def _usual(name: str) -> Any:
     field = _ARGUMENTS[name]
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _of_optimizer(ctx: Context) -> dict[str, Any]:
+    """Its rate before any schedule, and its weight decay, where it has them: those of the first group."""
+    group = ctx.optimizer.param_groups[0] if ctx.has("optimizer") and ctx.optimizer is not None else {}
+    found = {"learning_rate": group.get("initial_lr", group.get("lr")), "weight_decay": group.get("weight_decay")}
+    return {name: float(value) for name, value in found.items() if value is not None}

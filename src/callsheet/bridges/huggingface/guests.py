@@ -106,6 +106,7 @@ class HuggingFaceGuest(Guest):
     BASE = TrainerCallback
     OWN = {
         "on_checkpoint_load_start": "_begin_anew",
+        "on_checkpoint_load_end": "_note_resume",
         "on_data_init_end": "_take_run",
         "on_train_start": "_begin_training",
         "on_train_step_end": "_note_norm",
@@ -146,6 +147,10 @@ class HuggingFaceGuest(Guest):
             theirs: self.handler(theirs, getattr(foreign, theirs)) for theirs in told if self.hears(theirs)
         }
 
+    def hears(self, theirs: str) -> bool:
+        """See `Guest`. Nothing is pushed to a hub here: who only waits for that misses it if it was said that something is."""
+        return super().hears(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
+
     def handler(self, theirs: str, method: Any) -> Handler:
         """Called with args, state and control by place, and the rest by name."""
         heeded = _HEEDED.get(theirs, frozenset(_FLAGS))
@@ -181,6 +186,7 @@ class HuggingFaceGuest(Guest):
         """A run begins, which may not be the first."""
         self.state, self.control = TrainerState(), TrainerControl()
         self._is_training = False
+        self._resumed: str | None = None
         self._step, self._parts = -1, 0
         self._now: Timestamp | None = None
         self._carried: set[str] = set()
@@ -189,8 +195,11 @@ class HuggingFaceGuest(Guest):
         self._logged_at, self._log_asked_at, self._loss_sum = 0, 0, 0.0
         self._datasets: set[str] = set()
 
+    def _note_resume(self, ctx: Context) -> None:
+        self._resumed = None if ctx.checkpoint is None else ctx.checkpoint.path
+
     def _take_run(self, ctx: Context) -> None:
-        self.args._take(ctx)
+        self.args._take(ctx, self._resumed)
         self._given |= {"model": ctx.model, "optimizer": ctx.optimizer, "lr_scheduler": ctx.scheduler}
         state = self.state
         state.is_world_process_zero, state.is_local_process_zero = ctx.run.is_world_process_zero, ctx.run.is_local_process_zero
