@@ -13,7 +13,7 @@ import callsheet
 SOURCE = Path(callsheet.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "extras", "familiar_names", "on_demand", "reasons", "time", "lifecycle", "events", "hooks"),
+    ("errors", "extras", "familiar_names", "on_demand", "reasons", "working", "time", "lifecycle", "events", "hooks"),
     ("control", "distributed", "randomness", "log_ranks", "lanes", "run_lock", "run_marker"),
     ("context", "callback", "background"),
     (

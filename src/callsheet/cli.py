@@ -219,7 +219,11 @@ def _recipe_missing(command: str, rest: list[str]) -> int:
 
 
 def _train(given: argparse.Namespace, overrides: list[str]) -> int:
-    from callsheet.commands.train import train
+    from callsheet.distributed import read_ranks
+    from callsheet.working import working
+
+    with working("loading the libraries", is_shown=read_ranks().rank == 0):
+        from callsheet.commands.train import train
 
     return train(given.recipe, overrides)
 

@@ -346,12 +346,26 @@ def test_utilization_is_of_the_peak_that_is_given(tmp_path: Path) -> None:
         assert speeds["throughput/device/mfu"] == pytest.approx(speeds["throughput/device/flops_per_second"] / 2e9)
 
 
+class OnAnotherDevice(Callback):
+    """Has the run's device be one that nobody knows."""
+
+    def on_run_start(self, ctx: Context) -> None:
+        ctx.run.device = "new:0"
+
+
 def test_an_unknown_device_has_no_utilization_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
-    records, _ = train(tmp_path, SpeedMonitor(), model=SaysNumber(), log_interval=1)
+    train(tmp_path, OnAnotherDevice(), SpeedMonitor(), model=SaysNumber(), log_interval=1)
     (said,) = [record.getMessage() for record in caplog.records if "MFU" in record.getMessage()]
-    assert "'cpu'" in said
+    assert "'new:0'" in said
     assert "give peak_flops=" in said
+
+
+def test_nothing_is_said_of_utilization_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "callsheet")
+    records, _ = train(tmp_path, SpeedMonitor(), model=SaysNumber(), log_interval=1)
+    assert "MFU" not in caplog.text
+    assert any("flops" in name for _, _, speeds in records.records for name in speeds)
     assert not any("mfu" in name for _, _, speeds in records.records for name in speeds)
 
 

@@ -175,3 +175,23 @@ def test_many_records_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="bar='on'"):
         ProgressBarLogger(bar="on")
+
+
+def test_evaluations_and_tests_count_their_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_LINE_SECONDS", 0.0)
+    with Trainer(
+        nn.Linear(2, 1),
+        nn.functional.mse_loss,
+        DATA,
+        DATA[:3],
+        callbacks=[ProgressBarLogger(bar=False)],
+        runs_folder=tmp_path,
+        device="cpu",
+    ) as trainer:
+        trainer.evaluate()
+        trainer.test(DATA[:2])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [f"evaluating validation: batch {number}" for number in (1, 2, 3)]
+    assert lines[4:6] == ["testing: batch 1", "testing: batch 2"]

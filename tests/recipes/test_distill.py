@@ -215,6 +215,33 @@ def test_a_teacher_is_trained_first_and_found_again(data: Path, tmp_path: Path) 
     assert run(resume="new")[1] != made
 
 
+@pytest.mark.parametrize(
+    ("max_duration", "teacher_duration", "length"),
+    [
+        ("5ba", "1dur", "5ba"),
+        ("5ba", "0.1dur", "1ba"),
+        ("9s", "2dur", "18sec"),
+        ("5ba", "60s", "60sec"),
+        ("2ep", "7ba", "7ba"),
+    ],
+)
+def test_a_short_run_has_a_short_teacher(max_duration: str, teacher_duration: str, length: str) -> None:
+    config = DistillConfig(model=STUDENT, teacher=TEACHER, max_duration=max_duration, teacher_duration=teacher_duration)
+    assert config.teacher_length() == length
+
+
+def test_the_interval_of_evaluations_is_the_student_s(data: Path, tmp_path: Path) -> None:
+    config = config_of(data, tmp_path, TEACHER, max_duration="4ba", eval_interval="1ba", batch_size=2)
+    recipe = distill(config, loggers=[JSONLLogger()])
+
+    def evaluations(folder: Path) -> list[int]:
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        return [event["step"] for event in events if event["event"] == "evaluation"]
+
+    assert evaluations(recipe.folder) == [0, 1, 2, 3, 4]
+    assert evaluations(recipe.folder / "teacher") == [4]
+
+
 def test_a_run_that_had_got_no_further_than_its_teacher_keeps_it(data: Path, tmp_path: Path) -> None:
     def run(**values: Any) -> Distill:
         given = {"teacher_duration": "2ba", "batch_size": 2, "max_duration": "1ba", **values}

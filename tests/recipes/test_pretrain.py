@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 
+from callsheet import Callback, Context
 from callsheet.callbacks import CheckpointSaver, History
 from callsheet.cli import main
 from callsheet.errors import ConfigError
@@ -71,6 +72,31 @@ def test_the_results_are_written_to_the_run_s_folder(tmp_path: Path) -> None:
     assert told["unit"] == recipe.results_are_in
     assert told["samples"] == [sample.strip("\n") for sample in recipe.written()]
     assert "train has" in told["samples"][0]
+
+
+class CountsEvaluations(Callback):
+    """Counts the batches of evaluations and tests."""
+
+    batches = 0
+
+    def on_eval_step_end(self, ctx: Context) -> None:
+        self.batches += 1
+
+    on_test_step_end = on_eval_step_end
+
+
+@pytest.mark.parametrize(("max_duration", "is_trial"), [("20ba", True), ("21ba", False)])
+def test_a_short_run_is_short_in_all_its_parts(max_duration: str, is_trial: bool, tmp_path: Path) -> None:
+    held_out, test = (Rows(str(texts(tmp_path, name, rows))) for name, rows in (("held_out", 10), ("test", 8)))
+    rows = TextRows(Rows(str(texts(tmp_path))), {"held_out": held_out}, test, sequence_length=LENGTH)
+    job = config(tmp_path, rows=rows, max_duration=max_duration, eval_interval=None, eval_batch_size=1, generated_tokens=40)
+    recipe = pretrain(job, callbacks=[counts := CountsEvaluations()])
+    assert recipe.is_trial is is_trial
+    assert ("This is a trial" in recipe.found()) is is_trial
+    assert recipe.short(40) == (16 if is_trial else 40)
+    sizes = [len(recipe._sets[name]) for name in ("held_out", "test")]
+    assert counts.batches == sum(min(size, 20) if is_trial else size for size in sizes)
+    assert min(sizes) > 20
 
 
 @pytest.mark.parametrize("source", ["stream", "parquet"])

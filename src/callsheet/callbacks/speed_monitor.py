@@ -68,7 +68,7 @@ class SpeedMonitor(Callback):
         self._window_size = window_size
         self._counts_flops = count_flops
         self._peak_flops = peak_flops
-        self._device = ""
+        self._device, self._is_cpu = "", False
         self._flops = StepFlops()
         self._told: set[str] = set()
 
@@ -82,7 +82,7 @@ class SpeedMonitor(Callback):
     def on_train_start(self, ctx: Context) -> None:
         """The first rate is taken from here."""
         self._window.begin(ctx.state.timestamp)
-        self._device = device_name(ctx.run.device)
+        self._device, self._is_cpu = device_name(ctx.run.device), ctx.run.device.startswith("cpu")
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
         ctx.unmute(self, *_BATCHES, *_COUNTING)
@@ -142,7 +142,7 @@ class SpeedMonitor(Callback):
         peak = self._peak_flops or peak_flops(self._device, precision)
         if rate is not None and peak is not None:
             values[f"{family}mfu"] = rate / peak
-        elif rate is not None and self._flops.is_done:
+        elif rate is not None and self._flops.is_done and not self._is_cpu:  # nobody knows what a CPU could do at most
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
             self._say("no MFU is told: what %s can do at most is not known; give peak_flops=, in FLOP/s per device", what)
 

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from pathlib import Path
+from textwrap import fill
 
+from callsheet.callback import label_of
 from callsheet.commands.recipe import prepared
 from callsheet.context import Outcome
+from callsheet.distributed import read_ranks
 from callsheet.errors import MissingPackage
+from callsheet.manager import CallbackManager
 from callsheet.report import write_report
 from callsheet.report.index import is_run
+from callsheet.working import working
 
 
 def train(recipe: str, overrides: list[str]) -> int:
     """Say what is there, run, and say what came of it; returns the exit status."""
-    job = prepared(recipe, overrides, command="train").job
+    with working("loading the recipe", is_shown=read_ranks().rank == 0):
+        job = prepared(recipe, overrides, command="train").job
     is_first = job.ranks.rank == 0  # of several ranks one speaks, and writes the report
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     if is_first:
-        print(f"\n{job.callbacks.call_sheet()}\n", flush=True)
+        print(_summary(job.callbacks, recipe, overrides), flush=True)
     job.setup()
     if is_first:
         print(job.found(), flush=True)
     job.run()
     if is_first:
         print(f"\n{job.report()}", flush=True)
-        print(_reported(job.trainer.run.folder), flush=True)
+        with working("writing the report"):
+            reported = _reported(job.trainer.run.folder)
+        print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
         return 128 + job.trainer.signal  # as a shell says it of a process that a signal ended
     return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
+
+
+def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
+    """Return the callbacks by name, and where the whole call sheet can be seen."""
+    names = [label_of(callback) for callback in callbacks.callbacks]
+    listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    show = shlex.join(["callsheet", "show", recipe, *overrides])
+    return f"{len(names)} callbacks and loggers (the call sheet: {show}):\n{listed}"
 
 
 def _reported(folder: Path | None) -> str:

@@ -40,6 +40,8 @@ class ProgressBarLogger(Logger):
         self._shown = -math.inf
         self._began = (0.0, 0.0)  # when, and the fraction that was completed by then
         self._figures = ""
+        self._counted = 0  # batches of the evaluation in hand
+        self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Say where the run goes on from."""
@@ -50,7 +52,7 @@ class ProgressBarLogger(Logger):
         """Put up the bar."""
         self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)
         self._shown, self._figures = -math.inf, ""
-        if self._wanted is True or (self._wanted == "auto" and sys.stderr.isatty() and _has_rich()):
+        if self._wants_bar():
             self._bar = _start_bar(ctx.run.name)
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -68,8 +70,29 @@ class ProgressBarLogger(Logger):
         if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
             self._show(ctx)
 
+    def on_eval_all_start(self, ctx: Context) -> None:
+        """Begin to count the batches of an evaluation; where no training is shown, put up a bar."""
+        self._begin_counting(ctx)
+
+    def on_eval_step_end(self, ctx: Context) -> None:
+        """Show how far the evaluation is, now and then."""
+        self._count(f"evaluating {ctx.eval_name}")
+
+    def on_test_start(self, ctx: Context) -> None:
+        """Begin to count the batches of a test."""
+        self._begin_counting(ctx)
+
+    def on_test_step_end(self, ctx: Context) -> None:
+        """Show how far the test is, now and then."""
+        self._count("testing")
+
+    def on_test_end(self, ctx: Context) -> None:
+        """Take down the bar of the test."""
+        self._end_counting()
+
     def on_eval_all_end(self, ctx: Context) -> None:
         """Write the evaluation's results."""
+        self._end_counting()
         self._write(f"evaluation at step {ctx.step}: {results(ctx)}")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -91,6 +114,31 @@ class ProgressBarLogger(Logger):
         """Write the outcome."""
         self._stop()
         self._write(outcome(ctx))
+
+    def _begin_counting(self, ctx: Context) -> None:
+        self._counted, self._shown = 0, time.perf_counter()
+        self._is_bar_of_evaluation = self._bar is None and self._wants_bar()
+        if self._is_bar_of_evaluation:
+            self._bar = _start_bar(ctx.run.name, total=None)
+
+    def _count(self, what: str) -> None:
+        self._counted += 1
+        now = time.perf_counter()
+        if now - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
+            self._shown = now
+            text = f"{what}: batch {self._counted}"
+            if self._bar is None:
+                self._write(text)
+            else:
+                self._draw(lambda: self._bar.update(0, status=text, refresh=True))
+
+    def _end_counting(self) -> None:
+        if self._is_bar_of_evaluation:
+            self._stop()
+        self._is_bar_of_evaluation = False
+
+    def _wants_bar(self) -> bool:
+        return self._wanted is True or (self._wanted == "auto" and sys.stderr.isatty() and _has_rich())
 
     def _show(self, ctx: Context) -> None:
         self._shown = time.perf_counter()
@@ -124,7 +172,7 @@ class ProgressBarLogger(Logger):
             bar.stop()
 
 
-def _start_bar(name: str) -> Any:
+def _start_bar(name: str, *, total: float | None = 1.0) -> Any:
     load("rich.progress", extra="train", wanted_by="ProgressBarLogger")  # which keeps random states: rich draws as it is imported
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -135,10 +183,11 @@ def _start_bar(name: str) -> Any:
         TaskProgressColumn(),
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
+        transient=total is None,  # an evaluation's bar goes when its results are there
         auto_refresh=False,  # no thread beside the training's: the loop's own events draw
         redirect_stdout=sys.stdout.isatty(),  # what is printed appears above the bar; a file gets it as ever
     )
-    bar.add_task(name, total=1.0, status="")
+    bar.add_task(name, total=total, status="")
     bar.start()
     return bar
 

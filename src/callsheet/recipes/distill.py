@@ -25,6 +25,7 @@ from callsheet.recipes.lora import Lora
 from callsheet.recipes.packing import check_kept_apart
 from callsheet.recipes.settings import as_file
 from callsheet.recipes.standing import of_rank_zero
+from callsheet.time import Time, TimeUnit
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, positive
 from callsheet.trainer.checkpoints import AUTO
@@ -44,7 +45,7 @@ class DistillConfig(FinetuneConfig):
 
     Args:
         teacher: whose tokens have to be the student's. One without a path is trained first, on the same data.
-        teacher_duration: for how long, where it is.
+        teacher_duration: for how long it is trained then; `2dur` is twice `max_duration`.
         kd_temperature: what the logits of both are divided by before they are compared.
         mix: the share of the labels in the loss, from 0 to 1; the rest is the teacher's.
         compare_with_hard_labels: whether another student is trained as long on the labels alone, for the table.
@@ -52,7 +53,7 @@ class DistillConfig(FinetuneConfig):
 
     run_name: str = "distill"
     teacher: LanguageModel = field(default_factory=LanguageModel)
-    teacher_duration: str | int = "60s"
+    teacher_duration: str | int = "1dur"
     kd_temperature: float = 2.0
     mix: float = 0.5
     compare_with_hard_labels: bool = False
@@ -64,11 +65,21 @@ class DistillConfig(FinetuneConfig):
         positive("kd_temperature", self.kd_temperature, float)
         if not 0 <= self.mix <= 1:
             raise ConfigError(f"mix={self.mix}: give a share from 0 (the teacher alone) to 1 (the labels alone)")
-        duration(self.teacher_duration, None, "teacher_duration")
+        self.teacher_length()
         if self.teacher.path is None and self.teacher.tokenizer is None:
             self.teacher = replace(self.teacher, tokenizer=self.model.tokenizer or self.model.path)
         if self.model.path is None and self.model.tokenizer is None:
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
+
+    def teacher_length(self) -> str:
+        """Return how long a teacher is trained, with a multiple of `max_duration` in that one's unit."""
+        given = self.teacher_duration
+        if not str(given).strip().endswith("dur"):
+            return str(duration(given, None, "teacher_duration"))
+        share, own = Time.parse(given).value, duration(self.max_duration, None)
+        if share <= 0:
+            raise ConfigError(f"teacher_duration={given!r}: give more than 0, such as '2dur', which is twice max_duration")
+        return str(Time(share * own.value if own.unit is TimeUnit.SECOND else max(1, round(share * own.value)), own.unit))
 
 
 class Distill(Finetune):
@@ -158,7 +169,7 @@ class Distill(Finetune):
             ConfigError: the run goes on, and its teacher is gone.
         """
         exported = self.folder / TEACHER / "export"
-        recipe = self._beside(TEACHER, self.config.teacher, str(self.config.teacher_duration), None)
+        recipe = self._beside(TEACHER, self.config.teacher, self.config.teacher_length(), None)
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
@@ -173,14 +184,21 @@ class Distill(Finetune):
             return is_there
 
         if not of_rank_zero(self.ranks, look, timeout=self.config.timeout_seconds):
-            logger.info("the teacher is trained first, for %s", self.config.teacher_duration)
+            logger.info("the teacher is trained first, for %s", self.config.teacher_length())
             _run(recipe)
         return exported
 
     def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
         """A run of fine-tuning on the same data, in this one's folder; one that is there goes on."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
-        own = {"run_name": name, "runs_folder": str(self.folder), "resume": AUTO, "max_duration": length, "export": True}
+        own = {
+            "run_name": name,
+            "runs_folder": str(self.folder),
+            "resume": AUTO,
+            "max_duration": length,
+            "export": True,
+            "eval_interval": None,
+        }
         silent: dict[str, Any] = {"evaluate_first": False, "prompts": [], "samples": 0}
         config = FinetuneConfig(**kept | own | silent | {"model": model, "lora": lora})
         resolved = yaml.safe_dump({**yaml.safe_load(as_file(Finetune, config)), "recipe": "finetune"}, sort_keys=False)

@@ -205,7 +205,7 @@ class Finetune(Recipe[FinetuneConfig]):
             self.trainer,
             [ids for ids, _ in self.asked],
             self.tokenizer,
-            config.generated_tokens,
+            self.short(config.generated_tokens),
             temperature=config.temperature,
             seed=config.seed,
         )

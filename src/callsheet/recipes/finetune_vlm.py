@@ -18,7 +18,7 @@ from callsheet.recipes.image_answers import answered
 from callsheet.recipes.image_batches import TOO_LONG, ImageBatches
 from callsheet.recipes.image_text import Example, ImageText, looked_at
 from callsheet.recipes.job import JobConfig
-from callsheet.recipes.recipe import Recipe
+from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
 from callsheet.recipes.rows import Rows, Stream, Table, prepared
 from callsheet.recipes.vision_language_model import VisionLanguageModel, check_images
 from callsheet.recipes.writing import FINAL_TABLE
@@ -142,7 +142,12 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         usual = self._commonest() if self.config.answered_rows else None
         for name in self.evaluated:
             self.results[f"{name}/loss"] = self.evaluated[name]["loss"]
-            if not (examples := self._examples(name, self.config.answered_rows)):
+            most = (
+                self.config.answered_rows
+                if not self.is_trial or self._is_opened
+                else min(self.config.answered_rows, TRIAL_BATCHES)
+            )
+            if not (examples := self._examples(name, most)):
                 continue
             answers = self._answered([example.question() for example in examples])
             wanted = [example.completion.strip() for example in examples]

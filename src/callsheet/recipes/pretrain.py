@@ -143,7 +143,7 @@ class Pretrain(Recipe[PretrainConfig]):
             self.trainer,
             config.prompts,
             self.tokenizer,
-            config.generated_tokens,
+            self.short(config.generated_tokens),
             temperature=config.temperature,
             seed=config.seed,
         )

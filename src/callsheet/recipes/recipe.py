@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from callsheet.callback import Callback
 from callsheet.checkpoint import find_checkpoints
@@ -25,13 +26,19 @@ from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
 from callsheet.recipes.standing import NEW, of_rank_zero, refuse_another_job, resumable, set_aside
 from callsheet.run_lock import RunLock
+from callsheet.time import TimeUnit
 from callsheet.trainer import Trainer
+from callsheet.trainer.arguments import duration
 from callsheet.trainer.tasks import Task
+from callsheet.working import working
 
 logger = logging.getLogger("callsheet")
 
 RESULTS = "results.json"
 """The file in a run's folder that has its results."""
+
+TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
+"""A run of at most so many batches or seconds is a trial: its evaluations take at most so many batches, and its samples so many tokens."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
@@ -134,6 +141,16 @@ class Recipe(Generic[AnyConfig]):
     # --- what all of them do ---
 
     @property
+    def is_trial(self) -> bool:
+        """Whether `max_duration` is so short that the recipe is only tried out: all its other parts are short then as well."""
+        longest = duration(self.config.max_duration, None)
+        return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
+
+    def short(self, tokens: int) -> int:
+        """Return how many tokens to generate: `tokens`, or a few in a trial."""
+        return min(tokens, TRIAL_TOKENS) if self.is_trial and not self._is_opened else tokens
+
+    @property
     def folder(self) -> Path:
         """The run's."""
         return Path(self.config.runs_folder) / self.config.run_name
@@ -218,16 +235,19 @@ class Recipe(Generic[AnyConfig]):
             if trainer.preempted:
                 return self.results
             self.evaluate()
-            self.finish()
+            with self._working("computing baselines and samples"):
+                self.finish()
             self.write_results()
             if self.config.export:
-                self.export(self.folder / "export")
+                with self._working("exporting the model"):
+                    self.export(self.folder / "export")
         return self.results
 
     def write_results(self) -> None:
         """Write `results.json` to the run's folder: the results, what was evaluated, and what the model has written, as plain data."""
         told = {
             "step": self.trainer.state.timestamp.batch,
+            "is_trial": self.is_trial,
             "unit": self.results_are_in,
             "results": self.results,
             "evaluated": self.evaluated,
@@ -274,6 +294,10 @@ class Recipe(Generic[AnyConfig]):
             )
         else:
             lines.append(f"Starting the run {trainer.run.name!r}, for {trainer.state.max_duration}.")
+        if self.is_trial:
+            lines.append(
+                f"This is a trial: evaluations take at most {TRIAL_BATCHES} batches, and samples have at most {TRIAL_TOKENS} tokens."
+            )
         return "\n".join(lines)
 
     def report(self) -> str:
@@ -296,6 +320,8 @@ class Recipe(Generic[AnyConfig]):
     def loader(self, dataset: Any, *, collate: Any = None, train: bool) -> DataLoader[Any]:
         """Batches of a dataset: in random order and all of one size to train on, in its own order to evaluate on."""
         config = self.config
+        if not train and self.is_trial and not self._is_opened:
+            dataset = _first(dataset, TRIAL_BATCHES * (config.eval_batch_size or config.batch_size))
         return DataLoader(
             dataset,
             batch_size=config.batch_size if train else config.eval_batch_size or config.batch_size,
@@ -309,15 +335,25 @@ class Recipe(Generic[AnyConfig]):
     def _prepared(self) -> nn.Module:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self.read_data()
+        with self._working("reading the data"):
+            self.read_data()
         seed_all(self.config.seed)
-        return self.make_model()
+        with self._working("making the model"):
+            return self.make_model()
+
+    def _working(self, what: str) -> AbstractContextManager[None]:
+        """Show on rank 0 that this is being done."""
+        return working(f"{self.config.run_name}: {what}", is_shown=self.ranks.rank == 0)
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        config = self.config
+        config, task = self.config, self.make_task()
+        with self._working("setting up the trainer"):
+            return self._made_trainer(model, task, config, resume)
+
+    def _made_trainer(self, model: nn.Module, task: Task | None, config: AnyConfig, resume: str | None) -> Trainer:
         return Trainer(
             model,
-            self.make_task(),
+            task,
             train_dataloader=None if self._is_opened else self.train_data,  # the place in it binds to the ranks that there were
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
@@ -348,3 +384,10 @@ class Recipe(Generic[AnyConfig]):
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} million"
+
+
+def _first(dataset: Any, most: int) -> Any:
+    """Return the first `most` samples of a dataset, or the dataset where its size is not known."""
+    if isinstance(dataset, IterableDataset) or len(dataset) <= most:
+        return dataset
+    return Subset(dataset, range(most))

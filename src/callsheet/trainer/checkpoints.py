@@ -270,7 +270,7 @@ class Checkpoints:
             self._tensors = None
             stop = found.info.get("stop") if self._is_auto else None
             self._stop = stop if isinstance(stop, Mapping) else None
-            logger.info("resumed from %s, step %d", path, info.step)
+            logger.debug("resumed from %s, step %d", path, info.step)
             return info
         if candidates:
             raise CheckpointError(

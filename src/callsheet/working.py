@@ -1,0 +1,51 @@
+"""A line that says what a program is busy with, for work that has no other progress to show."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TERMINAL_SECONDS = 1.0
+_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # where a log is written
+
+
+@contextmanager
+def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
+    """Show on standard error that `what` is being done, as long as the block takes.
+
+    On a terminal one line counts the seconds and is erased at the end. Elsewhere a line is written after five seconds and then every
+    thirty. Short work shows nothing.
+    """
+    if not is_shown:
+        yield
+        return
+    is_done = threading.Event()
+    thread = threading.Thread(target=_show, args=(what, is_done), name="callsheet-working", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def _show(what: str, is_done: threading.Event) -> None:
+    stream, began = sys.stderr, time.monotonic()
+    try:
+        is_terminal = stream.isatty()
+        pause = _TERMINAL_SECONDS if is_terminal else _FIRST_SECONDS
+        is_shown = False
+        while not is_done.wait(pause):
+            seconds = time.monotonic() - began
+            # On a terminal the cursor stays at the line's beginning, so that what others print takes its place.
+            stream.write(f"\r{what}: {seconds:.0f} s\x1b[K\r" if is_terminal else f"{what}: {seconds:.0f} s so far\n")
+            stream.flush()
+            is_shown, pause = True, _TERMINAL_SECONDS if is_terminal else _NEXT_SECONDS
+        if is_shown and is_terminal:
+            stream.write("\r\x1b[K")
+            stream.flush()
+    except (OSError, ValueError, AttributeError):  # standard error is closed, or there is none: the work itself goes on
+        return
