@@ -69,7 +69,11 @@ def steps_in(folder: Path) -> list[int]:
 def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(recipe), "--data.folder", "texts"]) == 0
     out = capsys.readouterr().out
-    assert out.index("callbacks and loggers (the call sheet: callsheet show") < out.index("Starting the run 'tiny'") < out.index("nats a token")
+    assert (
+        out.index("callbacks and loggers (the call sheet: callsheet show")
+        < out.index("Starting the run 'tiny'")
+        < out.index("nats a token")
+    )
     for name in ("validation/loss", "unigram", "bigram", "runs/tiny", "ep0-ba6"):
         assert name in out
     assert out.rstrip().splitlines()[-1] == "Its report: runs/tiny/report.html"
