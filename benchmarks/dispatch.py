@@ -1,4 +1,4 @@
-"""What telling an event costs: unheard, and with 1, 5 and 20 listeners.
+"""What dispatching an event costs: without listeners, and with 1, 2, 5 and 20 of them, beside torchtnt's handler in the same run.
 
 python benchmarks/dispatch.py [--turns 60]
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 from typing import Any
+
+from torchtnt.framework._callback_handler import CallbackHandler
+from torchtnt.framework.callback import Callback as TorchtntCallback
 
 from callsheet import Callback, CallbackManager, Context, RunInfo
 from timing import in_turns, least, machine, timed
@@ -25,6 +28,11 @@ class OnForwardEnd(Callback):
         pass
 
 
+class OnStepEnd(TorchtntCallback):  # type: ignore[misc]  # torchtnt's types are not read
+    def on_train_step_end(self, state: Any, unit: Any) -> None:
+        pass
+
+
 class Flag:
     __slots__ = ("is_up",)
 
@@ -37,6 +45,7 @@ def subjects(listeners: int) -> dict[str, Any]:
     manager = CallbackManager([OnLog() for _ in range(listeners)])
     manager.add([OnForwardEnd() for _ in range(listeners)])
     spans, heard, flag, null = manager.spans(ctx), manager.heard, Flag(), contextlib.nullcontext()
+    theirs = CallbackHandler([OnStepEnd() for _ in range(listeners)])
     bound = tuple(callback.on_log for callback in manager.callbacks[:listeners])
 
     def nothing(times: int) -> None:
@@ -51,6 +60,10 @@ def subjects(listeners: int) -> dict[str, Any]:
     def fire(times: int) -> None:
         for _ in range(times):
             manager.fire("on_log", ctx)
+
+    def torchtnt(times: int) -> None:
+        for _ in range(times):
+            theirs.on_train_step_end(None, None)
 
     def span(times: int) -> None:
         for _ in range(times):
@@ -81,6 +94,7 @@ def subjects(listeners: int) -> dict[str, Any]:
         "nothing": nothing,
         "floor": floor,
         "fire": fire,
+        "torchtnt": torchtnt,
         "span": span,
         "if": an_if,
         "heard": heard_if,
@@ -96,7 +110,7 @@ def main() -> None:
     turns = parser.parse_args().turns
     print(f"{machine()}; the best of {turns} turns of {TIMES:,}, a loop's own cost taken off\n")
     print("| | figure | promise |\n| --- | --- | --- |")
-    for listeners in (1, 5, 20):
+    for listeners in (1, 2, 5, 20):
         figures = in_turns(subjects(listeners), turns)
         cost = {name: least(figures, name) - least(figures, "nothing") for name in figures}
         if listeners == 1:
@@ -104,6 +118,7 @@ def main() -> None:
             print(
                 f"| a span nobody hears over `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
             )
+        print(f"| {listeners} listeners: `fire` over torchtnt's handler | {cost['fire'] / cost['torchtnt']:.2f} x | 1 x |")
         for name, promise in (("fire", 60), ("span", 150)):
             over = cost[name] - 1.3 * cost["floor"]
             print(

@@ -39,10 +39,12 @@ from callsheet.sheet import (
     Told,
     all_entries,
     compiled,
+    handlers_of,
     in_gate,
     isolated,
     marked,
     recover,
+    told_of,
 )
 from callsheet.snapshot import Inbox
 from callsheet.spans import Heard, Spans
@@ -91,6 +93,8 @@ class CallbackManager:
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}
+        self.current: Event | None = None
+        """The event that is dispatched now; None outside events."""
         self.heard = Heard()
         self.costs = Costs(costs, warn_share)
         self._checking = checking
@@ -259,7 +263,7 @@ class CallbackManager:
     def has_callbacks(self, event: str) -> bool:
         """Whether anybody on this rank hears `event`."""
         self._lookup(as_event(event))
-        return bool(self._plain[event][0])
+        return self._plain[event][0] is not None
 
     def call_sheet(self) -> CallSheet:
         """The printable table of all ranks."""
@@ -275,26 +279,28 @@ class CallbackManager:
             BaseException: what a callback raised, unless it is isolated; reports and restorations have been told by then.
         """
         try:
-            handlers, named, entries = self._told[event]
+            first, rest, named, entries = self._told[event]
         except KeyError:
-            handlers, named, entries = self._lookup(as_event(event))
+            first, rest, named, entries = self._lookup(as_event(event))
             self._is_over = False
-        if handlers:
-            outer = ctx.event
-            ctx.event = named
+        if first is not None:
+            outer = self.current
+            self.current = ctx.event = named
             try:
-                for handler in handlers:
-                    handler(ctx)
+                first(ctx)
+                if rest is not None:
+                    for handler in rest:
+                        handler(ctx)
             except BaseException as error:
-                try:  # `handler` is unbound where Ctrl-C came before the first
-                    recover((handlers, named, entries), locals().get("handler"), error, ctx)
+                try:
+                    recover((first, rest, named, entries), locals().get("handler", first), error, ctx)
                 finally:
-                    ctx.event = outer
-            ctx.event = outer
+                    self.current = ctx.event = outer
+            self.current = ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
         """The spans with which a loop tells its events on `ctx`."""
-        spans = Spans(ctx)
+        spans = Spans(ctx, self)
         self._spans.append(spans)
         self._compile()
         return spans
@@ -667,7 +673,7 @@ class CallbackManager:
 
     def _heard_out(self, told: Told) -> Told:
         """The run's end, where lanes have had their say before the loggers hear of it: these close what it would be written to."""
-        handlers, event, entries = told
+        handlers, (_, _, event, entries) = handlers_of(told), told
         both = list(zip(handlers, entries, strict=True))
         place = next((place for place, entry in enumerate(entries) if _takes_words(entry.member)), len(both))
         late = [each for each in both[place:] if each[1].lane != "inline" and not _takes_words(each[1].member)]
@@ -682,7 +688,7 @@ class CallbackManager:
 
         ours = self._own_entry(event, hear_out, "the lanes' last words", "manager.py")
         both = [*before, (hear_out, ours), *after]
-        return tuple(handler for handler, _ in both), event, tuple(entry for _, entry in both)
+        return told_of([handler for handler, _ in both], event, [entry for _, entry in both])
 
     def _mark(self, event: str) -> Entry:
         return self._own_entry(event, self.costs.mark, "the clock of costs", "costs.py")

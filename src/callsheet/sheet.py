@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
@@ -107,9 +107,20 @@ class InTurn:
             self.rest(ctx)
 
 
-Told = tuple[tuple[Handler, ...], Event, tuple[Entry, ...]]
-"""One event, compiled: the functions in order, the event, and the lines that the functions come from. A plain tuple, since it is
-unpacked at every telling."""
+Told = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[Entry, ...]]
+"""One event, compiled: the first handler, the others in order, the event, and the entries that the handlers come from. None stands for
+no handler. A plain tuple, since every dispatch unpacks it; the first handler is apart, since calling one handler costs less than a loop
+over one (`benchmarks/dispatch.py`)."""
+
+
+class Dispatcher(Protocol):
+    """What dispatches events: it knows the one that it dispatches now.
+
+    A dispatch restores the outer event from here, not from `ctx.event`: `Context.__getattr__` makes each read of a field five times as slow as
+    the read of a plain attribute.
+    """
+
+    current: Event | None
 
 
 Timed = Callable[[Handler, Entry], Handler]
@@ -156,7 +167,18 @@ def compiled(
         if ranks.passes(entry.ranks) and not entry.member.is_silent_at(event)
     ]
     here = list(_told_once(here))
-    return tuple(_wrapped(entry, checking, handed, timed) for entry in here), as_event(event), tuple(here)
+    return told_of([_wrapped(entry, checking, handed, timed) for entry in here], as_event(event), here)
+
+
+def told_of(handlers: Sequence[Handler], event: Event, entries: Sequence[Entry]) -> Told:
+    """Return the compiled form of these handlers, each with its entry."""
+    return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
+
+
+def handlers_of(told: Told) -> tuple[Handler, ...]:
+    """Return all handlers of a compiled event, in order."""
+    first, rest, _, _ = told
+    return () if first is None else (first, *(rest or ()))
 
 
 def _told_once(entries: Iterable[Entry]) -> Iterator[Entry]:
@@ -289,9 +311,7 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
     Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
     first error.
     """
-    handlers, event, entries = told
-    if failed is None:  # Ctrl-C, before the first of them was called
-        raise error
+    handlers, (_, _, event, entries) = handlers_of(told), told
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     member = entries[place].member
     error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
@@ -307,10 +327,10 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
 
 def marked(told: Told, mark: Entry) -> Told:
     """`told` with one more handler, at its very beginning or, where a span ends, at its very end."""
-    handlers, event, entries = told
+    handlers, (_, _, event, entries) = handlers_of(told), told
     if event.endswith("_end"):
-        return (*handlers, mark.handler), event, (*entries, mark)
-    return (mark.handler, *handlers), event, (mark, *entries)
+        return told_of((*handlers, mark.handler), event, (*entries, mark))
+    return told_of((mark.handler, *handlers), event, (mark, *entries))
 
 
 def all_entries(by_event: dict[str, list[Entry]]) -> CallSheet:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from callsheet.context import Context
 from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.sheet import Told, recover
+from callsheet.sheet import Dispatcher, Told, recover
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
@@ -34,13 +34,14 @@ def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
 class Span:
     """One span of one context: a context manager that tells its start and its end."""
 
-    __slots__ = ("_ctx", "ends", "name", "starts")
+    __slots__ = ("_ctx", "_dispatcher", "ends", "name", "starts")
 
-    def __init__(self, name: str, ctx: Context) -> None:
+    def __init__(self, name: str, ctx: Context, dispatcher: Dispatcher) -> None:
         self.name = name
         self.starts: Told | None = None
         self.ends: Told | None = None
         self._ctx = ctx
+        self._dispatcher = dispatcher
 
     def __enter__(self) -> None:
         if self.starts is not None:
@@ -53,20 +54,22 @@ class Span:
             self._tell(self.ends)
 
     def _tell(self, told: Told) -> None:  # the body of CallbackManager.fire, which a span cannot afford to call
-        handlers, event, _ = told
-        ctx = self._ctx
-        outer = ctx.event
-        ctx.event = event
+        first, rest, event, _ = told
+        ctx, dispatcher = self._ctx, self._dispatcher
+        outer = dispatcher.current
+        dispatcher.current = ctx.event = event
         try:
-            for handler in handlers:
-                handler(ctx)
+            first(ctx)  # type: ignore[misc]  # a span is linked to events that have a handler
+            if rest is not None:
+                for handler in rest:
+                    handler(ctx)
         except BaseException as error:
             note_span(error, self.name, ctx)
             try:
-                recover(told, locals().get("handler"), error, ctx)
+                recover(told, locals().get("handler", first), error, ctx)
             finally:
-                ctx.event = outer
-        ctx.event = outer
+                dispatcher.current = ctx.event = outer
+        dispatcher.current = ctx.event = outer
 
 
 _EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
@@ -112,12 +115,12 @@ class Spans:
     checkpoint_save: Span
     # end of generated: spans
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self.ctx = ctx
         self.links = 0
         """How often they were pointed at another call sheet."""
         for name in SPANS:
-            setattr(self, name, Span(name, ctx))
+            setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
         """Point the spans that these events are the edges of at the handlers that a new call sheet has for them."""
@@ -125,7 +128,7 @@ class Spans:
         for event in events:
             told = table[event]
             for name, side in _EDGES.get(event, ()):
-                setattr(getattr(self, name), side, told if told[0] else None)
+                setattr(getattr(self, name), side, told if told[0] is not None else None)
 
 
 class Heard:
@@ -200,4 +203,4 @@ class Heard:
     def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
         """Take the answers that a new call sheet has for these events."""
         for event in events:
-            setattr(self, event, bool(table[event][0]))
+            setattr(self, event, table[event][0] is not None)
