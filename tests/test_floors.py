@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "handover",
         "costs",
         "spans",
+        "state_calls",
         "manager",
         "lifetime",
         "metrics",

@@ -89,6 +89,14 @@ class NotCarried(CallsheetError, RuntimeError):
     """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, or a placeholder if the exception's own `__str__` raises: reporting an error must not raise another."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"<no text: __str__ of {type(error).__name__} raised {type(another).__name__}>"
+
+
 def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Return `; did you mean 'x'?` for the valid name nearest to `name`, or the empty string if none is near.
 

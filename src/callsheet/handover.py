@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from callsheet.background import END_SECONDS, inner
 from callsheet.callback import Callback
 from callsheet.context import Context
+from callsheet.errors import text_of
 from callsheet.lanes import Lane, close
 from callsheet.sheet import Entry, Member, failed
 from callsheet.snapshot import Inbox, Snapshot
@@ -147,6 +148,6 @@ def _kind(values: Values) -> object:
 
 def as_failure(error: BaseException) -> LaneExit:
     """What would have ended a program, as a failure of the callback."""
-    failure = LaneExit(f"{type(error).__name__}: {error}")
+    failure = LaneExit(f"{type(error).__name__}: {text_of(error)}")
     failure.__cause__ = error
     return failure

@@ -16,9 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from callsheet.errors import ConfigError, did_you_mean
+from callsheet.errors import ConfigError, did_you_mean, text_of
 
 logger = logging.getLogger("callsheet")
 
@@ -30,6 +31,8 @@ _IDLE_LOOK_SECONDS = 0.4  # to which that grows while no lane has anything to do
 _WAIT_SECONDS = 0.002  # between the looks of somebody who waits
 _BUSY_SHARE = 0.02  # of the wall clock that a lane may spend holding the interpreter
 _BUSY_AFTER_SECONDS = 5.0  # until which nobody is named
+_BUSY_SECONDS = 0.5  # of a core, after which a lane is named at once
+_BLOCKED_SECONDS = 0.5  # that training has waited for a full queue, after which the lane is named
 _LOOK_EVERY = 64  # so many items, in a lane that is never empty, is it looked whether to name it
 
 
@@ -120,6 +123,9 @@ class Lane:
         self._in_hand = False
         self._has_given_up = False  # on waiting for room
         self._is_named = False  # as one that burns the interpreter
+        self._blocked = 0.0  # seconds that training has waited for room in the queue
+        self._blocked_since = inf  # when it first did
+        self._is_block_named = False
         self._looked_at = time.monotonic(), 0.0  # and the processor's time of its thread
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -224,15 +230,34 @@ class Lane:
 
     def _waited_for_room(self) -> bool:
         """Wait as long as the lane gets on; False when it stood still for the deadline."""
-        left, moved_at = len(self.items), time.monotonic()
+        left, now = len(self.items), time.monotonic()
+        moved_at = now
+        self._blocked_since = min(self._blocked_since, now)
         while len(self.items) >= self._limit and not self.is_inert:
             self.look()
             time.sleep(_WAIT_SECONDS)
+            before, now = now, time.monotonic()
+            self._blocked += now - before
+            self._warn_if_blocked(now)
             if len(self.items) < left:
-                left, moved_at = len(self.items), time.monotonic()
-            elif time.monotonic() - moved_at > self.options.deadline:
+                left, moved_at = len(self.items), now
+            elif now - moved_at > self.options.deadline:
                 return False
         return True
+
+    def _warn_if_blocked(self, now: float) -> None:
+        """Say once that a slow lane throttles training."""
+        if self._is_block_named or self._blocked < _BLOCKED_SECONDS:
+            return
+        self._is_block_named = True
+        logger.warning(
+            "Training waited %.1f s of the last %.1f s for callback %s: its lane's queue of %d events is full (overflow='block'). "
+            "Let it handle fewer events (an interval), or pass overflow='drop_oldest' or overflow='latest'",
+            self._blocked,
+            now - self._blocked_since,
+            self.name,
+            self._limit,
+        )
 
     def _forget(self, waiting: _Waiting) -> None:
         try:
@@ -263,27 +288,31 @@ class Lane:
                 try:
                     (run or item[0])(item)
                 except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
-                    logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, error, exc_info=error)
+                    logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error)
                 self.done += 1
             item = None  # nothing is held while it waits
             self._name_if_busy()
         self._in_hand = False
 
     def _name_if_busy(self) -> None:
-        """A thread that computes takes the interpreter from the training thread: say who does, by its last seconds."""
-        began, burnt = self._looked_at
-        if self._is_named or time.monotonic() - began < _BUSY_AFTER_SECONDS:
+        """Name a lane that computes on its thread: its callback takes the interpreter from the training thread."""
+        if self._is_named:
             return
-        now = time.monotonic(), time.thread_time()
-        seconds = now[0] - began
+        (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
+        seconds, busy = now[0] - began, now[1] - used
+        if seconds < _BUSY_AFTER_SECONDS and busy < _BUSY_SECONDS:
+            return
         self._looked_at = now
-        if now[1] - burnt >= _BUSY_SHARE * seconds:
+        if busy >= _BUSY_SHARE * seconds:
             self._is_named = True
             logger.warning(
-                "%s burns %.0f %% of a core in its lane, which the training thread has to wait for: let it do less, or run it in a "
-                "process of its own, callsheet.Process(...)",
+                "Callback %s used %.2g s of processor time in its lane in the last %.2g s (%.0f %%). Python code in a thread stops the training "
+                "thread for as long as it holds the interpreter lock: let the callback do less, or run it in a process of its own with "
+                "callsheet.Process(...)",
                 self.name,
-                100 * (now[1] - burnt) / seconds,
+                busy,
+                seconds,
+                100 * busy / seconds,
             )
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from callsheet.context import Context, Outcome
 from callsheet.control import Request
-from callsheet.errors import RunEndedError
+from callsheet.errors import RunEndedError, text_of
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
 from callsheet.reasons import error_line, one_line
@@ -114,8 +114,9 @@ class Lifetime:
             try:
                 tell()
             except BaseException as another:
-                logger.error("while the run was ending: %s: %s", type(another).__name__, another, exc_info=another)
-                error.add_note(f"while the run was ending, another error came: {type(another).__name__}: {another}")
+                text = f"{type(another).__name__}: {text_of(another)}"
+                logger.error("While the run was ending, another error was raised: %s", text, exc_info=another)
+                error.add_note(f"while the run was ending, another error was raised: {text}")
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:

@@ -23,11 +23,12 @@ from callsheet.errors import (
     RegistrationError,
     RequestRefused,
     UnknownEventError,
+    text_of,
     where,
 )
 from callsheet.events import Event, as_event
 from callsheet.handover import CallbackLane, Handover, join
-from callsheet.lanes import Undelivered, drain
+from callsheet.lanes import LaneOptions, Undelivered, drain
 from callsheet.lifecycle import EVENTS, POINTS
 from callsheet.registration import check_callback, heard_by, wishes
 from callsheet.sheet import (
@@ -48,6 +49,7 @@ from callsheet.sheet import (
 )
 from callsheet.snapshot import Inbox
 from callsheet.spans import Heard, Spans
+from callsheet.state_calls import StateCalls, keeps_state
 from callsheet.taker import DeviceNumbers
 from callsheet.time import Interval, Time, TimeUnit
 
@@ -61,6 +63,8 @@ _BEFORE_LOGGERS_END = 0.9  # and for what they say at it
 _WORDS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 _SETTLE_SECONDS = 0.2  # that the last record waits for what lanes log
 _LEAST_PAUSE = 20  # steps for which it pays to be muted and told again
+_STATE_SECONDS = 1.0  # for the state of a callback whose lane has hung already
+_LEAST_STATE_SECONDS = 0.1  # for a state even if a signal leaves no time
 _GRACE_SHARE = 1 / 3  # of what is left after a signal, that callbacks in lanes may delay a checkpoint
 
 
@@ -117,6 +121,7 @@ class CallbackManager:
         self._until = inf  # when the process will be killed
         self._wakes: list[tuple[int, Member, frozenset[str]]] = []  # the step before which a member hears events again
         self._handed: dict[Entry, Handler] = {}
+        self._state_calls = StateCalls()
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
 
@@ -462,28 +467,80 @@ class CallbackManager:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every callback that keeps one, by name, and `user_state`."""
-        states: dict[str, dict[str, Any]] = {}
+        """Return the state of every callback that keeps one, by name, and `user_state`.
+
+        A callback in a lane has until its lane's deadline to give its state. If it does not, or if it or an isolated callback raises,
+        the error is logged, and `missing` holds the reason by the callback's name.
+
+        Raises:
+            RegistrationError: two callbacks keep their state under one name.
+            Exception: what an inline callback that is not isolated raised.
+        """
+        missing: dict[str, str] = {}
+
+        def failed(member: Member, error: Exception) -> None:
+            missing[member.label] = reason = f"{type(error).__name__}: {text_of(error)}"
+            logger.error(
+                "The state of callback %s (%s) is missing from this checkpoint: %s",
+                member.label,
+                member.source,
+                reason,
+                exc_info=error,
+            )
+
         self._settle_states()
-        for callback in self.callbacks:
-            if state := dict(callback.state_dict()):
-                if label_of(callback) in states:
+        reads = {member: partial(_state_of, callback) for member, callback in self._stateful.items()}
+        states: dict[str, dict[str, Any]] = {}
+        for member, state in self._state_calls.results(reads, self._state_deadline, failed).items():
+            if state:
+                name = label_of(reads[member].args[0])
+                if name in states:
                     raise RegistrationError(
-                        f"two callbacks keep their state under the name {label_of(callback)!r}; give one another: callback.name = '...'"
+                        f"two callbacks keep their state under the name {name!r}; give one another: callback.name = '...'"
                     )
-                states[label_of(callback)] = state
-        return {"callbacks": states, "user_state": dict(self.user_state)}
+                states[name] = state
+        return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every callback its state back. One that has none there starts anew; state that nobody claims is named in a warning."""
+        """Give every callback its state. A callback without a saved state starts fresh; unclaimed and missing states are logged.
+
+        A callback in a lane, or an isolated one, that raises or does not take its state within the lane's deadline is logged and starts
+        without it.
+
+        Raises:
+            Exception: what an inline callback that is not isolated raised.
+        """
         self._settle_states(is_loading=True)
         saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
-        for callback in self.callbacks:
-            if label_of(callback) in saved:
-                callback.load_state_dict(saved[label_of(callback)])
+        for label, reason in state.get("missing", {}).items():
+            logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
+        loads = {
+            member: partial(member.thing.load_state_dict, saved[label_of(member.thing)])
+            for member in self._members
+            if isinstance(member.thing, Callback) and label_of(member.thing) in saved
+        }
+        self._state_calls.results(loads, self._state_deadline, _starts_without)
         if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
             logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
         self.user_state.update(state.get("user_state", {}))
+
+    def _move_state(self, old: Member, giver: Callback, new: Member, taker: Callback) -> None:
+        """A callback is in another lane now: give it the state that it has in the old one."""
+        states = self._state_calls.results({old: partial(_state_of, giver)}, self._state_deadline, _starts_without)
+        if old in states:
+            self._state_calls.results({new: partial(taker.load_state_dict, states[old])}, self._state_deadline, _starts_without)
+
+    @property
+    def _stateful(self) -> dict[Member, Callback]:
+        return {
+            member: member.thing for member in self._members if isinstance(member.thing, Callback) and keeps_state(member.thing)
+        }
+
+    def _state_deadline(self, member: Member) -> float:
+        """Seconds that a callback in a lane has to give or take its state; little if its lane already hung for its deadline."""
+        lane = self._lanes.get(member)
+        own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
+        return min(own, _STATE_SECONDS if member in self._behind else inf, max(self._seconds_for_states, _LEAST_STATE_SECONDS))
 
     @property
     def _seconds_for_states(self) -> float:
@@ -497,7 +554,7 @@ class CallbackManager:
             member: each.lane
             for member, each in self._lanes.items()
             if isinstance(member.thing, Callback)
-            and _keeps_state(member.thing)
+            and keeps_state(member.thing)
             and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
         }
         moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
@@ -535,8 +592,8 @@ class CallbackManager:
             if (
                 isinstance(member.thing, Callback)
                 and member.label == label_of(callback)
-                and _keeps_state(callback)
-                and _keeps_state(member.thing)
+                and keeps_state(callback)
+                and keeps_state(member.thing)
             ):
                 raise RegistrationError(
                     f"two callbacks would keep their state under the name {label_of(callback)!r} ({member.source} and {where(type(callback))}); "
@@ -651,8 +708,8 @@ class CallbackManager:
                     lane.member = member
                     return lane
                 drain([lane.lane], lane.lane.options.deadline)  # it lies in another `Background` now
-                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and _keeps_state(member.thing):
-                    member.thing.load_state_dict(old.thing.state_dict())  # which may be elsewhere
+                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and keeps_state(member.thing):
+                    self._move_state(old, old.thing, member, member.thing)  # which may be in another process
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
                 join([lane])
@@ -755,5 +812,10 @@ def _takes_words(member: Member) -> bool:
     return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
 
 
-def _keeps_state(callback: Callback) -> bool:
-    return type(inner(callback)).state_dict is not Callback.state_dict
+def _starts_without(member: Member, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {text_of(error)}"
+    logger.error("Callback %s (%s) starts without its saved state: %s", member.label, member.source, reason, exc_info=error)
+
+
+def _state_of(callback: Callback) -> dict[str, Any]:
+    return dict(callback.state_dict())

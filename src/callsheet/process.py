@@ -17,7 +17,7 @@ from typing import Any
 
 from callsheet.background import END_SECONDS, Background
 from callsheet.callback import Callback, CallbackSpec, import_path
-from callsheet.errors import CallsheetError, ConfigError
+from callsheet.errors import CallsheetError, ConfigError, text_of
 from callsheet.lifecycle import FIELDS
 from callsheet.snapshot import Snapshot
 
@@ -246,10 +246,7 @@ class _Packed:
         except Exception:  # of a class in a function, or with something in it that stays here
             self._pickled = b""
         self._name = type(error).__name__
-        try:
-            self._text = str(error)
-        except Exception as another:
-            self._text = f"(its text cannot be had: {type(another).__name__})"
+        self._text = text_of(error)
         self._notes = tuple(map(str, getattr(error, "__notes__", ())))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError, where
+from callsheet.errors import CallsheetError, text_of, where
 from callsheet.events import Event, as_event
 from callsheet.lifecycle import EVENTS
 from callsheet.randomness import random_state, restore_random_state, same_random_state
@@ -287,15 +287,15 @@ def failed(member: Member, event: str, ctx: Context, error: Exception) -> None:
     member.failures += 1
     member.failures_in_a_row += 1
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
-    kind = type(error).__name__
-    member.last_failure = f"{kind}: {error} (at {where})"
+    kind, text = type(error).__name__, text_of(error)
+    member.last_failure = f"{kind}: {text} (at {where})"
     logger.error(
         "callback %s (%s) failed at %s; training goes on: %s: %s",
         member.label,
         member.source,
         where,
         kind,
-        error,
+        text,
         exc_info=error,
     )
     if member.failures_in_a_row == FAILURES_ALLOWED:
@@ -321,7 +321,9 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
                 handler(ctx)
             except BaseException as another:
                 label, source = entry.member.label, entry.member.source
-                logger.error("callback %s (%s) failed as well at %s: %s", label, source, event, another, exc_info=another)
+                logger.error(
+                    "callback %s (%s) failed as well at %s: %s", label, source, event, text_of(another), exc_info=another
+                )
     raise error
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from callsheet.context import Context, RunInfo
 from callsheet.control import Control, Request
-from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
+from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean, text_of
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_told
 
@@ -66,7 +66,7 @@ class Inbox:
             try:
                 said.do(ctx)
             except Exception as error:  # a lane is isolated, and so is what it says
-                logger.error("%s said %r in its lane, which cannot be done: %s", said.by, said.what, error)
+                logger.error("%s said %r in its lane, which cannot be done: %s", said.by, said.what, text_of(error))
 
     def name_lost(self) -> None:
         """The run is over: say how much of what nobody heard there is, and whose. Requests do not count: there is nothing left to stop."""

@@ -278,7 +278,7 @@ class FailsAsWell(Callback):
 
 
 def test_lets_errors_out(tmp_path: Path) -> None:
-    assert "after an exception at on_run_start: while the run was ending, another error came" in finds(
+    assert "after an exception at on_run_start: while the run was ending, another error was raised" in finds(
         "lets_errors_out", FailsAsWell, tmp_path
     )
 

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from callsheet.checkpoint.ranks import RankLost
-from callsheet.errors import DistributedError
+from callsheet.errors import DistributedError, text_of
 from callsheet.trainer.world import CollectiveFailed
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(sign in text_of(error).lower() for sign in _OUT_OF_MEMORY)
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -39,7 +39,7 @@ def is_of_collective(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return False
-    return type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _OF_A_COLLECTIVE)
+    return type(error).__name__.startswith("Dist") or any(sign in text_of(error).lower() for sign in _OF_A_COLLECTIVE)
 
 
 def out_of_memory_note(device: torch.device, mends: Iterable[str]) -> str:

@@ -1,0 +1,98 @@
+"""Calls of `state_dict` and `load_state_dict`, which no isolated callback can make hang or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from callsheet.background import inner
+from callsheet.callback import Callback
+from callsheet.errors import text_of
+from callsheet.sheet import Member
+
+T = TypeVar("T")
+
+
+class StateCalls:
+    """Call methods of callbacks: inline ones here, those in lanes on threads of their own, for which nobody waits past their deadline."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[Member, _Attempt] = {}
+
+    def results(
+        self,
+        calls: Mapping[Member, Callable[[], T]],
+        deadline: Callable[[Member], float],
+        failed: Callable[[Member, Exception], None],
+    ) -> dict[Member, T]:
+        """Return what the calls return, without those that failed. Calls of callbacks in lanes run at the same time.
+
+        Args:
+            calls: by callback.
+            deadline: seconds that a callback in a lane has.
+            failed: receives the error of a callback in a lane, or of an isolated one; `TimeoutError` past the deadline.
+
+        Raises:
+            Exception: what an inline callback that is not isolated raised.
+        """
+        attempts: dict[Member, _Attempt] = {}
+        for member, call in calls.items():
+            if _lane(member) != "inline":
+                running = self._attempts.get(member)
+                if running is None or not running.is_alive():
+                    attempts[member] = self._attempts[member] = _Attempt(member.label, call)
+        began = time.monotonic()
+        results: dict[Member, T] = {}
+        for member, call in calls.items():
+            try:
+                if member in attempts:
+                    results[member] = attempts[member].result(deadline(member), since=began)
+                elif _lane(member) == "inline":
+                    results[member] = call()
+                else:
+                    raise TimeoutError("an earlier call has still not returned")
+            except Exception as error:
+                if _lane(member) == "inline" and getattr(member.thing, "on_error", "") != "isolate":
+                    raise
+                failed(member, error)
+        return results
+
+
+class _Attempt(threading.Thread):
+    """One call on a daemon thread."""
+
+    def __init__(self, label: str, call: Callable[[], Any]) -> None:
+        super().__init__(name=f"callsheet-state-{label}", daemon=True)
+        self._call = call
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Call the function and keep what comes of it."""
+        try:
+            self._result = self._call()
+        except Exception as error:
+            self._error = error
+        except BaseException as error:  # SystemExit is meant for a program, and a callback in a lane is not one
+            self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+
+    def result(self, seconds: float, *, since: float) -> Any:
+        """Return the result, waiting until `seconds` after `since`. Raises what the call raised, or TimeoutError."""
+        self.join(max(0.0, since + seconds - time.monotonic()))
+        if self.is_alive():
+            raise TimeoutError(f"no answer within {seconds:.3g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _lane(member: Member) -> str:
+    return member.thing.lane if isinstance(member.thing, Callback) else "inline"
+
+
+def keeps_state(callback: Callback) -> bool:
+    """Return whether the callback's class has a `state_dict` of its own."""
+    return type(inner(callback)).state_dict is not Callback.state_dict

@@ -1,0 +1,245 @@
+"""The states of callbacks in lanes: none of them can make a checkpoint hang or fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import Background, Callback, CallbackManager, Context, Process, RunInfo, Trainer
+from callsheet.callbacks import CheckpointSaver
+
+
+class Counts(Callback):
+    """Counts steps inline."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Tracker(Callback):
+    """A handler that waits for a server while it holds the lock that its state needs."""
+
+    def __init__(self) -> None:
+        self.lock, self.server_answers = threading.Lock(), threading.Event()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        with self.lock:
+            self.server_answers.wait(60)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.lock:
+            return {"run": "abc"}
+
+
+class HangsInItsState(Callback):
+    """Its state never comes, from its first event on."""
+
+    has_begun = False
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.has_begun = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.has_begun:
+            threading.Event().wait()
+        return {}
+
+
+class RaisesInItsState(Callback):
+    """Its state cannot be had, and it takes none."""
+
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("no connection")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise OSError("no connection")
+
+
+class Leaves(RaisesInItsState):
+    """Would end the program."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise SystemExit(3)
+
+
+def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
+    manager, ctx = CallbackManager(callbacks), Context(RunInfo("test"))
+    manager.open(ctx)
+    return manager, ctx
+
+
+def test_a_handler_that_holds_the_lock_of_its_state_costs_the_checkpoint_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    tracker, counts = Tracker(), Counts()
+    manager, ctx = opened(Background(tracker, deadline=0.3), counts)
+    manager.fire("on_train_step_end", ctx)
+    began = time.monotonic()
+    state = manager.state_dict()
+    assert time.monotonic() - began < 10
+    assert state["callbacks"] == {"Counts": {"steps": 1}}
+    assert "no answer within" in state["missing"]["Tracker"]
+    assert "The state of callback Tracker" in caplog.text
+    assert (
+        "an earlier call has still not returned" in manager.state_dict()["missing"]["Tracker"]
+    )  # no second thread hangs beside it
+    tracker.server_answers.set()
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(HangsInItsState, "no answer"), (RaisesInItsState, "no connection"), (Leaves, "SystemExit")]
+)
+def test_the_other_states_are_there(kind: type[Callback], reason: str) -> None:
+    manager, ctx = opened(Background(kind(), deadline=1.0), Counts())
+    manager.fire("on_train_step_end", ctx)
+    state = manager.state_dict()
+    assert state["callbacks"] == {"Counts": {"steps": 1}}
+    assert reason in state["missing"][kind.__name__]
+    manager.close()
+
+
+def test_a_process_that_hangs_in_its_state_gives_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    manager, ctx = opened(Process(HangsInItsState(), deadline=2.0), Counts())
+    manager.fire("on_train_step_end", ctx)
+    began = time.monotonic()
+    assert manager.state_dict()["callbacks"] == {"Counts": {"steps": 1}}
+    assert time.monotonic() - began < 30
+    assert "HangsInItsState" in caplog.text
+    manager.close()
+
+
+def test_states_that_hang_are_waited_for_at_the_same_time() -> None:
+    lanes = [Background(HangsInItsState(), deadline=0.5) for _ in range(20)]
+    for number, each in enumerate(lanes):
+        each.name = f"hangs-{number}"
+    manager, ctx = opened(*lanes)
+    manager.fire("on_train_step_end", ctx)
+    began = time.monotonic()
+    assert len(manager.state_dict()["missing"]) == 20
+    assert time.monotonic() - began < 8  # one after the other they take ten
+    manager.close()
+
+
+def test_a_state_that_a_lane_does_not_take_is_named_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    counts = Counts()
+    manager, _ = opened(Background(RaisesInItsState()), counts)
+    manager.load_state_dict({"callbacks": {"RaisesInItsState": {"run": 1}, "Counts": {"steps": 7}}, "user_state": {}})
+    assert counts.steps == 7
+    assert "Callback RaisesInItsState" in caplog.text
+    assert "starts without its saved state: OSError: no connection" in caplog.text
+    manager.close()
+
+
+def test_an_isolated_callback_inline_is_isolated_here_too() -> None:
+    isolated, counts = RaisesInItsState(), Counts()
+    isolated.on_error = "isolate"
+    manager, _ = opened(isolated, counts)
+    assert manager.state_dict()["missing"] == {"RaisesInItsState": "OSError: no connection"}
+
+
+def test_one_that_is_not_isolated_raises() -> None:
+    manager, _ = opened(RaisesInItsState())
+    with pytest.raises(OSError, match="no connection"):
+        manager.state_dict()
+    with pytest.raises(OSError, match="no connection"):
+        manager.load_state_dict({"callbacks": {"RaisesInItsState": {}}, "user_state": {}})
+
+
+def test_a_run_saves_and_resumes_without_the_state_that_hung(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(max_duration: str) -> Counts:
+        counts = Counts()
+        data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+        with Trainer(
+            torch.nn.Linear(2, 1),
+            torch.nn.functional.mse_loss,
+            train_dataloader=data,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            max_duration=max_duration,
+            callbacks=[Background(HangsInItsState(), deadline=0.3), counts, CheckpointSaver(save_interval="4ba")],
+            run_name="hangs",
+            runs_folder=tmp_path,
+            resume="auto",
+        ) as trainer:
+            trainer.fit()
+        return counts
+
+    trained("1ep")
+    assert "The state of callback HangsInItsState" in caplog.text
+    caplog.clear()
+    assert trained("2ep").steps == 8
+    assert "The checkpoint has no state of callback HangsInItsState" in caplog.text
+
+
+def test_training_that_waits_for_a_full_queue_is_named_with_the_figure(caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            time.sleep(0.05)
+
+    manager, ctx = opened(Background(Slow(), queue=4))
+    with caplog.at_level(logging.WARNING, logger="callsheet"):
+        for ctx.step in range(40):
+            manager.fire("on_train_step_end", ctx)
+    manager.close()
+    named = [record.getMessage() for record in caplog.records if "Training waited" in record.getMessage()]
+    assert len(named) == 1
+    assert "for callback Slow: its lane's queue of 4 events is full" in named[0]
+    assert "drop_oldest" in named[0]
+
+
+class Unspeakable(Exception):
+    """An error that has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("nor this one")
+
+
+@pytest.mark.parametrize("in_lane", [False, True])
+def test_an_error_without_a_text_is_isolated_like_any_other(in_lane: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Callback):
+        on_error = "isolate"
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            raise Unspeakable
+
+    callback = Fails()
+    if in_lane:
+        callback.on_error = ""
+    manager, ctx = opened(Background(callback) if in_lane else callback)
+    for _ in range(2):
+        manager.fire("on_train_step_end", ctx)
+    manager.drain(ctx)
+    (failure,) = manager.cost_report(1).failures
+    assert failure.count == 2
+    assert "__str__ of Unspeakable raised RuntimeError" in caplog.text
+    manager.close()
+
+
+def test_one_call_that_takes_the_interpreter_for_long_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Native(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            end = time.thread_time() + 0.6
+            while time.thread_time() < end:
+                sum(range(200_000))  # which holds the interpreter lock
+
+    manager, ctx = opened(Background(Native(), queue=4))
+    manager.fire("on_train_step_end", ctx)
+    manager.close()
+    assert "Callback Native used" in caplog.text
+    assert "callsheet.Process" in caplog.text
