@@ -202,18 +202,17 @@ class Control:
 def _asker() -> str:
     """Return the name of the callback that made the request, or the qualified name of the function that did.
 
-    It is read from the frames of the call: requests are rare, and events are not.
+    It is read from the frames of the call, up to the one that dispatched the event: requests are rare, and events are not. No frame beyond
+    is read, since `f_locals` would keep what its variables hold until that frame returns: a model, say, that its owner deletes.
     """
     asking = frame = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(first, Hooks):  # a callback; its class is above this module
             return getattr(first, "name", "") or type(first).__name__
-        if code.co_filename == _DISPATCH:  # beyond it is the loop, and whoever runs that
-            break
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return asking.f_code.co_qualname
 
 
-_DISPATCH = os.path.join(os.path.dirname(__file__), "manager.py")
+_DISPATCH = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("manager.py", "spans.py", "sheet.py"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from callsheet.errors import text_of
+
 _LONGEST = 300  # characters
 _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
@@ -26,8 +28,5 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return the type and the text of `error` as `one_line` gives it."""
-    try:
-        text = str(error)
-    except Exception as failure:  # somebody's `__str__`
-        text = f"its text cannot be made: {type(failure).__name__}"
+    text = text_of(error)
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -300,7 +300,7 @@ def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseExc
     if scene.moments.has_come and caught is not error:
         raise Found(f"an exception that was raised at {event} came out as {caught!r}", "leave the exceptions of others alone")
     for note in getattr(error, "__notes__", ()):
-        if "another error came" in note:
+        if "another error was raised" in note:
             raise Found(f"after an exception at {event}: {note}", "be ready for on_exception and on_run_end at any time")
 
 
