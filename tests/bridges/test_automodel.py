@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -314,6 +314,74 @@ def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
     assert recorder.events.count("on_forward_end") == 6
 
 
+class Samples(AutoModelCallback):
+    """Another's callback that samples from the model at every event, in evaluation mode and in training mode."""
+
+    def _sample(self, recipe: Any, **_: Any) -> None:
+        model = recipe.model_parts[0]
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(4, 4))
+        model.train()
+        model(torch.zeros(4, 4))
+        model.train(was_training)
+
+
+for _hook in ("on_train_start", "on_train_batch_end", "on_validation_end", "on_save_checkpoint", "on_train_end"):
+    setattr(Samples, _hook, Samples._sample)
+
+
+def test_who_samples_at_every_event_does_not_evaluate(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for hosted in ([], [host(recorder := Recorder()), host(EMA(half_life=2, at_end=False))]):
+        torch.manual_seed(3)
+        recipe = Recipe(POINTS, tmp_path / f"{len(found)}", [*hosted, Samples()], num_epochs=2, val_every_steps=2)
+        recipe.setup()
+        recipe.run_train_validation_loop()
+        found.append((recipe.losses, weights(recipe)))
+    (plain, before), (ours, after) = found
+    assert plain == ours
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == len(ours) == recorder.events.count("on_microbatch_end")
+    assert recorder.events.count("on_eval_all_end") == len(recipe.evaluated)
+    assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
+
+
+class Twice(Recipe):
+    """A recipe whose loss calls the model twice."""
+
+    def setup(self) -> None:
+        super().setup()
+        once = self.job.loss
+
+        class Job:
+            """The recipe's, but for its loss."""
+
+            def __init__(self, job: Any) -> None:
+                self._job = job
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._job, name)
+
+            def loss(self, outputs: Any, targets: Any, model: Any = self.model_parts[0]) -> Any:
+                loss = once(outputs, targets)
+                return loss + model(torch.zeros(4, 4)).square().mean() if model.training else loss
+
+        self.job = cast(Any, Job(self.job))
+
+
+def test_several_forwards_are_one_microbatch(tmp_path: Path) -> None:
+    recorder, history = Recorder(fields=("microbatch",)), History()
+    recipe = Twice(POINTS, tmp_path, [host([recorder, history])], num_epochs=1, accumulate=2)
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    check_events(recorder.events)
+    assert recorder.events.count("on_microbatch_end") == 2 * recorder.events.count("on_train_step_end")
+    assert history.records[-1][1]["time/sample"] == sum(len(inputs) for inputs, _ in POINTS.batches())
+
+
 def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
@@ -427,8 +495,8 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
 
 def test_the_losses_of_a_distillation_are_losses_here(tmp_path: Path) -> None:
     class Distils(Recipe):
-        def _step(self, model: nn.Module, batches: list[Any]) -> MetricsSample:
-            sample = super()._step(model, batches)
+        def _run_train_optim_step(self, batches: list[Any]) -> MetricsSample:
+            sample = super()._run_train_optim_step(batches)
             sample.metrics |= {"ce_loss": 1.0, "kd_loss": 3.0, "accuracy": 0.5}
             return sample
 

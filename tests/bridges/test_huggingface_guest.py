@@ -634,7 +634,7 @@ def test_what_trackers_read_when_they_begin_is_there(tmp_path: Path) -> None:
     assert trainer.optimizer is not None
     first = trainer.optimizer.param_groups[0]
     assert looks.rate == first.get("initial_lr", first["lr"])
-    assert looks.resumed is None
+    assert [looks.resumed] == [None]
     assert looks.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
     as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
     assert looks.resumed is not None

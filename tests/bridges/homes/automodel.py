@@ -151,12 +151,12 @@ class Recipe:
         for epoch in scheduler.epochs:
             scheduler.epoch = epoch
             for batches in scheduler:
-                sample = self._step(model, batches)
+                sample = self._run_train_optim_step(batches)
                 self.losses.append(sample.metrics["loss"])
                 told.on_train_batch_end(self, train_log_data=sample)
                 found: dict[str, MetricsSample] = {}
                 if scheduler.is_val_step:
-                    found = {name: self._validation(model, loader) for name, loader in self.val_dataloaders.items()}
+                    found = {name: self._run_validation_epoch(loader) for name, loader in self.val_dataloaders.items()}
                     self.evaluated.append({name: each.metrics["val_loss"] for name, each in found.items()})
                     told.on_validation_end(self, val_results=found)
                     model.train()
@@ -164,8 +164,8 @@ class Recipe:
                     self._save(epoch, sample, found)
         told.on_train_end(self)
 
-    def _step(self, model: nn.Module, batches: list[Any]) -> MetricsSample:
-        (optimizer,) = self.optimizer
+    def _run_train_optim_step(self, batches: list[Any]) -> MetricsSample:
+        model, (optimizer,) = self.model_parts[0], self.optimizer
         total = torch.zeros(())
         for inputs, targets in batches:
             loss = self.job.loss(model(inputs), targets) / len(batches)
@@ -181,7 +181,8 @@ class Recipe:
         return MetricsSample(self.step_scheduler.step, self.step_scheduler.epoch, metrics)
 
     @torch.no_grad()
-    def _validation(self, model: nn.Module, loader: Any) -> MetricsSample:
+    def _run_validation_epoch(self, loader: Any) -> MetricsSample:
+        model = self.model_parts[0]
         model.eval()
         with torch.random.fork_rng(devices=[]):  # training does not notice that it was evaluated
             losses = [float(self.job.loss(model(inputs), targets)) for inputs, targets in loader]

@@ -217,7 +217,7 @@ class AutoModelHost(AutoModelCallback):
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
         run.losses = watch.reader
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.narrator, optimizer, asks=False), sets)
-        self._ends = weakref.finalize(self, _end, run, [watch, self._called])
+        self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
         try:
             run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
             run.begin()
@@ -271,6 +271,8 @@ class AutoModelHost(AutoModelCallback):
         if getattr(recipe.step_scheduler, "is_last_batch", False):
             run.end_epoch(is_whole=True)
         self._is_due_told = True
+        if not self._called.is_wrapped:
+            self._called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
         if run.control.pending:
             self._stop_if_asked(run)
 
@@ -298,6 +300,7 @@ class AutoModelHost(AutoModelCallback):
     @_in_a_run
     def on_validation_end(self, recipe: Any, *, run: HostedRun, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
         """All validation sets are through; a recipe tells it also where it has none."""
+        self._called.is_validating = False
         if not val_results:
             return
         for name, sample in val_results.items():

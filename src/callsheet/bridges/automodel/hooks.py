@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.narrator import SEQUENCE
 from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, StaysBehind
+from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.trainer.tasks import counts_of
+
+_WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
 class CalledModel(StaysBehind):
@@ -40,6 +45,12 @@ class CalledModel(StaysBehind):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
+        self._counted = 0  # microbatches of the step in hand
+        self.is_validating = False
+        """Whether the recipe validates: a call in evaluation mode at any other time is not the recipe's."""
+        self.is_wrapped = False
+        """Whether the recipe's methods say when it trains and validates; else that is inferred from its events and the model's mode."""
+        self._is_training = False
         self._hears_forward = True
         self._optimizer = optimizer
         self.is_deaf = False
@@ -47,6 +58,23 @@ class CalledModel(StaysBehind):
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
+
+    def wrap(self, recipe: Any) -> WrappedMethods:
+        """Have the recipe's methods say when it trains and validates, where it has them."""
+        methods, self_now = WrappedMethods(recipe), weakref.proxy(self)
+
+        def within(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            setattr(self_now, name, True)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                setattr(self_now, name, False)
+
+        ours = {"_run_train_optim_step": "_is_training", "_run_validation_epoch": "is_validating"}
+        self.is_wrapped = all(hasattr(recipe, name) for name in ours)
+        for name, flag in ours.items() if self.is_wrapped else ():
+            methods.wrap(name, functools.partial(within, flag))
+        return methods
 
     def end_step(self) -> None:
         """The loop has told that the step is over."""
@@ -64,18 +92,19 @@ class CalledModel(StaysBehind):
             return None
         batch = kwargs if kwargs or not args else args[0]
         if not model.training:
-            return self._evaluates(batch, args)
-        if not torch.is_grad_enabled():
+            return self._evaluates(batch, args) if self.is_validating else None
+        if not torch.is_grad_enabled() or self._is_training is not self.is_wrapped or self._is_of_this_microbatch():
             return None
         run = self._run
         narrator, ctx = run.narrator, run.ctx
         is_first = not self._is_in_step
         if is_first:
             self._begin_step(run)
-            run.counted = counts_of(batch)
-        else:
+            run.counted, self._counted = counts_of(batch), 1
+        elif self._counted < getattr(self._scheduler, "grad_acc_steps", sys.maxsize):
             samples, tokens = counts_of(batch)
             run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+            self._counted += 1
         ctx.batch = batch
         if is_first:
             if not narrator.parts["fetch"].is_quiet:
@@ -91,7 +120,14 @@ class CalledModel(StaysBehind):
             given = ctx.batch
         return None if given is batch else _replaced(given, args)
 
+    def _is_of_this_microbatch(self) -> bool:
+        """Whether the model is called again before the microbatch has gone backward, or while it does, as with a contrastive loss."""
+        parts = self._run.narrator.parts
+        return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
+
     def _begin_step(self, run: HostedRun) -> None:
+        if run.eval_narrator.is_open("eval_all"):  # a validation of which no end was reported
+            run.end_evaluation()
         narrator, watch = run.narrator, self._watch
         if self._scheduler.epoch != self._epoch:
             if narrator.is_open("epoch"):  # its end did not show: nobody knew how long the data is

@@ -21,7 +21,8 @@ with needed_by(__name__):
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
-from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, TrainerMethods, find_trainer, found_in
+from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
@@ -231,8 +232,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         if not args.eval_on_start:  # else training begins when that is over
             run.narrator.start("round")
 
-    def _wrap_methods(self, trainer: Any) -> TrainerMethods:
-        methods, hooks, host = TrainerMethods(trainer), self._hooks, weakref.proxy(self)
+    def _wrap_methods(self, trainer: Any) -> WrappedMethods:
+        methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
 
         def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return host._evaluate(trainer_now, method, args, kwargs)
@@ -510,7 +511,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         go_on_without(run, state.global_step, int(state.epoch or 0))
 
 
-def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: TrainerMethods | None) -> None:
+def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: WrappedMethods | None) -> None:
     """Also when the program ends, or the host is forgotten: then training was left by an exception."""
     if methods is not None:
         methods.remove()

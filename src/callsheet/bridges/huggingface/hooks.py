@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -32,48 +31,6 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
             return found
         frame = frame.f_back
     return None
-
-
-class TrainerMethods:
-    """Puts functions around methods of one Trainer, and takes them away again.
-
-    The wrappers are attributes of the object, so that they are called before a subclass's method, too. They keep neither the Trainer
-    nor the host alive.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer: weakref.ref[Any] = weakref.ref(trainer)
-        self._wrapped: dict[str, Any] = {}
-
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Call `around(method, *args, **kwargs)` in the place of the method, whose `method` is the one that was there."""
-        trainer = self._trainer()
-        bound, own = getattr(trainer, name), vars(trainer).get(name)
-        reference, method = self._trainer, getattr(type(trainer), name)
-
-        @functools.wraps(bound)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            there = own if own is not None else functools.partial(method, reference())
-            return around(there, *args, **kwargs) if name in self._wrapped else there(*args, **kwargs)
-
-        del wrapper.__wrapped__  # the Trainer would refer to itself
-        wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
-        setattr(trainer, name, wrapper)
-        self._wrapped[name] = (wrapper, own)
-
-    def remove(self) -> None:
-        """Leave the Trainer as it was. A wrapper that somebody has wrapped since stays until that is taken away, and does nothing."""
-        trainer, wrapped = self._trainer(), dict(self._wrapped)
-        self._wrapped.clear()
-        for name, (wrapper, own) in wrapped.items():
-            wrapper.earlier = own
-            if trainer is not None and vars(trainer).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # another host's, which was taken away before
-                    own = own.earlier
-                if own is None:
-                    delattr(trainer, name)
-                else:
-                    setattr(trainer, name, own)
 
 
 class ForwardHooks(StaysBehind):
