@@ -47,5 +47,29 @@ def test_a_run_that_has_to_make_way_is_saved_and_gone_on_with(place: Path) -> No
     assert read_metrics(RUN)[-1].step == step + 6
 
 
+@pytest.mark.slow
+def test_the_same_command_twice(place: Path) -> None:
+    long = ("--max_duration", "100000ba", "--eval_interval", "100000ba", "--resume", "auto")
+    first = started(*long)
+    deadline = time.monotonic() + 120
+    while not ((RUN / "metrics.jsonl").exists() and read_metrics(RUN)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    before = sorted(path.name for path in Path("runs").iterdir())
+    for resume in ("auto", "new"):
+        second = started(*long[:-1], resume, "--lock_timeout_seconds", "0")
+        said = second.communicate(timeout=120)[0]
+        assert second.returncode == 1, said
+        assert f"runs/tiny is being trained by process {first.pid} on machine " in said
+        assert "Use `--run_name` to start another run beside it." in said
+        assert "Traceback" not in said
+    assert sorted(path.name for path in Path("runs").iterdir()) == before  # not set aside
+    first.kill()
+    first.communicate()
+    third = started("--max_duration", "6ba", "--eval_interval", "100000ba", "--resume", "new")
+    said = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, said
+    assert sorted(path.name for path in Path("runs").iterdir() if path.name[0] != ".") == ["tiny", "tiny.1"]
+
+
 def _kind(checkpoint: Path) -> str:
     return str(json.loads((checkpoint / "manifest.json").read_text()).get("info", {}).get("kind", ""))
