@@ -22,7 +22,10 @@ def run_folder(run: str) -> Path:
         if is_run(place):
             return place
     if there := next((place for place in places if place.is_dir()), None):
-        raise ConfigError(f"{there} holds no run{_one_inside(there)}")
+        raise ConfigError(
+            _one_inside(there)
+            or f"{there} holds no records of a run: the logger JSONLLogger writes them (add it to `loggers`, from callsheet.loggers)"
+        )
     raise ConfigError(f"there is no run {run!r}{nearest(run)} (a run's folder, or its name in {RUNS}/)")
 
 
@@ -35,4 +38,4 @@ def nearest(run: str) -> str:
 
 def _one_inside(folder: Path) -> str:
     names = run_names(folder)
-    return f"; there are runs in it, such as {folder / names[0]}" if names else ""
+    return f"{folder} holds no run; there are runs in it, such as {folder / names[0]}" if names else ""

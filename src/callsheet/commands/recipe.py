@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from callsheet import callbacks
 from callsheet.callback import Callback, import_path
 from callsheet.commands import environment, names
-from callsheet.commands.refusals import plain_refusal
+from callsheet.commands.given import pairs
+from callsheet.commands.refusals import place_of, plain_refusal
 from callsheet.commands.shipped import RECIPES, recipe_path
+from callsheet.commands.yaml_file import read_yaml
 from callsheet.distributed import read_ranks
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
@@ -37,6 +39,8 @@ class Values:
     kind: type[Recipe[Any]]
     parser: ArgumentParser
     given: Namespace
+    elsewhere: tuple[str, ...] = ()
+    """Keys whose values are not the file's, but the command line's or the environment's."""
 
     def resolved(self) -> str:
         """All of it as YAML, which is a recipe file again."""
@@ -49,8 +53,12 @@ class Values:
         Raises:
             ConfigError: what a value's own class refuses.
         """
-        made, resolved = self.parser.instantiate(self.given), self.resolved()
-        config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
+        resolved = self.resolved()
+        try:
+            made = self.parser.instantiate(self.given)
+            config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
+        except ConfigError as error:
+            raise ConfigError(f"{place_of(error, self.path, self.parser, self.given, self.elsewhere)}{error}") from error
         job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
         return Prepared(self.path, job, resolved)
 
@@ -103,9 +111,12 @@ def values_of(
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a recipe may name a callback of the user's own, in a module beside it
     kind = recipe_class(path)
+    for key, value in pairs(overrides):
+        if key == "config":
+            read_yaml(Path(value))  # which says what is wrong with it
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     told = environment.arguments(parser, os.environ if variables is None else variables)
-    return Values(path, kind, parser, parsed_with(parser, path, overrides, told))
+    return Values(path, kind, parser, parsed_with(parser, path, overrides, told), (*told, *(key for key, _ in pairs(overrides))))
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
@@ -114,12 +125,7 @@ def recipe_class(path: Path) -> type[Recipe[Any]]:
     Raises:
         ConfigError: the file is no YAML mapping, or names none.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+    content = read_yaml(path)
     name = content.get("recipe") if isinstance(content, dict) else None
     if name not in RECIPES and "." not in str(name):
         raise ConfigError(

@@ -6,18 +6,20 @@ What was given is looked at once more, by itself; only where nothing is found wr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from callsheet.callback import Callback
+from callsheet.commands import names
 from callsheet.commands.class_refusals import class_refusals
-from callsheet.commands.given import pairs
-from callsheet.commands.key_types import in_words, names_code, typed_keys
+from callsheet.commands.given import pairs, probe
+from callsheet.commands.key_types import in_words, is_list, names_code, typed_keys
 from callsheet.commands.part_refusals import part_refusals
-from callsheet.errors import did_you_mean
+from callsheet.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 
 def plain_refusal(parser: ArgumentParser, message: str, path: Path, overrides: Sequence[str]) -> str:
@@ -25,6 +27,15 @@ def plain_refusal(parser: ArgumentParser, message: str, path: Path, overrides: S
     kinds = typed_keys(parser)
     named = re.search(r'Parser key "([\w.]+)"', message)
     key = named.group(1) if named else ""
+    if (
+        key in kinds
+        and is_list(kinds[key])
+        and names_code(kinds[key])
+        and (found := re.search(r"Expected a <class 'list'>\. Got value: (.*)", message))
+    ):
+        is_here = any(given == key for given, _ in pairs(overrides))
+        more = f", or --{key}+={found.group(1)} to add one to those of the file" if is_here else ""
+        return f"{'' if is_here else f'{path}: '}{key}: {found.group(1)} is no list; write [{found.group(1)}]{more}"
     if key in kinds and names_code(kinds[key]):
         return next(class_refusals(key, kinds[key], path, overrides), message)
     if key in kinds and (why := next(part_refusals(key, kinds[key], path, overrides), "")):
@@ -40,3 +51,34 @@ def plain_refusal(parser: ArgumentParser, message: str, path: Path, overrides: S
     if key in kinds and given and not names_code(kinds[key]):
         return f"{key}={given.group(1)}: give {in_words(kinds[key])}"
     return message
+
+
+def place_of(error: ConfigError, path: Path, parser: ArgumentParser, given: Namespace, elsewhere: Collection[str]) -> str:
+    """Return where the value stands that a class refused: `mine.yaml: callbacks[2] (CheckpointSaver): `, as far as it can be found.
+
+    A value that the command line or the environment gave has no file.
+    """
+    kinds = typed_keys(parser)
+    for key in (key for key, kind in kinds.items() if is_list(kind) and names_code(kind)):
+        for number, spec in enumerate(given.get(key) or []):
+            if _refuses(spec, error):
+                own = spec.get("init_args", {}).get("callback", spec) if spec.class_path == names.NAMED else spec
+                source = "" if key in elsewhere else f"{path}: "
+                return f"{source}{key}[{number}] ({own.class_path.rpartition('.')[2]}): "
+    named = re.match(r"(?:unknown )?([\w.]+)", str(error))
+    key = named.group(1) if named else ""
+    is_of_file = any(each == key or each.startswith(f"{key}.") for each in kinds) and key not in elsewhere
+    return f"{path}: " if is_of_file else ""
+
+
+def _refuses(spec: Any, error: ConfigError) -> bool:
+    """Whether making this class raises the same error."""
+    from jsonargparse import Namespace
+
+    parser = probe()
+    parser.add_argument("--value", type=Callback)
+    try:
+        parser.instantiate(Namespace(value=spec))  # type: ignore[no-untyped-call]
+    except ConfigError as again:
+        return str(again) == str(error)
+    return False

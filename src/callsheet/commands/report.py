@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from callsheet.commands.named_run import run_folder
-from callsheet.errors import CallsheetError
+from callsheet.errors import CallsheetError, ConfigError
 from callsheet.report.page import write_report
+
+_RECORDS = ("metrics.jsonl", "events.jsonl")
+"""What JSONLLogger writes of every run."""
 
 
 def report(run: str, *, out: str | None = None) -> str:
@@ -15,6 +18,10 @@ def report(run: str, *, out: str | None = None) -> str:
         CallsheetError: the page cannot be written there.
     """
     folder = run_folder(run)
+    if not any((folder / name).is_file() for name in _RECORDS):
+        raise ConfigError(
+            f"{folder} holds no records of a run: the logger JSONLLogger writes them (add it to `loggers`, from callsheet.loggers)"
+        )
     try:
         page = write_report(folder, out)
     except OSError as error:

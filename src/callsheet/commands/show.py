@@ -9,18 +9,23 @@ from typing import Any
 
 import yaml
 
-from callsheet.commands.recipe import Prepared, prepared
+from callsheet.commands.opened import described
+from callsheet.commands.recipe import Prepared, prepared, said_once
+from callsheet.commands.shipped import RECIPES
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 """Keys that are no settings of the job: callbacks and loggers are the call sheet."""
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Who would be told what, and with which settings. Makes no model, reads no data and writes nothing.
+    """Return the call sheet and the settings of a recipe, or of a run. Makes no model, reads no data and writes nothing.
 
     Raises:
         ConfigError: what `callsheet train` would refuse as well.
     """
+    if not Path(recipe).is_file() and recipe not in RECIPES:
+        with said_once():
+            recipe = str(described(recipe)[0])  # a run has the recipe that it was trained with in its folder
     what = prepared(recipe, overrides, command="show")
     settings = yaml.safe_load(what.resolved)
     lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]

@@ -10,8 +10,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from callsheet.callback import one_of
 from callsheet.time import Interval
 from callsheet.trainer.arguments import duration, log_boundary, positive
+from callsheet.trainer.parallel import KINDS
+from callsheet.trainer.precision import PRECISIONS
 from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -47,6 +50,7 @@ class JobConfig:
         threads: of torch on the CPU; None leaves it to torch.
         timeout_seconds: until a rank that does not answer fails the run.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
+        stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false trains on.
         export: whether the trained model is written to the run's folder `export`, to be loaded with `from_pretrained`.
     """
 
@@ -74,6 +78,7 @@ class JobConfig:
     threads: int | None = None
     timeout_seconds: float = 600.0
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+    stop_on_nan: bool = True
     export: bool = False
 
     may_change: ClassVar[frozenset[str]] = frozenset(
@@ -95,6 +100,7 @@ class JobConfig:
             "save_in_background",
             "timeout_seconds",
             "lock_timeout_seconds",
+            "stop_on_nan",
             "export",
         }
         | {"recipe", "config", "callbacks", "loggers"}
@@ -103,6 +109,8 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         duration(self.max_duration, None)
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("parallel", self.parallel, KINDS)
         if self.eval_interval is not None:
             Interval.of("eval_interval", self.eval_interval)
         log_boundary(self.log_interval)

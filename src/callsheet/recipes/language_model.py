@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -195,8 +196,33 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         ImportError,
         RuntimeError,
     ) as error:  # of packages that miss, and weights that do not fit
-        there = "" if Path(name).is_dir() else " (there is no such folder here)"
-        raise ConfigError(f"no {what} could be loaded from {name!r}{there}: {error}") from error
+        raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
+
+
+def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
+    """What a person can do about it; the packages' own words where there is more to it than that."""
+    give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
+    if (folder := Path(name)).is_dir():
+        if not (folder / "config.json").is_file() and what == "model":
+            return f"the folder has no config.json, so it holds no model; {give}"
+        if what == "tokenizer" and not any(folder.glob("token*")):
+            return "the folder has no tokenizer; name one with model.tokenizer, such as bytes"
+        return str(error)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return f"there is no such folder; {give}"
+    causes, cause = set(), error
+    while cause is not None and type(cause).__name__ not in causes:
+        causes.add(type(cause).__name__)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # the loop ends there
+    if "GatedRepoError" in causes:
+        return "it is gated on the hub; ask for access on its page, and log in with `hf auth login`"
+    if "RevisionNotFoundError" in causes:
+        return "the hub has the model, and no such revision of it; give another model.revision"
+    if "RepositoryNotFoundError" in causes:
+        return f"there is no such folder, and the hub has no model of that name, or a private one; {give}"
+    if isinstance(error, OSError):
+        return f"there is no such folder, no copy of a model of that name is kept here, and the hub could not be asked; {give}"
+    return str(error)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -14,10 +14,12 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from callsheet.background import inner
 from callsheet.callback import Callback
+from callsheet.callbacks import NaNMonitor
 from callsheet.checkpoint import find_checkpoints
 from callsheet.distributed import read_ranks
-from callsheet.errors import ConfigError, RunInUseError
+from callsheet.errors import ConfigError, NonFiniteError, RunInUseError
 from callsheet.loggers.file_names import replace_file
 from callsheet.loggers.json_text import json_text
 from callsheet.manager import CallbackManager, normalize_callbacks
@@ -28,7 +30,7 @@ from callsheet.recipes.standing import NEW, of_rank_zero, refuse_another_job, re
 from callsheet.run_lock import RunLock
 from callsheet.time import TimeUnit
 from callsheet.trainer import Trainer
-from callsheet.trainer.arguments import duration
+from callsheet.trainer.arguments import duration, resolved_device
 from callsheet.trainer.tasks import Task
 from callsheet.working import working
 
@@ -76,6 +78,8 @@ class Recipe(Generic[AnyConfig]):
             raise ConfigError(f"config is {type(config).__name__}; {type(self).__name__} takes a {self.Config.__name__}")
         self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # its own Config
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
+        if self.config.stop_on_nan and not any(isinstance(inner(each), NaNMonitor) for each in self.callbacks.callbacks):
+            self.callbacks.add(NaNMonitor())
         self.callbacks.add(loggers)
         self.resolved = resolved
         self.results: dict[str, float] = {}
@@ -231,7 +235,12 @@ class Recipe(Generic[AnyConfig]):
         """Train, evaluate and finish; returns the results, which are empty where the run had to make way."""
         with self.trainer as trainer:
             self.begin()
-            trainer.fit()
+            try:
+                trainer.fit()
+            except NonFiniteError as error:
+                if not self.config.stop_on_nan:
+                    raise
+                raise NonFiniteError(f"{error}; stop_on_nan=false trains on all the same") from error
             if trainer.preempted:
                 return self.results
             self.evaluate()
@@ -333,6 +342,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
+        resolved_device(self.config.device, self.ranks)  # to be refused before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):

@@ -20,6 +20,9 @@ from callsheet.trainer.store import attempt_store, keeper_of_store, within
 
 logger = logging.getLogger("callsheet")
 
+_SHOWN, _LONGEST = 4, 60
+"""How many values a message lists, and how long one is at most."""
+
 NEW = "new"
 """The value of `resume` that sets an earlier run aside."""
 
@@ -109,10 +112,26 @@ def refuse_another_job(path: Path, resolved: str, may_change: Collection[str]) -
     before, now = yaml.safe_load(path.read_text()), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
+        values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
+        shown = "; ".join(values[:_SHOWN]) + (f"; and {len(values) - _SHOWN} more" if len(values) > _SHOWN else "")
         raise ConfigError(
-            f"{path.parent} holds a run with another {', '.join(changed)}; --resume new sets it aside and starts anew, "
-            "--run_name starts beside it"
+            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to go on with it; --resume new "
+            "sets it aside and starts anew; --run_name NAME starts another beside it"
         )
+
+
+def _differences(key: str, before: Any, now: Any) -> list[str]:
+    """What differs, by the key that a person would write: `optimizer.lr: 0.002 in the run, 0.001 now`."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
+        inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]
+        return [each for name, part in inside for each in _differences(name, before.get(part), now.get(part))]
+    return [f"{key}: {_short(before)} in the run, {_short(now)} now"]
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def set_aside(folder: Path) -> Path | None:

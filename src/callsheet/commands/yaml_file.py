@@ -1,0 +1,58 @@
+"""A YAML file as a person wrote it: mistakes that a YAML reader passes over are errors here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callsheet.errors import ConfigError
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what the file holds.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, is not YAML, or gives a key twice; the message has the file and the line.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: the byte {content[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_keys(node, path)
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+
+
+def _check_keys(node: yaml.Node, path: Path) -> None:
+    """Raise ConfigError if a mapping has a key twice: YAML takes the last without a word."""
+    waiting, seen = [(node, "")], set()
+    while waiting:
+        each, prefix = waiting.pop()
+        if id(each) in seen:  # an alias
+            continue
+        seen.add(id(each))
+        if isinstance(each, yaml.SequenceNode):
+            waiting += [(item, f"{prefix}[{number}]") for number, item in enumerate(each.value)]
+        elif isinstance(each, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in each.value:
+                line = key.start_mark.line + 1
+                called = f"{prefix}.{key.value}" if prefix else str(key.value)
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in lines:
+                        raise ConfigError(
+                            f"{path}:{line}: the key {called!r} is given twice, first in line {lines[key.value]}; leave one of them"
+                        )
+                    lines[key.value] = line
+                waiting.append((value, called))

@@ -1,0 +1,126 @@
+"""What a person gets wrong in a recipe file: the message names the file, the place and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from callsheet.cli import main
+from callsheet.errors import ConfigError
+from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.standing import refuse_another_job
+
+BASE = "recipe: pretrain\nrun_name: mine\nmax_duration: 4ba\n"
+SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_path: callsheet.callbacks.CheckpointSaver\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BASE + "seed: 1\nmax_duration: 9ba\n", "mine.yaml:5: the key 'max_duration' is given twice, first in line 3"),
+        (BASE + "model: {layers: 1, layers: 2}\n", "mine.yaml:4: the key 'model.layers' is given twice, first in line 4"),
+        (
+            BASE + SAVER + '    init_args: {save_interval: "5 epochs"}\n',
+            "mine.yaml: callbacks[1] (CheckpointSaver): save_interval='5 epochs'",
+        ),
+        (BASE + "precision: bf17\n", "mine.yaml: unknown precision 'bf17'; did you mean 'bf16'?"),
+        (BASE + "callbacks: SpeedMonitor\n", "mine.yaml: callbacks: SpeedMonitor is no list; write [SpeedMonitor]"),
+        (BASE + "optimizer: adamw\n", "mine.yaml: optimizer: there is no class 'adamw'; did you mean 'AdamW'?"),
+        (
+            "recipe: pretrain\nmax_duration: 3\n",
+            "mine.yaml: max_duration=3 has no unit: give '3ep' for epochs, or '3ba' for batches",
+        ),
+        ("recipe: pretrain\nrun_name: caf\udce9\n", "mine.yaml:2: the byte 0xe9 is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "evaluate"])
+def test_the_message_names_the_place(
+    command: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert main([command, "mine.yaml"]) == 2
+    err = capsys.readouterr().err
+    if command == "show" or "callbacks[1]" not in message:  # an evaluation makes no saver
+        assert err.startswith(f"callsheet: {message}")
+    assert err.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_a_value_of_the_command_line_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(BASE)
+    assert main(["show", "mine.yaml", "--eval_interval", "5 epochs"]) == 2
+    assert capsys.readouterr().err.startswith("callsheet: eval_interval='5 epochs': unknown unit 'epochs'")
+
+
+def test_a_resume_with_other_values_names_them_and_the_way_out(tmp_path: Path) -> None:
+    there = tmp_path / "config.yaml"
+    there.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")
+    now = "batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.2}}\n"
+    with pytest.raises(
+        ConfigError, match=r"another optimizer \(optimizer\.lr: 0\.1 in the run, 0\.2 now\).*--resume new.*--run_name"
+    ):
+        refuse_another_job(there, now, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("./nowhere", "there is no such folder; give a folder"), ("empty", "the folder has no tokenizer; name one")]
+)
+def test_a_model_path_that_is_none_is_explained_plainly(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match=why) as found:
+        LanguageModel(path=name).make_tokenizer()
+    assert "Repo id" not in str(found.value)
+
+
+def test_show_takes_a_run_and_train_says_that_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs", "mine")
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(BASE)
+    for named in ("mine", "runs/mine"):
+        assert main(["show", named]) == 0
+        assert "From runs/mine/config.yaml" in capsys.readouterr().out
+    assert main(["train", "mine"]) == 2
+    assert "'mine' is a run, not a recipe; callsheet train runs/mine/config.yaml goes on with it" in capsys.readouterr().err
+    assert main(["report", "mine"]) == 2
+    assert "holds no records of a run: the logger JSONLLogger writes them" in capsys.readouterr().err
+
+
+NAN = """
+recipe: pretrain
+run_name: diverges
+max_duration: 6ba
+batch_size: 2
+eval_interval: null
+threads: 1
+generated_tokens: 2
+prompts: []
+model: {hidden_size: 16, layers: 1, heads: 2, intermediate_size: 16}
+data: {folder: texts, pattern: "*.txt", sequence_length: 16, validation_percent: 20, test_percent: 20}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1.0e+30}}
+"""
+
+
+def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for number in range(12):
+        Path("texts", f"f{number}.txt").write_text("some text to learn from, again and again\n" * 20)
+    Path("nan.yaml").write_text(NAN)
+    assert main(["train", "nan.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert "the loss was nan at step" in err
+    assert "stop_on_nan=false trains on" in err
+    assert main(["train", "nan.yaml", "--stop_on_nan", "false", "--run_name", "on"]) == 0
