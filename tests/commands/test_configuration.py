@@ -139,7 +139,12 @@ def labels(what: Prepared) -> list[tuple[str, str]]:
 def test_two_callbacks_of_one_class_by_their_names(place: Path) -> None:
     Path("two.yaml").write_text(TWO)
     what = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
-    assert labels(what) == [("SpeedMonitor", ""), ("SpeedMonitor", "throughput/long"), ("NaNMonitor", ""), ("JSONLLogger", "lines")]
+    assert labels(what) == [
+        ("SpeedMonitor", ""),
+        ("SpeedMonitor", "throughput/long"),
+        ("NaNMonitor", ""),
+        ("JSONLLogger", "lines"),
+    ]
     second = yaml.safe_load(what.resolved)["callbacks"][1]
     assert (second["class_path"], second["name"]) == ("callsheet.callbacks.SpeedMonitor", "throughput/long")
     assert second["init_args"]["window_size"] == 500

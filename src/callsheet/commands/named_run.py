@@ -24,7 +24,7 @@ def run_folder(run: str) -> Path:
     if there := next((place for place in places if place.is_dir()), None):
         raise ConfigError(
             _one_inside(there)
-            or f"{there} holds no records of a run: the logger JSONLLogger writes them (add it to `loggers`, from callsheet.loggers)"
+            or f"{there} holds no run; the records of one are written by the logger JSONLLogger (add it to `loggers`, from callsheet.loggers)"
         )
     raise ConfigError(f"there is no run {run!r}{nearest(run)} (a run's folder, or its name in {RUNS}/)")
 

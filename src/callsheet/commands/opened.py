@@ -43,7 +43,7 @@ def opened(
         CheckpointError: the checkpoint does not hold, or is not of this model.
     """
     with said_once():
-        path, folder = described(run)
+        path, folder = _described(run)
         values = values_of(path, overrides, command=command)
         given = values.given
         if folder is not None:  # it may have been renamed or moved since
@@ -62,7 +62,7 @@ def name_of(job: Recipe[Any]) -> str:
     return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
 
 
-def described(run: str) -> tuple[Path, Path | None]:
+def _described(run: str) -> tuple[Path, Path | None]:
     """Return the recipe file of a run, and its folder where that was named."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():

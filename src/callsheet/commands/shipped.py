@@ -31,9 +31,14 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
     )  # importing the package `recipes` needs torch
     if recipe in RECIPES and shipped.is_file():
         return shipped
-    run = next((folder for folder in (Path("runs", recipe), path) if (folder / "config.yaml").is_file()), None)
-    if run is not None:
-        raise ConfigError(f"{recipe!r} is a run, not a recipe; callsheet train {run / 'config.yaml'} goes on with it")
+    if (run := file_of_run(recipe)) is not None:
+        raise ConfigError(f"{recipe!r} is a run, not a recipe; callsheet train {run} goes on with it")
     raise ConfigError(
         f"there is no recipe {recipe!r}{did_you_mean(recipe, RECIPES)} (a YAML file, or one of {', '.join(RECIPES)})"
     )
+
+
+def file_of_run(run: str) -> Path | None:
+    """Return the recipe file in the folder of a run, which is named by its path or by its name in `runs/`; None if there is none."""
+    files = [folder / "config.yaml" for folder in (Path("runs", run), Path(run))]
+    return next((file for file in files if file.is_file()), None)

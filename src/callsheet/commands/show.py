@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from callsheet.commands.opened import described
-from callsheet.commands.recipe import Prepared, prepared, said_once
-from callsheet.commands.shipped import RECIPES
+from callsheet.commands.recipe import Prepared, prepared
+from callsheet.commands.shipped import RECIPES, file_of_run
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 """Keys that are no settings of the job: callbacks and loggers are the call sheet."""
@@ -23,9 +22,8 @@ def show(recipe: str, overrides: list[str]) -> str:
     Raises:
         ConfigError: what `callsheet train` would refuse as well.
     """
-    if not Path(recipe).is_file() and recipe not in RECIPES:
-        with said_once():
-            recipe = str(described(recipe)[0])  # a run has the recipe that it was trained with in its folder
+    if not Path(recipe).is_file() and recipe not in RECIPES and (run := file_of_run(recipe)) is not None:
+        recipe = str(run)
     what = prepared(recipe, overrides, command="show")
     settings = yaml.safe_load(what.resolved)
     lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]

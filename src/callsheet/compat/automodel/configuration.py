@@ -107,6 +107,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
         "model": _model(cfg, "model", kind),
         "eval_interval": None,  # by the schedule
         "log_interval": 1,
+        "stop_on_nan": False,
     }
     if issubclass(kind, FinetuneConfig):
         given |= {"lora": _lora(cfg.part("peft")) if cfg.has("peft") else None, "evaluate_first": False, "samples": 0}

@@ -149,6 +149,7 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
         max_duration=f"{args.num_epochs}ep",
         eval_interval=f"{args.validation_frequency}ba" if validation is not None else None,
         log_interval=1,
+        stop_on_nan=False,  # as InstructLab has it
         batch_size=args.effective_batch_size // ranks,
         microbatch_size=min(args.effective_batch_size // ranks, args.max_batch_len // args.max_seq_len),
         optimizer=partial(torch.optim.AdamW, **adamw),  # type: ignore[arg-type]  # of several types
