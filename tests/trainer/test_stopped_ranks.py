@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, Context, Trainer
+from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver
 from callsheet.distributed import read_ranks
 from callsheet.errors import DistributedError
@@ -131,6 +131,31 @@ def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
     assert [message[: len(expected)] for message in messages] == [expected] * (case.ranks - 1)
     assert seconds < TIMEOUT + MARGIN
     assert ended < TIMEOUT + MARGIN + 2.0
+
+
+def attached(folder: Path, port: int) -> tuple[str, float]:
+    """A loop by hand, where the ranks meet in what callsheet agrees on alone."""
+    meet_at(port)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stops = Stops(0, "on_train_step_end", folder)
+    try:
+        with attach(model=model, optimizer=optimizer, callbacks=[stops], runs_folder=folder, timeout_seconds=TIMEOUT) as run:
+            for _ in run.epochs(1):
+                for inputs in run.steps([torch.randn(4, 3)] * 2000):
+                    model(inputs).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except DistributedError as error:
+        return str(error), time.time()
+    return "", time.time()
+
+
+def test_a_loop_by_hand_ends_in_time_and_names_it(tmp_path: Path) -> None:
+    with RankProcesses(attached, 2, tmp_path, free_port()) as ranks:
+        (message,), seconds, _ = survivors(2, 0, ranks, tmp_path)
+    assert f"rank 0 on machine {socket.gethostname()} did not answer within {TIMEOUT:g} s at step " in message
+    assert seconds < TIMEOUT + MARGIN
 
 
 # --- before there are groups ---

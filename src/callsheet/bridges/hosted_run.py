@@ -108,6 +108,7 @@ class HostedRun:
             accumulator=self.records.metrics,
             loggers=self.manager.tell_loggers,
         )
+        self.world.at_step = lambda: ctx.step
         self.lifetime = Lifetime(self.manager, ctx)
         self._log_ranks = LogRanks("zero", ranks)
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())

@@ -9,7 +9,7 @@ import torch
 
 from callsheet.checkpoint.ranks import RankLost
 from callsheet.errors import DistributedError, text_of
-from callsheet.trainer.world import CollectiveFailed
+from callsheet.trainer.world import LateAfterSignal
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 _OF_A_COLLECTIVE = (
@@ -35,7 +35,7 @@ def is_of_collective(error: BaseException) -> bool:
 
     False for a `DistributedError` that says already which rank is to blame.
     """
-    if isinstance(error, (CollectiveFailed, RankLost)):
+    if isinstance(error, (LateAfterSignal, RankLost)):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return False

@@ -243,6 +243,8 @@ class Trainer:
         self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
         self._guard = RunGuard(world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered)
         self._lifetime.at_end(self._guard.end)  # last of all: until then somebody may write
+        ctx = self.ctx  # as above: not `self`
+        world.at_step = lambda: ctx.step
         self._lifetime.at_end(world.close)
         self._lifetime.at_end(self._log_ranks.end)
         self._end = weakref.finalize(self, self._lifetime.end)  # also when the trainer is collected, and at exit
@@ -532,8 +534,7 @@ class Trainer:
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._mends_of_memory()))
         if self._world.size > 1 and is_of_collective(error):
-            first = (str(error).splitlines() or [""])[0]
-            return DistributedError(f"{self._world.missing(self.ctx.step, error)}. On rank {self._world.rank}: {first}")
+            return self._world.lost(error)
         self._world.say(self.ctx.step, error)
         return None
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -28,16 +29,17 @@ _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
 
 
-class CollectiveFailed(DistributedError):
-    """A collective over the ranks failed here. The trainer finds out which rank is to blame, and names it in an error of its own."""
+class LateAfterSignal(DistributedError):
+    """Some rank did not answer in time after a signal to make way."""
 
 
 class Pending:
     """A reduction that is under way."""
 
-    def __init__(self, payload: Tensor, work: Any) -> None:
+    def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
         self._payload = payload
         self._work = work
+        self._collective = collective
 
     @property
     def is_done(self) -> bool:
@@ -50,16 +52,17 @@ class Pending:
         """The result; waits for it, until `deadline()`, a moment of `time.monotonic()` that may come nearer meanwhile.
 
         Raises:
-            CollectiveFailed: it failed, or the deadline has passed.
+            LateAfterSignal: the deadline has passed.
+            DistributedError: the reduction failed; the message names the rank that is missing.
         """
         pause = 0.0001
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
-                raise CollectiveFailed("the ranks did not all answer in time after a signal to make way")
+                raise LateAfterSignal("the ranks did not all answer in time after a signal to make way")
             time.sleep(pause)  # not in the collective: a signal's handler would wait as long
             pause = min(2 * pause, 0.005)
         if self._work is not None:
-            with named("reduction"):
+            with self._collective("reduction"):
                 self._work.wait()
         reduced: list[float] = self._payload.tolist()
         return reduced
@@ -91,6 +94,8 @@ class World:
         """The gloo group of agreements; None with one rank."""
         self.saving: Any = None
         """The gloo group of checkpoints; None with one rank."""
+        self.at_step: Callable[[], int] = lambda: 0
+        """Returns the step, for messages; whoever counts steps sets it."""
         self._is_ours = False
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -99,7 +104,7 @@ class World:
         if self.size == 1:
             return
         patience = timedelta(seconds=timeout - self._answer_seconds)
-        with named("meeting"):
+        with _as_ours():
             if initialised_distributed() is None:
                 distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -137,7 +142,7 @@ class World:
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
-            with named("gather"):
+            with self._collective("gather"):
                 distributed.all_gather_object(values, value, group=self.words)
         return values
 
@@ -146,7 +151,7 @@ class World:
         if self.size == 1:
             return value
         values = [value]
-        with named("broadcast"):
+        with self._collective("broadcast"):
             distributed.broadcast_object_list(values, src=0, group=self.words)
         return values[0]
 
@@ -156,12 +161,19 @@ class World:
             first = (str(error).splitlines() or [""])[0][:300]
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
-    def missing(self, step: int, error: BaseException) -> str:
-        """After a collective failed with `error`: which ranks are to blame, as far as can be known.
+    def lost(self, error: BaseException, what: str = "") -> DistributedError:
+        """Return the error that says which ranks are to blame, after a collective failed with `error`."""
+        first = (str(error).splitlines() or [""])[0]
+        return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
+
+    def _missing(self, step: int, error: BaseException) -> str:
+        """Return which ranks are to blame, as far as can be known.
 
         Where several wait in a ring, a rank's death fails its neighbours' collectives only. So the others are asked who is there, which
         they answer while they wait: of those that do, one is to blame only where nobody else can be.
         """
+        if self._presence is None:
+            return "a rank was lost before or after the run, when the ranks cannot be asked who it is"
         is_broken = any(sign in str(error).lower() for sign in _BROKEN)
         self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
         try:
@@ -234,12 +246,21 @@ class World:
                 distributed.destroy_process_group(group)
         self.words = self.saving = None
 
+    @contextlib.contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Raise an error that names the missing rank where a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.lost(error, f"a {what} over the ranks failed: ") from error
+
     def _begin(self, values: Sequence[float], operation: Any) -> Pending:
         payload = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
-            return Pending(payload, None)
-        with named("reduction"):
-            return Pending(payload, distributed.all_reduce(payload, op=operation, group=self.words, async_op=True))
+            return Pending(payload, None, self._collective)
+        with self._collective("reduction"):
+            work = distributed.all_reduce(payload, op=operation, group=self.words, async_op=True)
+        return Pending(payload, work, self._collective)
 
 
 class _Notes:
@@ -251,7 +272,8 @@ class _Notes:
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
         self._prefix, self._rank, self._seconds = prefix, rank, seconds
-        self._is_silent = not prefix
+        self.is_silent = not prefix
+        """Whether the store has not answered."""
         self._has_left = False
 
     def ask(self, act: Callable[[], str]) -> str:
@@ -261,12 +283,12 @@ class _Notes:
             TimeoutError: the store does not answer, now or earlier.
             RuntimeError: it has gone.
         """
-        if self._is_silent:
+        if self.is_silent:
             raise TimeoutError
         try:
             return within(self._seconds, act)
         except TimeoutError:
-            self._is_silent = True
+            self.is_silent = True
             raise
 
     def leave(self, kind: str, word: str) -> None:
@@ -314,6 +336,7 @@ class _Presence:
 
     def __init__(self, notes: _Notes, pause: float) -> None:
         self._is_over = threading.Event()
+        self._notes = notes
         self._thread = threading.Thread(target=self._run, args=(notes, pause), name="callsheet-presence", daemon=True)
         self._thread.start()
 
@@ -326,15 +349,18 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        self._thread.join(LOOK_SECONDS)  # it may wait for a store that does not answer
+        if not self._notes.is_silent:  # else it waits for the store, and is left behind
+            self._thread.join(LOOK_SECONDS)
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
-    """Make torch's error of a collective one of ours."""
+def _as_ours() -> Iterator[None]:
+    """Make torch's error one of ours, while there is no group yet in which the others could be asked."""
     try:
         yield
     except DistributedError:
         raise
     except RuntimeError as error:
-        raise CollectiveFailed(f"a {what} over the ranks failed: {error}") from error
+        raise DistributedError(
+            f"the ranks have met, and could not connect: {(str(error).splitlines() or [''])[0]}; has one of them died meanwhile?"
+        ) from error
