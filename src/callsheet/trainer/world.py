@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.distributed import Ranks, initialised_distributed
-from callsheet.errors import DistributedError
+from callsheet.errors import DistributedError, text_of
 from callsheet.trainer.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
@@ -158,7 +158,7 @@ class World:
     def say(self, step: int, error: BaseException) -> None:
         """Leave word for the others why this rank goes."""
         if self.size > 1 and not isinstance(error, DistributedError):
-            first = (str(error).splitlines() or [""])[0][:300]
+            first = (text_of(error).splitlines() or [""])[0][:300]
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
