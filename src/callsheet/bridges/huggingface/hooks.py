@@ -19,16 +19,23 @@ SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparatio
 """What an evaluation's metrics say beside what it found; each rank has its own."""
 
 
+_NEAR = 12
+"""How many callers away the Trainer may be: three, and more where a library has put functions between."""
+
+
 def find_trainer(state: Any, frame: FrameType | None) -> Any:
     """Return the Trainer whose `state` this is: a method of it is among the callers. None if there is none.
 
     A Trainer gives its callbacks its model, its state and its dataloaders, and not itself.
     """
-    while frame is not None:
-        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        found = frame.f_locals.get(arguments[0]) if arguments else None
-        if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):
-            return found
+    for _ in range(_NEAR):
+        if frame is None:
+            break
+        # Reading a frame's variables keeps them alive as long as the frame: of methods alone, and of no more than needed.
+        if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
+            found = frame.f_locals.get("self")
+            if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):
+                return found
         frame = frame.f_back
     return None
 
