@@ -14,7 +14,7 @@ SOURCE = Path(callsheet.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "extras", "familiar_names", "on_demand", "reasons", "working", "time", "lifecycle", "events", "hooks"),
-    ("control", "distributed", "randomness", "log_ranks", "lanes", "run_lock", "run_marker"),
+    ("control", "distributed", "randomness", "log_ranks", "lanes", "run_lock", "run_marker", "disk_thread"),
     ("context", "callback", "background"),
     (
         "snapshot",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_what_fails_is_told_by_the_result_or_by_whoever_comes_next(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"cannot write .*/file: File exists"):
         writer.close()
     assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_the_writing_thread_uses_one_thread_of_torchs_and_no_other_thread_changes() -> None:
+    def here() -> int:
+        return torch.get_num_threads()
+
+    def in_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(here).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        writer = AsyncWriter()
+        assert (here(), in_a_new_thread(), writer._thread.submit(here).result()) == (3, 3, 1)
+        writer.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 EXITS = """

@@ -287,7 +287,7 @@ def test_a_checkpoint_of_a_newer_callsheet_is_not_taken_for_a_leftover(tmp_path:
 
 def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    assert find_checkpoints(root) == ([], [])
+    assert find_checkpoints(root) == ([], [], [])
     assert newest(root) is None
     infos: dict[str, dict[str, Any]] = {
         "z": {"step": 9},
@@ -303,6 +303,8 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     write(root / "short", {}, {"step": 98})
     (root / "short" / "state.json").unlink()
     (root / "empty").mkdir()
+    (root / "foreign").mkdir()
+    (root / "foreign" / "thesis.tex").touch()
     (root / "best").symlink_to(root / "z")
     (root / "metrics.jsonl").touch()
     (root / "latest").write_text("killed\n")  # the hint says nothing
@@ -311,9 +313,10 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     assert [checkpoint.name for checkpoint in found.checkpoints] == ["odd", "none", "again", "a", "z"]
     assert [checkpoint.step for checkpoint in found.checkpoints] == [-1, -1, 10, 10, 9]
     reasons = {Path(path).name: reason for path, reason in found.skipped}
-    assert reasons.keys() == {"killed", "short", "empty"}
-    assert "its writer never finished" in reasons["killed"]
+    assert reasons.keys() == {"short", "foreign"}
+    assert "its writer never finished" in reasons["foreign"]
     assert "state.json is missing" in reasons["short"]
+    assert {Path(path).name for path in found.abandoned} == {"killed", "empty"}
     first = newest(root)
     assert first is not None
     assert first.path == str(root / "odd")
@@ -548,7 +551,7 @@ for trial in range(10):
         back, info = read(checkpoint.path)
         assert torch.equal(back["w"], state["w"]) and back["step"] == info["step"] == checkpoint.step
     assert all("is not a checkpoint" in reason for _, reason in found.skipped), found.skipped
-    assert len(found.skipped) <= 1
+    assert len(found.skipped) + len(found.abandoned) <= 1
     sealed += len(found.checkpoints)
 assert sealed
 """

@@ -58,7 +58,7 @@ def stands(path: str) -> int | None:
 
 
 def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory: Any) -> None:
-    assert find_checkpoints(ROOT) == ([], [])
+    assert find_checkpoints(ROOT) == ([], [], [])
     for step in (1, 2):
         write(f"{ROOT}/step-{step}", step)
         point_latest(f"{ROOT}/step-{step}")
@@ -75,7 +75,7 @@ def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory
         (f"{ROOT}/step-1", "step-1", 4),
         (f"{ROOT}/step-2", "step-2", 2),
     ]
-    assert [path for path, _ in found.skipped] == [f"{ROOT}/killed"]
+    assert (found.skipped, found.abandoned) == ([], [f"{ROOT}/killed"])
     first = newest(ROOT)
     assert first is not None
     assert first.step == read_manifest(first.path).info["step"] == 4

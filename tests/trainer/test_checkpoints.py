@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +17,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import callsheet
 from callsheet import Callback, CheckpointError, ConfigError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints, read_checkpoint, read_manifest
@@ -101,6 +110,198 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
         trainer.fit()
     assert (tmp_path / "small" / "checkpoints" / "ep0-ba1" / "thesis.tex").read_text() == "mine"
     assert trainer.run.outcome == "failed"
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors that this thread makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {
+            tensor.data_ptr()
+            for arg in args
+            for tensor in (arg if isinstance(arg, list | tuple) else [arg])
+            if isinstance(tensor, Tensor)
+        }
+        if isinstance(result, Tensor) and result.data_ptr() not in known:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+class AllocatedWhileSaving(Callback):
+    """How much memory the training thread allocates in each save."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None:
+        self.mode = Allocations().__enter__()
+
+    def on_checkpoint_save_end(self, ctx: Context) -> None:
+        self.mode.__exit__(None, None, None)
+        self.bytes.append(self.mode.bytes)
+
+
+def wide_trainer(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 1))
+    data = [(torch.randn(4, 256), torch.randn(4, 1)) for _ in range(6)]
+    arguments: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW,
+        "run_name": "wide",
+        "runs_folder": folder,
+        "save_in_background": True,
+    }
+    return Trainer(model, nn.functional.mse_loss, data, callbacks=callbacks, **(arguments | changes))
+
+
+def test_no_save_allocates_or_checks_the_state_on_the_training_thread(tmp_path: Path) -> None:
+    allocated = AllocatedWhileSaving()
+    with wide_trainer(tmp_path, CheckpointSaver(save_interval="2ba"), allocated) as trainer:
+        trainer.fit()
+    assert len(allocated.bytes) == 3
+    assert max(allocated.bytes) < 64 * 256 * 4  # a quarter of the larger weight; the random states are some kilobytes
+
+
+def test_no_buffers_are_made_where_nobody_asks_for_checkpoints(tmp_path: Path) -> None:
+    class Last(Callback):
+        def on_train_end(self, ctx: Context) -> None:
+            ctx.control.save("by hand")
+
+    allocated = AllocatedWhileSaving()
+    with wide_trainer(tmp_path, Last(), allocated) as trainer:
+        trainer.fit()
+    assert min(allocated.bytes) > 256 * 256 * 4 * 3
+
+
+class Spoils(Callback):
+    """Writes a value into the last parameter or buffer at step 2."""
+
+    phase = "change"
+
+    def __init__(self, name: str, value: float) -> None:
+        self.name = name
+        self.value = value
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            ctx.model.state_dict()[self.name].view(-1)[-1] = self.value
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["background", "line"])
+@pytest.mark.parametrize(
+    ("name", "value", "is_finite"),
+    [
+        ("2.weight", math.nan, False),
+        ("0.weight", -math.inf, False),
+        ("1.running_mean", math.nan, False),
+        ("1.running_var", math.inf, True),  # a mask may hold infinities
+        ("0.weight", 3e38, True),
+    ],
+)
+def test_a_checkpoint_with_values_that_are_not_finite_is_marked_when_it_is_published(
+    name: str, value: float, is_finite: bool, in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published: list[bool] = []
+
+    class Published(Callback):
+        def on_checkpoint_published(self, ctx: Context) -> None:
+            assert ctx.checkpoint is not None
+            assert read_manifest(ctx.checkpoint.path).info["is_finite"] is ctx.checkpoint.is_finite
+            published.append(ctx.checkpoint.is_finite)
+
+    callbacks = (Spoils(name, value), SavesAt("step"), Published())
+    with wide_trainer(tmp_path, *callbacks, max_duration="2ba", save_in_background=in_background) as trainer:
+        trainer.fit()
+    assert published == [True, is_finite]
+    assert ("not finite" in caplog.text) is not is_finite
+    latest = (tmp_path / "wide" / "checkpoints" / "latest").read_text().strip()
+    assert latest == ("ep0-ba2" if is_finite else "ep0-ba1")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "callsheet-test", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs more rights than these tests have")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["background", "line"])
+def test_a_disk_that_is_full_after_a_save_does_not_end_the_run(
+    in_background: bool, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filler = small_disk / "filler"
+
+    class FreesTheDisk(Callback):
+        def on_checkpoint_published(self, ctx: Context) -> None:
+            filler.unlink(missing_ok=True)
+
+    def fill(event: str, args: tuple[Any, ...]) -> None:  # the checkpoint is committed, and not a byte is left after it
+        if is_on and event == "open" and str(args[0]).endswith("latest.new"):
+            is_on.clear()
+            with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+
+    is_on = ["yes"]
+    sys.addaudithook(fill)
+    saver = CheckpointSaver(save_interval="1ba", keep=1)
+    try:
+        with small_trainer(small_disk, saver, FreesTheDisk(), save_in_background=in_background, max_duration="3ba") as trainer:
+            trainer.fit()
+    finally:
+        is_on.clear()
+    assert trainer.run.outcome == "finished"
+    assert "does not name the newest checkpoint: cannot write" in caplog.text
+    assert "No space left on device" in caplog.text
+    [left] = find_checkpoints(small_disk / "small" / "checkpoints").checkpoints
+    assert left.step == 3
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainer.small_run import SavesAt, run_small
+
+def kill(event, args):
+    if event == "open" and str(args[0]).endswith(sys.argv[2]) and "ba2" in str(args[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+run_small(Path(sys.argv[1]), SavesAt("step"))
+"""
+
+
+@pytest.mark.parametrize("file", ["checkpoint.txt", "shard-00000.safetensors"])
+def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = os.pathsep.join([str(Path(callsheet.__file__).parents[1]), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), file], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    left = tmp_path / "small" / "checkpoints" / "ep0-ba2"
+    assert left.is_dir()
+    foreign = left.with_name("mine")
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        with small_trainer(tmp_path, resume="auto") as trainer:  # one that saves nothing deletes nothing
+            assert trainer.state.timestamp.batch == 1
+        assert left.is_dir()
+        with small_trainer(tmp_path, SavesAt("epoch"), resume="auto", max_duration="1ep") as trainer:
+            trainer.fit()
+    assert {record.getMessage() for record in caplog.records if str(left) in record.getMessage()} == set()
+    assert not left.exists()
+    assert (foreign / "thesis.tex").read_text() == "mine"
 
 
 def test_weights_alone_are_exported(tmp_path: Path) -> None:

@@ -379,9 +379,7 @@ def test_auto_passes_by_what_was_never_sealed(run_of_three: Path, caplog: pytest
     (run_of_three / "ep0-ba3" / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert resumed_at(run_of_three) == 2
-    [record] = caplog.records
-    assert str(run_of_three / "ep0-ba3") in record.getMessage()
-    assert "manifest.json" in record.getMessage()
+    assert not caplog.records  # a killed process left it: nothing that anybody has to know of
 
 
 def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ class HostCheckpoints:
 
     is_writing = False
     stopped_by: Request | None = None
+    next_step = sys.maxsize
 
     def __init__(self, ctx: Context, spans: Spans, saves: Callable[[tuple[Request, ...]], None]) -> None:
         self.shared: dict[str, Stateful] = {}
@@ -90,5 +92,8 @@ class HostCheckpoints:
 
     def publish(self, durable: int) -> None:
         """Nothing is on its way."""
+
+    def prepare(self, step: int) -> None:
+        """Nothing is written here."""
 
     finish = close = lambda self: None

@@ -12,6 +12,7 @@ from typing import Any
 
 from callsheet.callback import Callback, label_of
 from callsheet.context import Context
+from callsheet.disk_thread import finish_deletions
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
@@ -105,6 +106,7 @@ class DiskSpaceGuard(Callback):
 
     def _free(self, ctx: Context) -> int:
         """The free bytes where it looks, which is found anew where it has gone."""
+        finish_deletions()
         if self._place is not None:
             with suppress(FileNotFoundError):
                 return shutil.disk_usage(self._place).free

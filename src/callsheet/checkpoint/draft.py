@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,25 +54,48 @@ class Draft:
         return plan
 
 
+class Kind(NamedTuple):
+    """What a buffer has in common with the tensors that can be copied into it; it is page-locked for a tensor on a GPU."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_pinned: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        """Return the kind of buffer that a tensor needs."""
+        return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
+
+    def buffer(self) -> Tensor:
+        """Allocate one."""
+        return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.is_pinned)
+
+
 class Staging:
-    """Buffers on the host, reused from one copy to the next: what was copied stands until the next is made."""
+    """Buffers on the host, reused from one copy to the next: a copy is valid until the next one is made."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: list[tuple[Kind, Tensor]] = []
+
+    def prepare(self, kinds: Iterable[Kind]) -> None:
+        """Allocate the buffers that are missing and touch their pages, which takes several times as long as a copy."""
+        missing = Counter(kinds)
+        missing.subtract(kind for kind, _ in self._buffers)
+        for kind in missing.elements():
+            self._buffers.append((kind, kind.buffer().zero_()))
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of the tensors by name, made once this returns; page-locked where they are on a GPU."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        """Return a copy of the tensors by name, page-locked where they are on a GPU. Buffers that are not needed are released."""
+        free: dict[Kind, list[Tensor]] = defaultdict(list)
+        for kind, buffer in reversed(self._buffers):
+            free[kind].append(buffer)
+        kinds = [Kind.of(tensor) for tensor in tensors.values()]
+        self._buffers = [(kind, free[kind].pop() if free[kind] else kind.buffer()) for kind in kinds]
+        buffers = [buffer for _, buffer in self._buffers]
         gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         if tensors:
-            torch._foreach_copy_(list(self._buffers.values()), list(tensors.values()), non_blocking=bool(gpus))
+            torch._foreach_copy_(buffers, list(tensors.values()), non_blocking=bool(gpus))
         for gpu in gpus:
             torch.cuda.current_stream(gpu).synchronize()
-        return self._buffers
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-            return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return dict(zip(tensors, buffers, strict=True))

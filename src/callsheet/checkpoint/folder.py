@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,10 @@ from callsheet.checkpoint.local import LocalFolder
 from callsheet.checkpoint.remote import RemoteFolder
 from callsheet.checkpoint.seal import MANIFEST, Seal, Unsealed, manifest_of, seal_of
 from callsheet.checkpoint.storage import Folder
+from callsheet.disk_thread import begin_deletion, finish_deletions
 from callsheet.errors import CheckpointError
+
+logger = logging.getLogger("callsheet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,11 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """The checkpoints under a root, newest first, and the folders that are none, with the reason."""
+    """The checkpoints under a root, newest first; the folders that are none, with the reason; and what killed writers left."""
 
     checkpoints: list[Checkpoint]
     skipped: list[tuple[str, str]]
+    abandoned: list[str]
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
@@ -65,13 +70,16 @@ def find_checkpoints(root: str | os.PathLike[str]) -> Found:
     Digests are not taken here but while reading: who resumes goes down the list until one reads. Links are left out, and a root
     that does not exist has none.
     """
-    parent, found = open_folder(root), Found([], [])
+    parent, found = open_folder(root), Found([], [], [])
     for name in parent.folders():
         folder = parent.child(name)
         try:
             found.checkpoints.append(Checkpoint(folder.path, seal_of(folder)))
         except CheckpointError as error:
-            found.skipped.append((folder.path, str(error)))
+            if isinstance(error, Unsealed) and _is_draft(folder):
+                found.abandoned.append(folder.path)
+            else:
+                found.skipped.append((folder.path, str(error)))
     found.checkpoints.sort(key=lambda checkpoint: (checkpoint.seal.sealed_at, checkpoint.step), reverse=True)
     return found
 
@@ -98,6 +106,29 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     remove(folder)
 
 
+def delete_abandoned(path: str | os.PathLike[str]) -> None:
+    """Delete what a killed writer or deleter left. Call this only where nobody else can be writing there.
+
+    Raises `CheckpointError` for a folder that is anything else, and where the disk refuses.
+    """
+    folder = open_folder(path)
+    if not folder.is_folder() or not _is_draft(folder):
+        raise CheckpointError(f"{folder.path} is not an unfinished checkpoint, so it is not deleted; remove it by hand")
+    remove(folder)
+
+
+def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
+    """Have a thread call `delete_checkpoint`, or `delete_abandoned`; `finish_deletions` waits for it. A failure is a warning."""
+
+    def delete() -> None:
+        try:
+            delete_abandoned(path) if is_abandoned else delete_checkpoint(path)
+        except CheckpointError as error:
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    begin_deletion(delete)
+
+
 def point_latest(path: str | os.PathLike[str]) -> None:
     """Name the sealed checkpoint `path` in the file `latest` beside it: a hint for people and scripts, which nothing here reads."""
     folder = open_folder(path)
@@ -110,6 +141,7 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
 
     Raises `CheckpointError` where something stands there that is not to be cleared.
     """
+    finish_deletions()
     folder.make()
     try:
         old = manifest_of(folder)
@@ -142,6 +174,12 @@ def remove(folder: Folder) -> None:
     if MARKER in folder.entries():
         folder.remove(MARKER)
     folder.remove_itself()
+
+
+def _is_draft(folder: Folder) -> bool:
+    """Whether it has no manifest, and is empty or has our marker: it was never committed, or its deletion has begun."""
+    found = folder.entries()
+    return MANIFEST not in found and (not found or found.get(MARKER) is not None)
 
 
 def _is_ours(folder: Folder) -> bool:

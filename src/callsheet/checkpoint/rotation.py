@@ -6,16 +6,12 @@ somebody who never gives anything up stays for good. The claims stand in `ctx.us
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from callsheet.checkpoint.folder import delete_checkpoint, open_folder
+from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.context import Context
-from callsheet.errors import CheckpointError
-
-logger = logging.getLogger("callsheet")
 
 _CLAIMS = "checkpoint_claims"  # in `ctx.user_state`, by checkpoint, oldest first: the names with a claim on it, and whether it is finite
 
@@ -74,7 +70,4 @@ def _whole(path: str | os.PathLike[str]) -> str:
 
 def _delete(ctx: Context, name: str) -> None:
     if ctx.run.is_world_process_zero:
-        try:
-            delete_checkpoint(_path(ctx, name))
-        except CheckpointError as error:
-            logger.warning("an old checkpoint stays: %s", error)
+        delete_later(_path(ctx, name))

@@ -7,11 +7,12 @@ the second reads from this machine's disks alone.
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -45,6 +46,9 @@ DTYPES = {  # what the safetensors library reads back
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
+# Bytes. A piece stays in the cache while it is checked, digested and written. Each of these takes the interpreter lock once, which may
+# wait for training: smaller pieces would wait more often.
+_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,14 @@ def write_tensors(
     *,
     metadata: Mapping[str, str] | None = None,
     data: Iterable[Tensor] | None = None,
+    look: Callable[[str, Tensor], None] | None = None,
 ) -> FileSeal:
     """Write `tensors` to the new safetensors file `name`, durably; host memory for one tensor at a time is enough.
 
     Args:
         metadata: strings for the file's own header.
         data: the tensors in the order of `file_order`, where each has to be made when its turn comes.
+        look: called with the name and each piece of a tensor, flat and on the CPU, before the piece is written.
 
     Raises `CheckpointError` for what the disk refuses; `check_storable` says what a file can hold.
     """
@@ -83,9 +89,12 @@ def write_tensors(
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield len(header).to_bytes(8, "little") + header
-        for tensor in (tensors[key] for key in order) if data is None else data:
+        for key, tensor in zip(order, (tensors[key] for key in order) if data is None else data, strict=True):
             host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield memory_of(host)
+            for piece in host.view(-1).split(_PIECE // host.itemsize):
+                if look is not None:
+                    look(key, piece)
+                yield memory_of(piece)
 
     return folder.write(name, chunks())
 
@@ -166,11 +175,24 @@ def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> 
 
     Of a DTensor each rank looks at its shard. Waits once for each device, whatever the number of tensors.
     """
-    verdicts: dict[torch.device, list[Tensor]] = defaultdict(list)
+    parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             part = local_part(tensor)
-            wide = part.float() if part.itemsize == 1 else part  # float8 knows no isfinite
-            verdicts[part.device].append(torch.isfinite(wide).all())
-    here = all(bool(torch.stack(of_device).all()) for of_device in verdicts.values())
-    return RankGroup(group).all(here)
+            parts[part.device].append(part.float() if part.itemsize == 1 else part)  # float8 has no sum and no isfinite
+    return RankGroup(group).all(all(map(_are_finite, parts.values())))
+
+
+def _are_finite(parts: list[Tensor]) -> bool:
+    """Whether all elements are finite; all parts are on one device.
+
+    A finite sum has finite summands, and is found in a tenth of the time of `isfinite`. A sum of finite numbers can overflow.
+    """
+    sums = [part.sum(dtype=torch.float32 if part.itemsize == 2 else None) for part in parts]
+    if len(sums) == 1 and cmath.isfinite(sums[0].item()):
+        return True
+    return _all_true([torch.isfinite(each) for each in sums]) or _all_true([torch.isfinite(part).all() for part in parts])
+
+
+def _all_true(verdicts: list[Tensor]) -> bool:
+    return bool(torch.stack(verdicts).all())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from callsheet.checkpoint.draft import Draft
 from callsheet.checkpoint.folder import clear, cleared, open_folder, remove
 from callsheet.checkpoint.index import index_document
-from callsheet.checkpoint.layout import KIND, MARKER, NAMES, Names, names_in, own
+from callsheet.checkpoint.layout import KIND, MARKER, NAMES, SHARED, Names, names_in, own
 from callsheet.checkpoint.plain import Json, dump
 from callsheet.checkpoint.ranks import RankGroup, RankLost
 from callsheet.checkpoint.seal import MANIFEST, Seal, write_seal
@@ -25,6 +26,8 @@ from callsheet.checkpoint.tensors import write_tensors
 from callsheet.errors import CheckpointError
 
 _NOTE = f"A checkpoint of callsheet. Without a {MANIFEST} that holds, it is what a killed process left, and may be deleted.\n"
+
+Check = Callable[[str, Tensor], bool]
 
 
 def write_checkpoint(
@@ -36,6 +39,7 @@ def write_checkpoint(
     group: ProcessGroup | None = None,
     overwrite: bool = False,
     check_owner: Callable[[], None] | None = None,
+    is_good: Check | None = None,
 ) -> Seal:
     """Write a checkpoint to the folder `path`, and seal it with `info`; a collective over `group`.
 
@@ -50,12 +54,14 @@ def write_checkpoint(
         group: a gloo group; None for one process.
         check_owner: called on rank 0 before anything is cleared, and again before the checkpoint is committed; it raises if another
             process has taken over the run. Nothing is written or removed after that.
+        is_good: called with the name and flat pieces of every shared tensor as it is written, each on one rank alone. `info` then gets
+            the entry `is_finite`: True where every call returned True, on all ranks, and `info` did not hold False itself.
 
     Raises `CheckpointError` on all ranks where one of them fails: the state is not plain data, `path` holds anything else, the disk
     refuses. Nothing of the new checkpoint is left then. `RankLost` where a rank is: what it left is cleared by the next writer.
     """
     ranks = RankGroup(group)
-    return Writing(path, ranks, overwrite, check_owner).run(lambda: Draft.of(shared, local, info, ranks.rank))
+    return Writing(path, ranks, overwrite, check_owner, is_good).run(lambda: Draft.of(shared, local, info, ranks.rank))
 
 
 class Writing:
@@ -67,11 +73,14 @@ class Writing:
         ranks: RankGroup,
         overwrite: bool,
         check_owner: Callable[[], None] | None = None,
+        is_good: Check | None = None,
     ) -> None:
         self._path = path
         self._ranks = ranks
         self._overwrite = overwrite
         self._check_owner = check_owner or (lambda: None)
+        self._is_good = is_good
+        self._is_bad_here = False
         self._draft: Draft
         self._folder: Folder
         self._index: Json  # this and what follows is rank 0's
@@ -110,20 +119,31 @@ class Writing:
             self._folder.write(MARKER, [_NOTE.encode()])
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
-    def _write(self, names: Names, mine: list[str]) -> dict[str, FileSeal]:
+    def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
+        """Write this rank's files; return them, and whether what it wrote was good."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
-            files[names.shard(rank)] = write_tensors(folder, names.shard(rank), {name: draft.parts[name] for name in mine})
+            look = self._look if self._is_good is not None else None
+            files[names.shard(rank)] = write_tensors(
+                folder, names.shard(rank), {name: draft.parts[name] for name in mine}, look=look
+            )
         if rank == 0:
             files[names.state] = folder.write(names.state, [dump(draft.state)])
             files[names.index] = folder.write(names.index, [dump(self._index)])
-        return files
+        return files, not self._is_bad_here
 
-    def _seal(self, written: Sequence[dict[str, FileSeal]]) -> list[Seal]:
+    def _look(self, name: str, piece: Tensor) -> None:
+        """Check a piece of what is written, until one is not good."""
+        if self._is_good is not None and not self._is_bad_here and name.startswith(SHARED):
+            self._is_bad_here = not self._is_good(name.removeprefix(SHARED), piece)
+
+    def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
         """Rank 0: publish what all have written."""
-        files = {name: file for by_rank in written for name, file in sorted(by_rank.items())}
+        files = {name: file for by_rank, _ in written for name, file in sorted(by_rank.items())}
         info, replaces = self._draft.info, self._old is not None
+        if self._is_good is not None:
+            info["is_finite"] = info.get("is_finite", True) and all(are_good for _, are_good in written)
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from callsheet.context import CheckpointInfo, Context, Outcome
 from callsheet.control import Request
+from callsheet.disk_thread import finish_deletions
 from callsheet.events import Event
 from callsheet.lifetime import Lifetime, stop_reason
 from callsheet.manager import CallbackManager
@@ -69,7 +70,7 @@ class Boundaries:
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
-        steps = [self._agreement.next_step, self._manager.next_step]
+        steps = [self._agreement.next_step, self._manager.next_step, self._checkpoints.next_step]
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))
         for due in (self._records.every, *(schedule.every for schedule in self._evaluation.schedules.values())):
@@ -89,6 +90,7 @@ class Boundaries:
             agreement.settle(ctx.step)
         self._manager.catch_up(ctx)
         self._checkpoints.publish(agreement.published)
+        self._checkpoints.prepare(ctx.step)
         self._make_way()
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
@@ -133,6 +135,7 @@ class Boundaries:
         if self._ctx.control.save_requested is not None:
             self._save_as_asked()
         self._checkpoints.finish()
+        finish_deletions()
 
     def begin(self) -> None:
         """Before training: ask again for the stop that completed the run before it was resumed, if there was one."""

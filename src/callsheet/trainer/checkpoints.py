@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from callsheet.callback import label_of
@@ -23,15 +24,19 @@ from callsheet.checkpoint import (
     AsyncWriter,
     Loaded,
     RankLost,
+    Seal,
     all_finite,
+    delete_later,
     find_checkpoints,
     flatten,
     point_latest,
     read_checkpoint,
     write_checkpoint,
 )
+from callsheet.checkpoint.layout import LATEST
 from callsheet.context import CheckpointInfo, Context
 from callsheet.control import SAVE_KINDS, Request
+from callsheet.disk_thread import finish_deletions
 from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
@@ -116,6 +121,9 @@ class Checkpoints:
         self._named: set[str] = set()
         self._is_auto = False
         self._stop: Mapping[str, Any] | None = None  # what the checkpoint says that was resumed from by itself
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, until this run has written one itself
+        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which buffers are made for the first save
+        self._prepare_again = 1  # steps later
         self._tensors: dict[str, Tensor] | None = None  # the model's, while a checkpoint is read into them
 
     @property
@@ -150,6 +158,7 @@ class Checkpoints:
         """
         ctx = self._ctx
         self.finish()
+        finish_deletions()
         epoch, step = ctx.state.timestamp.epoch, ctx.state.timestamp.batch
         kind = max((request.kind for request in requests), key=SAVE_KINDS.index, default="requested")
         ctx.checkpoint = info = CheckpointInfo(
@@ -167,12 +176,7 @@ class Checkpoints:
             shared = {name: part.state_dict() for name, part in self.shared.items()}
             local = {name: part.state_dict() for name, part in self.local.items()}
             local["callbacks"]["user_state"] = self._plain(local["callbacks"]["user_state"])
-            is_finite = (train_loss is None or math.isfinite(train_loss)) and all_finite(
-                _watched(ctx.model), group=self._world.saving
-            )
-            if not is_finite:
-                logger.error("%s has weights or a loss that are not finite: automatic resume will pass it by", info.path)
-            info = replace(info, is_finite=is_finite)
+            info = replace(info, is_finite=train_loss is None or math.isfinite(train_loss))
             told = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
             told["run"] = ctx.run.name
             stop = ctx.control.stop_requested or self.stopped_by
@@ -181,14 +185,25 @@ class Checkpoints:
             self._written.add(info.path)
             check_owner = partial(self._guard.check, acquires=path is None)
             # What stands there from before a resume belongs to a future that did not happen; it goes once the new one is sealed.
+            is_good = partial(
+                _is_good, frozenset(f"model.{name}" for name, _ in ctx.model.named_parameters(remove_duplicate=False))
+            )
             if self._writer is None or waits:
                 seal = write_checkpoint(
-                    info.path, shared, local, told, group=self._world.saving, overwrite=True, check_owner=check_owner
+                    info.path,
+                    shared,
+                    local,
+                    told,
+                    group=self._world.saving,
+                    overwrite=True,
+                    check_owner=check_owner,
+                    is_good=is_good,
                 )
-                ctx.checkpoint = info = replace(info, size_bytes=seal.size_bytes)
+                ctx.checkpoint = info = _sealed(info, seal)
             else:
-                self._writer.begin(info.path, shared, local, told, overwrite=True, check_owner=check_owner)
+                self._writer.begin(info.path, shared, local, told, overwrite=True, check_owner=check_owner, is_good=is_good)
                 self.begun += 1
+                self._prepare_at = sys.maxsize
                 self._pending = ctx.checkpoint = info
         ctx.close("on_checkpoint_save_end")
         if self._pending is None:
@@ -197,6 +212,25 @@ class Checkpoints:
         else:
             self._began = began
         return info
+
+    @property
+    def next_step(self) -> int:
+        """The training step after which `prepare` has something to do."""
+        return self._prepare_at
+
+    def prepare(self, step: int) -> None:
+        """After training step `step`: begin to allocate buffers for the first save in the background, so that it does not wait for them.
+
+        Looked for at the first step, when the optimizer has made its state, and then ever more rarely: there may be more state later,
+        and a callback that asks for checkpoints. Nothing is allocated while there is none.
+        """
+        if self._writer is None or step < self._prepare_at:
+            return
+        self._prepare_at, self._prepare_again = step + self._prepare_again, 2 * self._prepare_again
+        if self._manager.heard.on_checkpoint_due:
+            optimizer = self.shared.get("optimizer")
+            state = optimizer.part.state if isinstance(optimizer, Typed) else {}
+            self._writer.prepare([*self._ctx.model.parameters(), *self._ctx.model.buffers(), *_tensors_in(state)])
 
     def publish(self, durable: int) -> None:
         """Tell of the save in the background, where all ranks know that it is durable."""
@@ -213,18 +247,31 @@ class Checkpoints:
             info, self._pending = self._pending, None
             seal = self._writer.result()
             self._compare_with_grace(time.monotonic() - self._began)
-            self._tell_published(replace(info, size_bytes=seal.size_bytes))
+            self._tell_published(_sealed(info, seal))
 
     def close(self) -> None:
         """Let the save in the background come to its end, if it can: the run is over, and nobody is told any more."""
+        finish_deletions()
         if self._writer is not None:
             self._writer.close()
 
     def _tell_published(self, info: CheckpointInfo) -> None:
         self._guard.check()  # whoever listens may delete older checkpoints
         self._guard.mark()
-        if info.is_finite and info.path.rpartition("/")[0] == self.folder and self._world.rank == 0:
-            point_latest(info.path)
+        is_in_folder = info.path.rpartition("/")[0] == self.folder
+        if not info.is_finite:
+            logger.error("%s has weights or a loss that are not finite: automatic resume ignores it", info.path)
+        elif is_in_folder and self._world.rank == 0:
+            try:
+                point_latest(info.path)
+            except CheckpointError as error:  # nothing reads it: it must not end a run
+                logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
+        if is_in_folder:  # so this run holds the lock: nobody else can be writing these
+            abandoned, self._abandoned = self._abandoned, []
+            for path in abandoned:
+                if path != info.path:
+                    logger.info("deleting %s, which a killed process left unfinished", path)
+                    delete_later(path, is_abandoned=True)
         self._ctx.checkpoint = info
         self._manager.fire(Event.CHECKPOINT_PUBLISHED, self._ctx)
         self._ctx.close("on_checkpoint_published")
@@ -334,6 +381,8 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         for path, reason in found.skipped:
             logger.warning("not resuming from %s: %s", path, reason)
+        if folder is not None and Path(self.folder).parent == folder:  # the lock of the run's folder guards no other
+            self._abandoned = found.abandoned
         good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
         for checkpoint in found.checkpoints:
             if checkpoint not in good:
@@ -400,11 +449,27 @@ class Checkpoints:
         return path
 
 
-def _watched(model: nn.Module) -> Iterator[Tensor]:
-    """What must be finite in a good checkpoint; of buffers what must be a number, since masks hold infinities."""
-    yield from model.parameters()
-    for buffer in model.buffers():
-        yield buffer.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0) if buffer.is_floating_point() else buffer
+def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
+    """Whether a piece of a tensor may be in a good checkpoint: no weight has NaN or infinities, no buffer NaN (masks hold infinities)."""
+    if not name.startswith("model.") or all_finite([piece]):
+        return True
+    return name not in parameters and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
+
+
+def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
+    """Return `info` with what is known once the checkpoint is written."""
+    return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
+
+
+def _tensors_in(tree: object) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors_in(value)
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:

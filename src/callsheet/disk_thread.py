@@ -1,0 +1,40 @@
+"""Threads for work on the disk, which leave the processor to training."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+_NICENESS = 5
+"""Added to that of the process. More would make a save very slow where many processes compete for the processor."""
+
+_deleter: ThreadPoolExecutor | None = None
+_deletions: list[Future[None]] = []
+
+
+def disk_thread(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, on Linux with a lower priority than training. The interpreter's end waits for it."""
+    return ThreadPoolExecutor(1, name, initializer=_lower_priority)
+
+
+def begin_deletion(delete: Callable[[], None]) -> None:
+    """Call `delete` in a thread, since deleting a large file takes longer than copying it."""
+    global _deleter  # made when it is needed first
+    if _deleter is None:
+        _deleter = disk_thread("callsheet-deletion")
+    _deletions[:] = [each for each in _deletions if not each.done()]
+    _deletions.append(_deleter.submit(delete))
+
+
+def finish_deletions() -> None:
+    """Wait for the deletions that were begun: before their space or their names are needed."""
+    for each in tuple(_deletions):  # another thread may begin one
+        each.result()
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
