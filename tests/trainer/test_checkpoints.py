@@ -116,7 +116,7 @@ class Allocations(TorchDispatchMode):
     """Counts the bytes of new tensors that this thread makes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,8 @@ class AllocatedWhileSaving(Callback):
         self.bytes: list[int] = []
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        self.mode = Allocations().__enter__()
+        self.mode = Allocations()
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
         self.mode.__exit__(None, None, None)
