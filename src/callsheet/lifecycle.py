@@ -65,7 +65,9 @@ class Field:
 _SAVE = "(on_checkpoint_due checkpoint_save?)?"
 BOUNDARY = f"(on_log? (eval_all on_log?)? {_SAVE} | on_log? {_SAVE} eval_all on_log? {_SAVE})"
 """What may stand after a step, an epoch or a round: the record first; saving after the evaluation, so that "best" is not stale, and,
-for a resume checkpoint that should not wait for a risky evaluation, before it as well."""
+for a resume checkpoint that should not wait for a risky evaluation, before it as well.
+
+It may also come first in a part: a resumed run finishes the boundary whose evaluation was still due in its checkpoint."""
 
 SPANS: dict[str, Span] = {
     span.name: span
@@ -90,19 +92,19 @@ SPANS: dict[str, Span] = {
             "train",
             "The model is in training mode; the first round follows.",
             "Training has finished, was stopped, or was preempted; not told when it failed.",
-            f"(round {BOUNDARY})*",
+            f"((round {BOUNDARY})* | {BOUNDARY} (round {BOUNDARY})*)",
         ),
         Span(
             "round",
             "Before a group of epochs; most runs have one round.",
             "After the group's last epoch, or when training stops in the midst of it.",
-            f"(epoch {BOUNDARY})*",
+            f"((epoch {BOUNDARY})* | {BOUNDARY} (epoch {BOUNDARY})*)",
         ),
         Span(
             "epoch",
             "Before a pass over the training data; told again when a resumed run enters the middle of one.",
             "After the pass, or when training stops in the midst of it.",
-            f"(fetch+ train_step {BOUNDARY})* fetch*",
+            f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
             "fetch",

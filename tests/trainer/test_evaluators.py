@@ -253,7 +253,7 @@ def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp
     first, second = ranks[0]["first"], ranks[0]["second"]
     assert (first["outcome"], first["steps"]) == (str(Outcome.PREEMPTED), 3)
     assert first["names"] == [(3, "a"), (3, "b")]
-    assert first["results"] == [["a"]]
+    assert first["results"] == [[]]  # of an evaluation that was cut short nothing counts: all of it is made again
     assert first["eval_steps"] < 4000 // world_size  # the second dataset was left in its midst
     assert first["events"] == [
         "on_eval_all_start",
@@ -263,5 +263,5 @@ def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp
         "on_checkpoint_save_end",
     ]
     assert (second["outcome"], second["steps"]) == (str(Outcome.FINISHED), 4)
-    assert {name for step, name in second["names"] if step in (3, 4)} == {"a", "b", "c"}
+    assert {name for step, name in second["names"] if step == 3} == {"a", "b", "c"}  # on the weights that it was due for
     assert second["results"][0] == ["a", "b", "c"]

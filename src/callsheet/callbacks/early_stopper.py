@@ -72,7 +72,7 @@ class EarlyStopper(Callback):
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            if not self._is_warned:
+            if not self._is_warned and ctx.eval_results:  # empty where a signal cut the evaluation short
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)
             return

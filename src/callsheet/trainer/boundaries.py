@@ -18,7 +18,7 @@ from callsheet.manager import CallbackManager
 from callsheet.time import TimeUnit
 from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.checkpoints import Checkpoints
-from callsheet.trainer.evaluation import Evaluation
+from callsheet.trainer.evaluation import Evaluation, Undone
 from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import RunGuard
 
@@ -100,11 +100,22 @@ class Boundaries:
         if logs or self.is_over or self._due():  # settling may have reached the end
             records.tell(ctx)
             self._make_way()
-        if self._due():
-            self.tell_checkpoint_due("before_eval")
+        return self._end(boundary)
+
+    def go_on(self, boundary: str) -> bool:
+        """After a resume: finish the boundary of this kind whose evaluation was still due when the checkpoint was saved, before training goes
+        on. Return whether training is over then."""
+        undone = self._evaluation.undone
+        return undone is not None and undone.boundary == boundary and self._end(boundary)
+
+    def _end(self, boundary: str) -> bool:
+        """Evaluate where it is due, and save."""
+        ctx = self._ctx
+        if self._plan(boundary):
+            self._tell_before_evaluation()
             with self._training_stopped():
                 self._evaluate()
-            agreement.settle(ctx.step)
+            self._agreement.settle(ctx.step)
             self._make_way()
         is_over = self.is_over
         self.tell_checkpoint_due(boundary)
@@ -129,9 +140,8 @@ class Boundaries:
         self._agreement.settle(self._ctx.step)
         self._make_way()
         if self._due():
-            self._evaluate()
-            self._agreement.settle(self._ctx.step)
-            self._make_way()
+            self._end("round")
+            self._records.tally.stop()
         if self._ctx.control.save_requested is not None:
             self._save_as_asked()
         self._checkpoints.finish()
@@ -178,13 +188,32 @@ class Boundaries:
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
 
     def _due(self) -> list[str]:
-        return [] if self.is_making_way else self._evaluation.due(self._ctx, self.is_over)
+        """The evaluations that are due, also where a signal keeps them from being made: it does not make them due itself."""
+        ctx = self._ctx
+        is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
+        return self._evaluation.due(ctx, is_over)
+
+    def _plan(self, boundary: str) -> bool:
+        """Note which evaluations are due, for the checkpoints until they are made; whether they are to be made now."""
+        due = self._due()
+        undone = self._evaluation.undone
+        if due and (undone is None or undone.boundary != boundary or undone.step != self._ctx.step):
+            self._evaluation.undone = Undone(self._ctx.step, boundary, due)
+        return bool(due) and self._agreement.signal is None
+
+    def _tell_before_evaluation(self) -> None:
+        """Once, also where the checkpoint that was saved then is resumed from."""
+        undone = self._evaluation.undone
+        if undone is not None and not undone.is_told:
+            undone.is_told = True
+            self.tell_checkpoint_due("before_eval")
 
     def _evaluate(self) -> None:
-        due = self._due()
-        self.evaluate({name: self._evaluation.loaders[name] for name in due}, standalone=False)
+        undone = self._evaluation.undone
+        assert undone is not None
+        self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
         if self._agreement.signal is None:  # else it was cut short, and is made when the run goes on
-            self._evaluation.done(self._ctx, due)
+            self._evaluation.done(self._ctx, undone.names)
 
     def _save_as_asked(self) -> None:
         requests = self._ctx.control.save_requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from callsheet.time import Interval, Time
 from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
+from callsheet.trainer.data.loaders import generators_of, restore_generators_of
 from callsheet.trainer.judgement import Judgement
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
@@ -84,6 +85,19 @@ class Schedule:
         self._passed, self._last_step = state["passed"], state["last_step"]
 
 
+@dataclass
+class Undone:
+    """An evaluation that is due and has not been made: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
+
+    `is_told` says that `on_checkpoint_due` was fired ahead of it.
+    """
+
+    step: int
+    boundary: str
+    names: list[str]
+    is_told: bool = False
+
+
 class Evaluation:
     """Runs the model over data without training it, and tells what it does on a context of its own.
 
@@ -116,6 +130,8 @@ class Evaluation:
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.ctx = main.sibling(self.metrics)
+        self.undone: Undone | None = None
+        """What is due at the boundary in hand and was not made yet: checkpoints hold it, and a resumed run begins with it."""
         self._logged: dict[str, float] = {}
         self._every = every
         self._main = main
@@ -128,11 +144,18 @@ class Evaluation:
         self._shard = shard
         self._may_be_called_off = False  # what is asked for by hand is carried out
         self._resumed: Mapping[str, Mapping[str, int]] = {}
+        self._resumed_generators: Mapping[str, list[Any]] = {}
+        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' dataloaders as they were given, in a single process
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
         """Make the evaluator's data, and begin its schedule: a collective."""
-        self.loaders[name] = self.made(evaluator.dataloader, f"eval_dataloader {name!r}")
+        argument = f"eval_dataloader {name!r}"
+        whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
+        self.loaders[name] = self._share(whole, argument)
+        if self._world.size == 1:
+            self._given[name] = whole
+            restore_generators_of(whole, self._resumed_generators.get(name, []))
         own = evaluator.interval
         every = self._every if own is None else Interval.of(f"the interval of {name!r}", own)
         self.schedules[name] = schedule = Schedule(every)
@@ -145,35 +168,48 @@ class Evaluation:
         Raises:
             ConfigError: it cannot be iterated over, is known to be empty, or cannot be shared.
         """
-        several = self._world.size > 1
-        whole = made(loader, argument, may_be_empty=several)
-        return (
-            shared(whole, self._world, seed=0, argument=argument, shard=self._shard) if several else whole
-        )  # alike in every run
+        return self._share(made(loader, argument, may_be_empty=self._world.size > 1), argument)
+
+    def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
+        """This rank's share. A process alone takes the dataloader as it is, unless its workers keep random states between evaluations."""
+        if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
+            return whole
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # alike in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """The evaluators that are due at the boundary in hand: all on request, others as their schedules say."""
+        """The evaluators that are due at the boundary in hand: all on request, others as their schedules say, and what a resumed run was to
+        make here."""
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
                 ctx.control.done("evaluate")  # there is nothing to carry out
             return list(self.loaders)
-        return [name for name, schedule in self.schedules.items() if schedule.is_due(ctx.step, ctx.state, is_over)]
+        left = self.undone.names if self.undone is not None and self.undone.step == ctx.step else []
+        return [
+            name for name, schedule in self.schedules.items() if name in left or schedule.is_due(ctx.step, ctx.state, is_over)
+        ]
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
         """What was due has been evaluated. Not before: a checkpoint that was saved ahead of it must not say that it was."""
         ctx.control.done("evaluate")
+        self.undone = None
         for name in names:
             self.schedules[name].done(ctx.step, ctx.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which evaluations have been, and what they found."""
-        schedules = {name: schedule.state_dict() for name, schedule in self.schedules.items()}
-        return {"schedules": schedules, "results": {name: dict(result) for name, result in self.results.items()}}
+        """Which evaluations have been, what they found, and which was still due."""
+        return {
+            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+            "results": {name: dict(result) for name, result in self.results.items()},
+            "undone": asdict(self.undone) if self.undone is not None else None,
+            "generators": {name: generators_of(loader) for name, loader in self._given.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; evaluators that are added later find theirs."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
+        self.undone = Undone(**state["undone"]) if state["undone"] is not None else None
+        self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate every dataset; returns its losses and metrics by the dataset's name, which are also logged as `<dataset>/<name>`.
@@ -195,7 +231,11 @@ class Evaluation:
                     ctx.close("on_eval_end")
                     if self._is_called_off:
                         break
-                self._take_logged_into(results)
+                if self._is_called_off:
+                    results = {}  # the whole evaluation is made again when the run goes on
+                    self.metrics.take()
+                else:
+                    self._take_logged_into(results)
                 ctx.eval_results = results
             ctx.close("on_eval_all_end")
         if not standalone:

@@ -84,9 +84,10 @@ class TrainLoop:
         ctx.model.train()
         try:
             with spans.train:
-                is_over = boundaries.is_over
+                is_over = boundaries.is_over or boundaries.go_on("round")
                 while not is_over:
                     with spans.round:
+                        is_over = boundaries.go_on("epoch")
                         while not is_over and not self._round_is_full:
                             ctx.epoch = state.timestamp.epoch + 1
                             with spans.epoch:
@@ -112,6 +113,8 @@ class TrainLoop:
         precision, batches, size, heard = self._precision, self._batches, self._microbatch_size, self._heard
         casting, casting_loss = precision.casting, precision.casting_loss
         epoch = batches.epoch(ctx.epoch)
+        if boundaries.go_on("step"):
+            return batches.is_at_end
         is_shared = isinstance(epoch, SharedBatches)
         next_boundary = boundaries.next_step()
         records.tally.start()
