@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from callsheet.distributed import RankGate, read_ranks
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, did_you_mean, where
@@ -91,8 +91,7 @@ def label_of(callback: Callback) -> str:
     return callback.name or type(callback).__name__
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
+class Marks(NamedTuple):
     """What `every`, `at` and the rank gates wrote on a function; None leaves the callback's own."""
 
     every: Interval | None = None
@@ -158,7 +157,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
             made = changes()
         except ConfigError as error:
             raise RegistrationError(f"{error} ({function.__qualname__}, {where(function)})") from None
-        function.__callsheet__ = replace(marks(function), **made)  # type: ignore[attr-defined]  # functions take attributes
+        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # functions take attributes
         return function
 
     return decorate

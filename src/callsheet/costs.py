@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callsheet.callback import one_of
 from callsheet.errors import ConfigError
@@ -105,8 +105,7 @@ class CostReport:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A span (`callback` is empty) or a callback at an event, in seconds from its window's start. Slices nest by their times."""
 
     name: str
@@ -129,9 +128,7 @@ class Window:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; a slice is the list of its fields."""
-        whole = asdict(self)
-        whole["slices"] = [[each.name, each.begin, each.seconds, each.step, each.callback] for each in self.slices]
-        return whole
+        return asdict(self) | {"slices": [list(each) for each in self.slices]}
 
 
 @dataclass(slots=True)

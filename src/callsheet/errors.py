@@ -6,7 +6,6 @@ tell apart have a class of their own, which is also the built-in kind that a cal
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -102,6 +101,8 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
     Upper and lower case are compared as one. `cutoff` is how alike the two must be, from 0 to 1.
     """
+    import difflib  # which only a mistake needs
+
     by_folded: dict[str, str] = {}
     for each in valid:
         by_folded.setdefault(each.lower(), each)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from callsheet.errors import ConfigError, did_you_mean, text_of
 
@@ -66,8 +66,7 @@ class LaneOptions:
             raise ConfigError(f"deadline={self.deadline!r}: give seconds above zero")
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(NamedTuple):
     """What a lane had not done when the deadline ran out; `in_hand` says whether it was at work, or stuck."""
 
     lane: str

@@ -11,13 +11,12 @@ A span is a named stretch of a run, told by two events, `on_<span>_start` and `o
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 VERSION = "1.0"  # the major number moves when an event, a field or an order is taken away or changes its meaning
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of a run; `start` and `end` say when its two events are told, `order` what stands inside."""
 
     name: str
@@ -36,16 +35,14 @@ class Span:
         return f"on_{self.name}_end"
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A single event, told between others."""
 
     name: str
     told: str
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """A field of the context.
 
     `windows` are pairs of events, both included, between which it can be read; none means always. `kind` says how the ranks'

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from callsheet.background import Background
 from callsheet.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
@@ -20,8 +19,7 @@ _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
+class Wishes(NamedTuple):
     """How a handler wants to be called, checked."""
 
     phase: str

@@ -11,8 +11,7 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from callsheet.context import Context, RunInfo
 from callsheet.control import Control, Request
@@ -29,8 +28,7 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 """Fields that a snapshot holds only where the callback names them in `needs`: they have to be copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What a lane has to say to the run, as data: `log`, `ask`, `switch off`, or a logger's method, with its arguments."""
 
     what: str
