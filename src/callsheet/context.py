@@ -226,7 +226,7 @@ class Context:
         FieldNotTold: on reading a field outside its window; the message names the window.
     """
 
-    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept", "muting")
+    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept", "loss_is_new", "muting")
 
     event: Event | None
     run: RunInfo
@@ -278,6 +278,8 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.kept: frozenset[str] = frozenset()
+        self.loss_is_new = False
+        """Whether the loop makes a new tensor for each step's loss and never writes to it again: then a snapshot need not copy it."""
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
         """For the manager: what `mute` and `unmute` call."""
 

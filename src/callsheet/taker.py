@@ -112,7 +112,8 @@ class Taker:
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
         self._state: TrainState | None = None  # the run's, of what was taken last; None where the next needs a kind of its own
         self._kind: type[Snapshot] = Snapshot
-        self._written = _written(self._names, self._changing)
+        new = self._names.index("loss") + _BEFORE_FIELDS if "loss" in self._names else None
+        self._written = _written(self._names, self._changing, new)
 
     def handing(
         self, tell: Tell, member: Member, queue: Lane, otherwise: Callable[[Context], object]
@@ -178,8 +179,10 @@ class Taker:
 
 
 @functools.cache
-def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
+def _written(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
     """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot and tells it.
+
+    The place `new` holds the step's loss, which is not copied where the loop makes a new one each step: on the CPU, without a graph.
 
     Every event that is handed over goes through both: with a loop over names they take three times as long. Nothing is put into the source but names of
     the lifecycle's table.
@@ -187,16 +190,18 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...]) -> dict[str, Cal
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
-    are_changing = "".join(f" or type(values[{place}]) not in plain" for place in changing)
+    is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
+    are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
     source = f"""
 def handing(kind_at, tell, member, queue, otherwise):
-    items, append, kind, known = queue.items, queue.items.append, None, None
+    items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
     def hand(ctx):
-        nonlocal kind, known
+        nonlocal kind, known, loss_is_new
         try:
             state = ctx.state
             if state is not known:
                 kind, known = kind_at(ctx)
+                loss_is_new = ctx.loss_is_new
             values = (tell, kind, {", ".join(taken)})
         except FieldNotTold:
             return otherwise(ctx)
@@ -231,10 +236,16 @@ def telling(taker, event, member, handler, answered, fails):
     return tell
 """
     scope: dict[str, Any] = {
-        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "TrainState": TrainState
+        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "TrainState": TrainState,
+        "is_lone": _is_lone,
     }  # fmt: skip
     exec(source, scope)
     return scope
+
+
+def _is_lone(value: Any) -> bool:
+    """Return whether the tensor lies on the CPU and holds no graph."""
+    return value.is_cpu and not value.requires_grad
 
 
 def _is_tensor(value: Any) -> bool:

@@ -27,6 +27,8 @@ from callsheet import (
     Process,
     RegistrationError,
     RequestRefused,
+    RunInfo,
+    Trainer,
     every,
 )
 from callsheet.lifecycle import EVENTS
@@ -703,3 +705,48 @@ def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -
     trainer = fit(tmp_path, Background(Hangs(), deadline=40), preempted, grace_seconds=6.0, eval_interval=None)
     assert trainer.run.outcome is Outcome.PREEMPTED
     assert 1.0 < preempted.saved - preempted.began < 6.0
+
+
+class KeepsLosses(Callback):
+    """Keeps the tensors that it is given, and their values where it is called."""
+
+    needs = ("loss",)
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.tensors.append(ctx.loss)
+
+
+def test_the_loss_of_a_step_reaches_a_lane_without_a_copy_and_stays_what_it_was(tmp_path: Path) -> None:
+    inline, lane = KeepsLosses(), KeepsLosses()
+    inline.name = "inline"
+    data = [(torch.full((2, 2), float(step)), torch.ones(2, 1)) for step in range(20)]
+    with Trainer(
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        train_dataloader=data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        max_duration="1ep",
+        callbacks=[inline, Background(lane)],
+        runs_folder=tmp_path,
+    ) as trainer:
+        trainer.fit()
+    assert len(lane.tensors) == 20
+    assert all(here is there for here, there in zip(inline.tensors, lane.tensors, strict=True))
+    assert len({tensor.item() for tensor in lane.tensors}) == 20
+    assert not any(tensor.requires_grad for tensor in lane.tensors)
+
+
+def test_the_loss_of_a_loop_that_may_write_to_it_is_copied() -> None:
+    lane = KeepsLosses()
+    manager, ctx = CallbackManager([Background(lane)]), Context(RunInfo("by hand"))
+    manager.open(ctx)
+    ctx.loss = torch.zeros(())
+    for step in range(3):
+        ctx.loss.fill_(step)
+        manager.fire("on_train_step_end", ctx)
+    manager.drain(ctx)
+    assert [tensor.item() for tensor in lane.tensors] == [0, 1, 2]
+    manager.close()

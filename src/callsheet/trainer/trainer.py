@@ -240,6 +240,7 @@ class Trainer:
             accumulator=self._records.metrics,
             loggers=self.callbacks.tell_loggers,
         )
+        self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
         self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
         self._guard = RunGuard(world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered)
         self._lifetime.at_end(self._guard.end)  # last of all: until then somebody may write

@@ -1,0 +1,83 @@
+"""What a callback in a lane that reads the loss costs the training thread, per event, through the Trainer.
+
+The manager times the handing over of each event (`CallbackManager(costs="all")`). Beside it, in the same run: a callback in a lane that reads plain
+fields only, one that reads a tensor that the snapshot has to copy (`loss_dict`), and a clone of the loss alone.
+
+    python benchmarks/lane_loss.py [--steps 4000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from callsheet import Background, Callback, CallbackManager, Context, Trainer
+from timing import machine
+
+
+class Plain(Callback):
+    needs: tuple[str, ...] = ("learning_rate", "step_skipped")
+
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+
+class Loss(Plain):
+    needs = ("loss",)
+
+
+class LossDict(Plain):
+    needs = ("loss_dict",)
+
+
+class Clone(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        ctx.loss.detach().clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    lanes: list[Callback] = [Background(each, overflow="drop_oldest") for each in (Plain(), Loss(), LossDict())]
+    manager = CallbackManager([*lanes, Clone()], costs="all", warn_share=None)
+    data = [(torch.randn(8, 64), torch.randn(8, 1))] * 100
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        "max_duration": f"{steps}ba",
+    }
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Trainer(
+            torch.nn.Linear(64, 1),
+            torch.nn.functional.mse_loss,
+            train_dataloader=data,
+            callbacks=manager,
+            runs_folder=folder,
+            **arguments,
+        ) as trainer,
+    ):
+        trainer.fit()
+        costs = {
+            cost.callback: cost.seconds / cost.calls * 1e6
+            for cost in manager.cost_report(steps).costs
+            if cost.event == "on_train_step_end"
+        }
+    print(f"{machine()}; one thread, {steps:,} steps of {(time.perf_counter() - began) / steps * 1e6:.0f} µs\n")
+    print("| on the training thread, per event | µs | of a clone |\n| --- | --- | --- |")
+    for name, said in (
+        ("Plain", "plain fields"),
+        ("Loss", "the loss"),
+        ("LossDict", "the losses, which are copied"),
+        ("Clone", "a clone of the loss alone, inline"),
+    ):
+        print(f"| {said} | {costs[name]:.1f} | {costs[name] / costs['Clone']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
