@@ -202,7 +202,7 @@ changes the layout of its gradient buckets after the first step: on 4 ranks the 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=RENDEZVOUS)
     given = parser.parse_args(arguments)
