@@ -117,6 +117,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "guests",
             "ranks",
             "resume",
+            "restarts",
         )
     },
 }
