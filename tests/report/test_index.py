@@ -190,11 +190,50 @@ def of_another_version(path: Path) -> None:
         index.executescript("DROP TABLE metrics; ALTER TABLE runs DROP COLUMN device; PRAGMA user_version = 99")
 
 
+def without_runs(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as index:
+        index.executescript("DROP TABLE runs")
+
+
+def without_metrics(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as index:
+        index.executescript("DROP TABLE metrics")
+
+
+def without_a_column(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as index:
+        index.executescript("ALTER TABLE runs DROP COLUMN reason")
+
+
+def with_a_view(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as index:
+        index.executescript("DROP TABLE runs; CREATE VIEW runs AS SELECT 1")
+
+
+def with_a_name_that_is_no_text(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as index:
+        index.executescript("UPDATE runs SET name = CAST(x'ff' AS TEXT) WHERE name = 'first'")
+
+
 def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("harm", [damaged_header, damaged_pages, cut_short, of_another_version, emptied])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damaged_header,
+        damaged_pages,
+        cut_short,
+        of_another_version,
+        without_runs,
+        without_metrics,
+        without_a_column,
+        with_a_view,
+        with_a_name_that_is_no_text,
+        emptied,
+    ],
+)
 def test_an_index_that_is_no_good_is_made_anew(folder: Path, harm: Any) -> None:
     before = rows_as_text(folder)
     harm(folder / INDEX)
@@ -227,7 +266,7 @@ def test_what_belongs_to_somebody_else_is_left_alone(folder: Path) -> None:
     (folder / INDEX).rename(folder / "other.sqlite")
     (folder / INDEX).symlink_to(folder / "other.sqlite")
     found = runs_in(folder)
-    assert (repr(found.rows), found.note.endswith("is a link")) == (before, True)
+    assert (repr(found.rows), found.note.endswith("is a link; remove it")) == (before, True)
 
 
 def test_an_index_that_cannot_be_opened_is_done_without(folder: Path) -> None:
@@ -237,6 +276,17 @@ def test_an_index_that_cannot_be_opened_is_done_without(folder: Path) -> None:
     found = runs_in(folder)
     assert repr(found.rows) == before
     assert found.note.startswith(f"no index is kept in {folder}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("end", ["", "-journal"])
+def test_a_named_pipe_as_the_index_is_not_waited_for(folder: Path, end: str) -> None:
+    before = rows_as_text(folder)
+    (folder / INDEX).unlink()
+    os.mkfifo(folder / f"{INDEX}{end}")
+    found = runs_in(folder)
+    assert repr(found.rows) == before
+    assert found.note.endswith(f"{INDEX}{end} is not a regular file; remove it")
 
 
 _AS_ANOTHER_USER = """

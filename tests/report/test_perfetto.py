@@ -63,5 +63,26 @@ def test_metrics_and_what_happened_lie_over_the_same_time(events: list[dict[str,
     assert [event["name"] for event in events if event["ph"] == "i"] == [event["event"] for event in run.events]
 
 
+@pytest.mark.parametrize("huge", ["1e308", "-1e308", "1e999", "NaN", "1" + "0" * 400, "18446744073709551616", "1e300"])
+def test_numbers_that_no_clock_shows_leave_a_trace(huge: str, tmp_path: Path) -> None:
+    """They are left out: the trace counts in whole nanoseconds."""
+    good = '"first_step": 1, "last_step": 2, "began": 1e9, "seconds": 1'
+    lines = {
+        "metrics": [f'{{"step": 1, "time": {huge}, "memory_bytes": {huge}, "values": {{"train/loss": {huge}}}}}'],
+        "events": [f'{{"event": "run_start", "time": {huge}, "step": {huge}}}', f'{{"event": "run_end", "time": {huge}}}'],
+        "timeline": [
+            f'{{"first_step": {huge}, "last_step": {huge}, "began": {huge}, "seconds": {huge}, "slices": []}}',
+            f'{{{good}, "slices": [["forward", {huge}, {huge}, {huge}, ""]]}}',
+            f'{{{good}, "slices": [["forward", 0.25, 0.5, 1, ""]]}}',
+        ],
+    }
+    for name, told in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in told))
+    events = json.loads(trace_json(RunFolder.read(tmp_path)))["traceEvents"]
+    slices = [event for event in events if event.get("cat") == "span"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [("forward", 0.25e6, 0.5e6)]
+    assert all(abs(event.get("ts", 0)) < 1e18 and event.get("dur", 0) < 1e18 for event in events)
+
+
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     assert [event["ph"] for event in trace(RunFolder.read(tmp_path))["traceEvents"]] == ["M", "M", "M"]

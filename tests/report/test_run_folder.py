@@ -21,6 +21,7 @@ from callsheet.loggers import read_metrics
 from callsheet.report import RunFolder, RunReader, data, image_bytes
 from callsheet.report import records as records_module
 from callsheet.report.lines import _LONGEST_LINE
+from callsheet.report.perfetto import trace_json
 
 from .sample_run import FailsAt, Logs, fit
 
@@ -258,10 +259,31 @@ def test_files_outside_are_not_read(crafted: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_what_is_no_plain_file_is_not_waited_for(crafted: Path) -> None:
-    for name in ("metrics.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "config.yaml", "results.json", "images.jsonl", "trigger"):
         os.mkfifo(crafted / name)
     (crafted / "events.jsonl").mkdir()
     assert RunFolder.read(crafted).records == []
+    with pytest.raises(OSError, match="is not a regular file"):
+        read_metrics(crafted)
+
+
+@pytest.mark.parametrize("deep", ['{"a":' * 450 + "1" + "}" * 450, "[" * 300 + "]" * 300, "[" * 100_000 + "]" * 100_000])
+def test_what_is_nested_deeply_makes_a_page(crafted: Path, deep: str) -> None:
+    """Such a line counts as torn; the others are read."""
+    (crafted / "tables").mkdir()
+    for name in ("metrics", "events", "costs", "timeline", "images", "tables/t"):
+        values = (
+            f'"step": 1, "event": "checkpoint", "values": {{"a": 1}}, "columns": ["a"], "rows": [[{deep}]], "checkpoint": {deep}'
+        )
+        write(crafted, f"{name}.jsonl", f"{{{values}}}", f'{{"step": 2, "event": "x", "values": {{"train/loss": {deep}}}}}')
+    write(crafted, "metrics.jsonl", record(3, loss=1.0))
+    for name in ("hyperparameters.json", "results.json", "config.yaml"):
+        (crafted / name).write_text(f'{{"results": {deep}}}')
+    run = RunFolder.read(crafted)
+    json.dumps(data(run), allow_nan=False)
+    trace_json(run)
+    assert ([each.step for each in run.records], run.torn_lines) == ([3], 12)
+    assert [each.step for each in read_metrics(crafted)][-1] == 3
 
 
 def test_images_outside_are_not_shown(folder: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from callsheet.callbacks import SaveOnTrigger
 from callsheet.callbacks.listeners import LISTENERS, announce, withdraw
 from callsheet.checkpoint import find_checkpoints
 from callsheet.loggers import JSONLLogger
-from callsheet.report import live_run
+from callsheet.report import live_run, watch
 from callsheet.report.live_run import LiveRun
 from callsheet.report.watch import WatchServer
 
@@ -316,6 +316,66 @@ def test_what_is_no_http_does_no_harm(ended: Path, serve: Callable[[Path], Watch
             while talk.recv(65536):
                 pass
     assert Client(server).get("/data.json") == 200
+
+
+def sent_and_answered(server: WatchServer, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30) as talk:
+        talk.sendall(sent)
+        talk.shutdown(socket.SHUT_WR)
+        found = b""
+        while piece := talk.recv(65536):
+            found += piece
+        return found
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "status"),
+    [
+        (b"GET http://[::1 HTTP/1.1", b"", b"400"),
+        (b"GET /?" + b"a=1&" * 50 + b" HTTP/1.1", b"", b"400"),
+        (b"GET / HTTP/1.1 and more", b"", b"400"),
+        (b"BREW / HTTP/1.1", b"", b"501"),
+        (b"GET / HTTP/1.1", b"X: " + b"x" * 70_000 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1", b"X: x\r\n" * 200, b"431"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1", b"", b"414"),
+    ],
+)
+def test_a_malformed_request_is_answered_without_a_traceback(
+    ended: Path,
+    serve: Callable[[Path], WatchServer],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    request_line: bytes,
+    headers: bytes,
+    status: bytes,
+) -> None:
+    server = serve(ended)
+    with caplog.at_level(logging.DEBUG, logger="callsheet"):
+        answer = sent_and_answered(server, request_line + b"\r\nHost: 127.0.0.1\r\n" + headers + b"\r\n")
+    assert answer.split(b" ", 2)[:2] == [b"HTTP/1.1", status]
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert "Traceback" not in capfd.readouterr().err
+    assert Client(server).get("/data.json") == 200
+
+
+def test_connections_are_few_and_end_when_they_send_nothing(
+    ended: Path, serve: Callable[[Path], WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_MOST_CONNECTIONS", 4)
+    server = serve(ended)
+    address = ("127.0.0.1", server.server_address[1])
+    silent = [socket.create_connection(address, timeout=30) for _ in range(4)]
+    for each in silent:
+        each.sendall(b"GET / HTTP/1.1\r\nX: y")  # and no more: neither a silence nor a drip of bytes keeps the place
+    eventually(lambda: len(server.waiting) == 4)
+    with socket.create_connection(address, timeout=30) as another:
+        assert another.recv(100).startswith(b"HTTP/1.1 503 ")
+    monkeypatch.setattr(watch, "_IDLE_SECONDS", 0.0)
+    eventually(lambda: not server.waiting)
+    monkeypatch.setattr(watch, "_IDLE_SECONDS", 60.0)
+    for each in silent:
+        each.close()
+    assert eventually(lambda: Client(server)).get("/data.json") == 200
 
 
 # --- what is served ---

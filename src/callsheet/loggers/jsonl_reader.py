@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,8 +16,14 @@ METRICS = "metrics.jsonl"
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a JSONL file that are whole; none where there is no such file. A line that a killed process tore is passed by."""
+    """The lines of a JSONL file that are whole; none where there is no such file. A line that a killed process tore is passed by.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file, such as a named pipe, which could be waited for without end.
+    """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file; remove it")
         file = open(path, "rb")  # noqa: SIM115 - closed below, where it is there
     except FileNotFoundError:
         return
@@ -24,7 +31,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:  # torn, or being written
+            except (ValueError, RecursionError):  # torn, or being written, or nobody's
                 continue
             if isinstance(line, dict):
                 yield line

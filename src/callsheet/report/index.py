@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, fields
@@ -123,14 +124,20 @@ def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = N
         try:
             return Runs(_kept(path, wanted))
         except sqlite3.DatabaseError as error:
-            if not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
+            if not isinstance(error, _Damaged) and not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
                 raise
             logger.debug("%s is damaged (%s), and is made anew", path / INDEX, error)
             _remove(path / INDEX)
             return Runs(_kept(path, wanted))
     except (sqlite3.Error, OSError) as error:
-        with closing(_in_memory(path / INDEX)) as index:
-            return Runs(_refreshed(index, path, wanted), f"no index is kept in {path}: {error}")
+        note = f"no index is kept in {path}: {error}"
+        try:
+            with closing(_in_memory(path / INDEX)) as index:
+                return Runs(_refreshed(index, path, wanted), note)
+        except sqlite3.DatabaseError as damage:
+            logger.debug("%s is damaged (%s): all runs are read anew", path / INDEX, damage)
+            with closing(_empty_in_memory()) as index:
+                return Runs(_refreshed(index, path, wanted), note)
 
 
 def _kept(folder: Path, wanted: list[str] | None) -> list[RunRow]:
@@ -231,9 +238,9 @@ def _told(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
 
 def _opened(path: Path) -> sqlite3.Connection:
     """The index in the file, with its tables; raises sqlite3.Error or OSError where it cannot be that."""
-    if path.is_symlink():
-        raise OSError(f"{path} is a link")
+    _check_plain_files(path)
     index = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None)
+    index.text_factory = _text
     try:
         index.execute(
             "BEGIN IMMEDIATE"
@@ -247,6 +254,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         if (application, version) != (_APPLICATION, _VERSION):
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 index.execute(statement)
+        elif not _has_tables(index):
+            raise _Damaged(f"{path} is an index, but does not have its tables")
         index.execute("COMMIT")
     except BaseException:
         index.close()
@@ -254,19 +263,55 @@ def _opened(path: Path) -> sqlite3.Connection:
     return index
 
 
+class _Damaged(sqlite3.DatabaseError):
+    """The file says that it is an index of this version, and has other tables, or text that is none."""
+
+
+def _has_tables(index: sqlite3.Connection) -> bool:
+    with closing(sqlite3.connect(":memory:")) as right:
+        right.executescript(_SCHEMA)
+        question = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+        found: bool = index.execute(question).fetchall() == right.execute(question).fetchall()
+        return found
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise _Damaged(f"the index holds text that is not UTF-8: {error}") from None
+
+
+def _check_plain_files(path: Path) -> None:
+    """Raise OSError if SQLite would open something that is no plain file: a named pipe or a device may never answer."""
+    for file in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
+        try:
+            mode = os.lstat(file).st_mode
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(mode):
+            raise OSError(f"{file} is {'a link' if stat.S_ISLNK(mode) else 'not a regular file'}; remove it")
+
+
 def _in_memory(path: Path) -> sqlite3.Connection:
     """An index that is not kept, with what the file knows, if it can be read at all."""
     index = sqlite3.connect(":memory:", isolation_level=None)
+    index.text_factory = _text
     try:
+        _check_plain_files(path)
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as file:
             marks = [file.execute(f"PRAGMA {pragma}").fetchone()[0] for pragma in ("application_id", "user_version")]
-            if marks == [_APPLICATION, _VERSION]:
+            if marks == [_APPLICATION, _VERSION] and _has_tables(file):
                 file.backup(index)
                 return index
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         logger.debug("%s cannot be read either (%s): all runs are read anew", path, error)
-        index.close()
-        index = sqlite3.connect(":memory:", isolation_level=None)
+    index.close()
+    return _empty_in_memory()
+
+
+def _empty_in_memory() -> sqlite3.Connection:
+    index = sqlite3.connect(":memory:", isolation_level=None)
     index.executescript(_SCHEMA)
     return index
 

@@ -12,6 +12,8 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
+_DEEPEST = 64  # levels of nesting that are read; Python's recursion limit is not far above what a page needs
+_LATEST = 1e11  # seconds since 1970, in the year 5138
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
@@ -97,7 +99,31 @@ def _object(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and (_brackets(line) <= _DEEPEST or is_shallow(found)) else None
+
+
+def _brackets(line: bytes) -> int:
+    return line.count(b"[") + line.count(b"{")
+
+
+def is_shallow(value: Any) -> bool:
+    """Return whether no list or mapping in `value` is nested so deeply that code that descends into it could fail.
+
+    What stands below the same YAML anchor several times is looked at once.
+    """
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [
+            child
+            for each in level
+            if isinstance(each, (dict, list, tuple))
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list, tuple))
+        ]
+        level = list({id(each): each for each in inner}.values())
+        if not level:
+            return True
+    return False
 
 
 def number(value: Any) -> float:
@@ -106,6 +132,12 @@ def number(value: Any) -> float:
         return float(value) if isinstance(value, (int, float, str)) else math.nan
     except (ValueError, OverflowError):
         return math.nan
+
+
+def moment(value: Any) -> float:
+    """Return a time in seconds since 1970, or NaN if `value` is not one."""
+    found = number(value)
+    return found if abs(found) < _LATEST else math.nan
 
 
 def finite(value: Any) -> float:

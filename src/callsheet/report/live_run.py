@@ -13,12 +13,14 @@ from callsheet.callback import one_of
 from callsheet.callbacks.listeners import listeners_in
 from callsheet.callbacks.wishes import WORDS, leave_wish, withdraw_wish
 from callsheet.errors import ConfigError, RequestRefused
+from callsheet.report.lines import text_of
 from callsheet.report.page import Live, data, page
 from callsheet.report.run_folder import LOST, RUNNING, RunFolder, RunReader
 
 logger = logging.getLogger("callsheet")
 
 _SHARE = 0.1  # of a core
+_LONGEST_WISHES = 2**20  # bytes
 _WAITING_SECONDS = 30.0  # a wish that waits for longer is spoken of
 
 
@@ -119,10 +121,7 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    try:
-        return trigger.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # taken
-        return []
+    return text_of(trigger.parent, trigger.name, at_most=_LONGEST_WISHES).splitlines()  # none where they were taken
 
 
 def why_not(run: RunFolder) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from callsheet.costs import Window
 from callsheet.report.curves import thinned
-from callsheet.report.lines import number
+from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
 _PROCESS = 1
@@ -74,7 +74,7 @@ def _slice(name: str, category: str, begin: int, length: int, args: dict[str, An
 
 def _instants(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
     for event in run.events:
-        moment = number(event.get("time"))
+        moment = moment_of(event.get("time"))
         if math.isfinite(moment):
             args = {name: str(value)[:_LONGEST] for name, value in event.items() if name not in ("time", "event")}
             at = {"pid": _PROCESS, "tid": _EVENTS, "ts": round((moment - began) * 1e6, 3)}

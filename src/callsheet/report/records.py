@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from callsheet.context import LogRecord
-from callsheet.report.lines import finite, number, whole
+from callsheet.report.lines import finite, moment, number, whole
 
 _MOST_VALUES = 6_000_000  # of metrics that are held; beyond, records are left out
 _LARGEST_STEP = 2**53  # that JSON's readers can tell from its neighbours
@@ -61,7 +61,7 @@ class RecordLines:
         if self._stride > 1 and self.counted % self._stride and self._is_plain(record, self._rare_names()):
             return
         self.kept.append(record)
-        self.times.append(number(line.get("time")))
+        self.times.append(moment(line.get("time")))
         self._numbers.append(self.counted - 1)
         self._values += len(plain)
         if self._values > self._most_values:
@@ -77,7 +77,7 @@ class RecordLines:
         counts = max(0, min(records, self.counted)) if isinstance(records, int) else left
         gone = self.kept[first:]
         last = max((record.step for record in gone), default=step)
-        self.resumes.append(Resume(step, number(line.get("time")), self.counted - counts, last))
+        self.resumes.append(Resume(step, moment(line.get("time")), self.counted - counts, last))
         self._values -= sum(len(record.values) for record in gone)
         del self.kept[first:], self.times[first:], self._numbers[first:]
         self.counted = counts

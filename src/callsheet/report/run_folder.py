@@ -18,7 +18,8 @@ from typing import Any
 
 from callsheet.context import LogRecord, Outcome
 from callsheet.costs import Cost, CostReport, Failures, Slice, Window
-from callsheet.report.lines import JsonLines, inside, number, text_of, whole
+from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_of, whole
+from callsheet.report.lines import moment as moment_of
 from callsheet.report.records import RecordLines, Resume
 
 RUNNING, LOST = "running", "lost"
@@ -31,6 +32,7 @@ _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_TELLINGS, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
 _SILENT_SECONDS, _SILENT_GAPS = 300.0, 10  # a run that has not written for so long, or for so many of its own pauses, is lost
 _LARGEST_IMAGE = 16 * 2**20
+_LARGEST_STEP = 2**53  # that JSON's readers can tell from its neighbours
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -212,12 +214,12 @@ class RunReader:
             torn_lines=sum(lines.torn for lines in self._lines.values()),
             version=version,
         )  # fmt: skip
-        began = [number(event.get("time")) for event in events[:1]] + records.times[:1]
+        began = [moment_of(event.get("time")) for event in events[:1]] + records.times[:1]
         run.started = min((moment for moment in began if math.isfinite(moment)), default=math.nan)
         run.outcome = self._outcome()
         if run.outcome != RUNNING:
             run.reason = next((str(event.get("reason") or "") for event in events[-1:] if event["event"] == "run_end"), "")
-            ends = [number(event.get("time")) for event in events[-1:] if event.get("event") == "run_end"]
+            ends = [moment_of(event.get("time")) for event in events[-1:] if event.get("event") == "run_end"]
             run.ended = ends[0] if ends else run.last_write
         return run
 
@@ -277,7 +279,7 @@ def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "run_start":
-            moment = number(event.get("time"))
+            moment = moment_of(event.get("time"))
             at = [resume.step for resume in resumes if resume.time <= moment]  # its line is the one before
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
@@ -287,7 +289,7 @@ def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[
 
 
 def _telling(line: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"step": whole(line.get("step")), "time": number(line.get("time"))}
+    told: dict[str, Any] = {"step": whole(line.get("step")), "time": moment_of(line.get("time"))}
     return told | {"is_undone": line["is_undone"]} if "is_undone" in line else told
 
 
@@ -322,10 +324,15 @@ def _window(line: dict[str, Any]) -> Window | None:
             for name, begin, seconds, step, callback in line["slices"][:_MOST_SLICES]
         )
         window = _built(Window, line | {"slices": ()})
-        is_finite = all(math.isfinite(each.begin) and math.isfinite(each.seconds) for each in (*slices, _whole_of(window)))
+        is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
     except (KeyError, TypeError, ValueError, OverflowError):  # not what a window is made of
         return None
-    return replace(window, slices=slices) if is_finite else None
+    return replace(window, slices=slices) if is_usable else None
+
+
+def _is_usable(part: Slice) -> bool:
+    """Return whether its times are ones that a clock can give: a trace counts them in whole nanoseconds."""
+    return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
 
 
 def _whole_of(window: Window) -> Slice:
@@ -345,7 +352,7 @@ def _json_object(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and is_shallow(found) else {}
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -357,4 +364,4 @@ def _yaml(text: str) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and is_shallow(found) else {}

@@ -10,8 +10,12 @@ import json
 import logging
 import re
 import secrets
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +31,8 @@ logger = logging.getLogger("callsheet")
 HOST = "127.0.0.1"
 _HERE = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
 _LONGEST_REQUEST = 1024  # bytes of a button's request
-_IDLE_SECONDS = 60.0  # after which a connection is closed
+_IDLE_SECONDS = 60.0  # after which a connection is closed on which no whole request came
+_MOST_CONNECTIONS = 32  # at once, each with a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """What the address with the token shows for a moment: going on from here, the browser is its own origin and sends the cookie."""
@@ -50,6 +55,8 @@ class WatchServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.form_token = secrets.token_urlsafe(32)  # in the page, for its buttons
         self._tickets: set[str] = set()
+        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self.waiting: dict[socket.socket, float] = {}  # connections on which a request is awaited or read, and since when
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -78,6 +85,37 @@ class WatchServer(ThreadingHTTPServer):
     def cookie(self) -> str:
         """The cookie's name: a browser keeps one jar for all ports of an address."""
         return f"callsheet-{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or refuse the connection if there are too many."""
+        if not self._room.acquire(blocking=False):
+            with suppress(OSError):
+                request.settimeout(1.0)
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()  # no thread could be started
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        self.waiting[request] = time.monotonic()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.waiting.pop(request, None)
+            self._room.release()
+
+    def service_actions(self) -> None:
+        """End the connections that have sent no whole request for too long, however slowly they send: `serve_forever` calls this."""
+        now = time.monotonic()
+        for request, since in list(self.waiting.items()):
+            if now - since > _IDLE_SECONDS and self.waiting.pop(request, None) is not None:
+                with suppress(OSError):  # closed in this moment
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away is no error; anything else is told, and the others are served on."""
@@ -112,6 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _get(self, path: str, query: dict[str, list[str]]) -> None:
+        self._request_is_whole()
         if path == "/" and "token" in query:
             if not self.server.lets_in(query["token"][-1]):
                 raise _Refused(HTTPStatus.FORBIDDEN, "this address is used up; open the one that callsheet watch printed")
@@ -156,7 +195,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or int(length) > _LONGEST_REQUEST:
             raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_LONGEST_REQUEST} bytes, and say how many")
-        return self.rfile.read(int(length))
+        body = self.rfile.read(int(length))
+        self._request_is_whole()
+        return body
+
+    def _request_is_whole(self) -> None:
+        """From here on the connection waits for us."""
+        self.server.waiting.pop(self.connection, None)
 
     # --- who may ---
 
@@ -177,13 +222,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, what: Callable[[str, dict[str, list[str]]], None]) -> None:
         try:
             self._check_host()
-            parts = urlsplit(self.path)
-            what(parts.path, parse_qs(parts.query))
+            try:
+                parts = urlsplit(self.path)
+                query = parse_qs(parts.query, max_num_fields=16)
+            except ValueError:
+                raise _Refused(HTTPStatus.BAD_REQUEST, "this is not an address") from None
+            what(parts.path, query)
         except _Refused as refused:
             self.close_connection = True  # what it sent may not have been read
             self._send(refused.status, "text/plain", f"{refused}\n".encode())
         except CallsheetError as error:  # such as a package that is missing
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
+        finally:
+            self.server.waiting[self.connection] = time.monotonic()
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None, *, nonce: str = "") -> None:
         script = f"'nonce-{nonce}'" if nonce else "'none'"
@@ -215,9 +266,12 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses: no request, or no method of ours."""
         self.close_connection = True
+        self.request_version = (
+            self.protocol_version
+        )  # a request line that cannot be read has none, and the answer would have no status
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """At most for who looks for something, and without the query: it may hold the token."""
-        path = urlsplit(getattr(self, "path", "")).path
+        path = getattr(self, "path", "").partition("?")[0]
         logger.debug("callsheet watch: %s %s", getattr(self, "command", None), path)
