@@ -226,7 +226,7 @@ class Context:
         FieldNotTold: on reading a field outside its window; the message names the window.
     """
 
-    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "kept", "loss_is_new", "muting")
+    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "excuse", "kept", "loss_is_new", "muting")
 
     event: Event | None
     run: RunInfo
@@ -277,6 +277,8 @@ class Context:
         self.control = control if control is not None else Control()
         self._accumulator = accumulator
         self._loggers = loggers
+        self.excuse: Callable[[str], None] | None = None
+        """Logs that a handler could not be called for want of a field, where the loop is another framework's; None: that is an error."""
         self.kept: frozenset[str] = frozenset()
         self.loss_is_new = False
         """Whether the loop makes a new tensor for each step's loss and never writes to it again: then a snapshot need not copy it."""
@@ -297,7 +299,7 @@ class Context:
             accumulator=accumulator if accumulator is not None else self._accumulator,
             loggers=self._loggers,
         )
-        other.step, other.epoch, other.muting = self.step, self.epoch, self.muting
+        other.step, other.epoch, other.muting, other.excuse = self.step, self.epoch, self.muting, self.excuse
         for name in ("optimizer", "scheduler"):
             if self.has(name):
                 setattr(other, name, getattr(self, name))
@@ -415,7 +417,7 @@ class Context:
 
         def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
             if name in FIELDS:
-                raise FieldNotTold(_not_told(name, self.event))
+                raise FieldNotTold(_not_told(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
 
 

@@ -404,3 +404,12 @@ def tree() -> str:
 
     draw("run", 0)
     return "\n".join([*lines, "anywhere: " + ", ".join(name for name in POINTS if name in ANYWHERE)])
+
+
+_PLACE = {event: place for place, event in enumerate(canonical_order())}
+
+
+def is_available(field: str, event: str) -> bool:
+    """Whether the lifecycle says that the field can be read at the event."""
+    windows = FIELDS[field].windows
+    return not windows or any(_PLACE[opens] <= _PLACE[event] <= _PLACE[closes] for opens, closes in windows)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError, text_of, where
+from callsheet.errors import CallsheetError, FieldNotTold, text_of, where
 from callsheet.events import Event, as_event
-from callsheet.lifecycle import EVENTS
+from callsheet.lifecycle import EVENTS, is_available
 from callsheet.randomness import random_state, restore_random_state, same_random_state
 from callsheet.time import Interval, Timestamp, TimeUnit
 
@@ -305,8 +305,11 @@ def failed(member: Member, event: str, ctx: Context, error: Exception) -> None:
             member.switch_off(member.failures_in_a_row)
 
 
-def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Context) -> NoReturn:
+def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Context) -> None:
     """`failed` raised `error`: tell who must hear the event all the same, then let the error out.
+
+    In another framework's loop, a field that should be available at the event and is not is no error of the callback's: the host has
+    guessed wrong about the loop. This handler is then left out, with a warning, and the others are called.
 
     Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
     first error.
@@ -314,6 +317,11 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
     handlers, (_, _, event, entries) = handlers_of(told), told
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     member = entries[place].member
+    if isinstance(error, FieldNotTold) and ctx.excuse is not None and error.name and is_available(error.name, event):
+        ctx.excuse(f"{member.label} ({member.source}) reads ctx.{error.name} at {event}")
+        _call_rest(told, place + 1, ctx)
+        return
+    error.__dict__["_callsheet_handler"] = member.label  # what a host lets out
     error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
     for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
         if event in _LAST_WORDS or entry.phase in _ALWAYS_TOLD:
@@ -325,6 +333,16 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
                     "callback %s (%s) failed as well at %s: %s", label, source, event, text_of(another), exc_info=another
                 )
     raise error
+
+
+def _call_rest(told: Told, first: int, ctx: Context) -> None:
+    handler = None
+    try:
+        for handler in handlers_of(told)[first:]:  # noqa: B007
+            handler(ctx)
+    except BaseException as error:
+        assert handler is not None
+        recover(told, handler, error, ctx)
 
 
 def marked(told: Told, mark: Entry) -> Told:

@@ -120,6 +120,7 @@ class HostedRun:
             self.lifetime.at_end(close)
         self._log_ranks.start()
         self.spans = self.manager.spans(ctx)
+        ctx.excuse = self._excuse
         self.eval_ctx = ctx.sibling()
         self.eval_spans = self.manager.spans(self.eval_ctx)
         self.checkpoints: Any = (
@@ -141,7 +142,11 @@ class HostedRun:
         self.narrator = Narrator(
             self.spans,
             {
+                "on_round_start": self._may_not_evaluate,
                 "on_epoch_start": self._epoch_begins,
+                "on_epoch_end": self._may_evaluate_again,
+                "on_round_end": self._may_evaluate_again,
+                "on_fetch_start": self._may_not_evaluate,
                 "on_train_step_start": self._step_begins,
                 "on_forward_backward_end": self._gradients_are_there,
                 "on_clip_gradients_end": self._clipped,
@@ -154,6 +159,10 @@ class HostedRun:
             is_loss_told=lambda: is_asked_by_signal or any(getattr(self.manager.heard, event) for event in askers),
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
+        self.eval_narrator.is_barred = self._is_barred
+        self._judging = self.eval_narrator.opened
+        self._may_evaluate = False  # at the boundary in hand
+        self._found: dict[str, dict[str, float]] = {}
         self.losses: Callable[[], Tensor | None] = lambda: None
         """The step's mean loss, or None; the host says how it is found."""
         self.other_losses: Mapping[str, Tensor] = {}
@@ -408,6 +417,12 @@ class HostedRun:
 
     def end_evaluation(self) -> None:
         """All datasets are evaluated."""
+        if not self.eval_narrator.is_open("eval_all"):
+            if self._found and self.narrator.is_open("train_step"):
+                self.made.append(self._found)  # told when the step is over
+            self._found = {}
+            self.records.tally.start()
+            return
         self.evaluation.results.update(self.found)
         self.eval_ctx.eval_results = self.found
         self.eval_narrator.end("eval_all")
@@ -432,13 +447,55 @@ class HostedRun:
             self.tell_evaluation(results, standalone=not self.narrator.is_open("train"))
         self.records.tell(self.ctx)
 
+    # --- where the framework does what the host did not foresee ---
+
+    def _excuse(self, what: str) -> None:
+        self.narrator.say_once(
+            f"{what}, and {self.host} has not provided it there. The handler is not called at this event; training goes on."
+        )
+
+    def _is_barred(self, name: str) -> bool:
+        """Whether an evaluation, a test or a prediction may not begin where training is now."""
+        inside = self.narrator.innermost
+        if inside == "run" or (name == "eval_all" and self._may_evaluate and inside in ("train", "round", "epoch")):
+            self._may_evaluate = False
+            return False
+        self.narrator.say_once(
+            f"{self.host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
+            "events are not fired; training goes on."
+        )
+        return True
+
+    def _leave_evaluation(self) -> None:
+        """Training goes on, and nobody has said that the evaluation is over: end it, so that the weights are those that are trained."""
+        narrator = self.eval_narrator
+        self.narrator.say_once(
+            f"{self.host} goes on with training, and the end of {self._judging[1].name} was not reported. It is ended here; training goes on."
+        )
+        if narrator.is_open("eval"):
+            self.end_dataset(self.eval_ctx.eval_name if self.eval_ctx.has("eval_name") else "validation", {})
+        if narrator.is_open("eval_all"):
+            self.end_evaluation()
+        for span in ("test", "predict"):
+            narrator.end(span)
+
+    def _may_not_evaluate(self) -> None:
+        self._may_evaluate = False
+
+    def _may_evaluate_again(self) -> None:
+        self._may_evaluate = True
+
     # --- what stands before an event ---
 
     def _epoch_begins(self) -> None:
+        self._may_evaluate = False
         self.ctx.epoch = self.state.timestamp.epoch + 1
         self.records.tally.start()
 
     def _step_begins(self) -> None:
+        if len(self._judging) > 1:
+            self._leave_evaluation()
+        self._may_evaluate = False
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
 
@@ -487,6 +544,7 @@ class HostedRun:
 
     def _count_step(self) -> Tensor | None:
         """Count the step and what its batches held; gives its loss, where that is read."""
+        self._may_evaluate = True
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()

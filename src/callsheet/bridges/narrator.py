@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from callsheet.context import Context
 from callsheet.lifecycle import FIELDS, SPANS, names_in
@@ -119,6 +119,8 @@ class Narrator:
         self.is_loss_read = True
         """Whether anybody does, or is told the last step's loss of a checkpoint: else no host need find it."""
         self._said: set[str] = set()
+        self.is_barred: Callable[[str], bool] = lambda name: False
+        """Whether a span directly under the run may not begin now; then neither does what stands in it."""
         self.made_up: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
@@ -174,6 +176,8 @@ class Narrator:
         if part.is_open and not part.is_repeated:
             return
         parent = part.parent
+        if (parent is None or parent is self._open[0]) and self.is_barred(name):
+            return
         if parent is not None:
             if not parent.is_open:
                 self.start(parent.name)
@@ -237,6 +241,16 @@ class Narrator:
         else:
             self.start(name)
             self.end(name)
+
+    @property
+    def opened(self) -> Sequence[Part]:
+        """The open spans, the innermost last: always the same list."""
+        return self._open
+
+    @property
+    def innermost(self) -> str:
+        """The name of the innermost open span."""
+        return self._open[-1].name
 
     def forget(self) -> None:
         """The loop was left by an exception: nothing is open any more, and no end is told."""
