@@ -98,7 +98,7 @@ class HostedRun:
             name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )  # fmt: skip
-        self.records = Records(self.manager, log_every, self.device, self.world)
+        self.records = _Records(self.manager, log_every, self.device, self.world)
         self.agreement = Agreement(self.world, self.control, self.signals)
         self.ctx = ctx = Context(
             info,
@@ -133,7 +133,7 @@ class HostedRun:
         self.lifetime.at_end(self.checkpoints.close)
         self.agreement.durable = self.checkpoints.durable
         self.evaluation = HostEvaluation(ctx, evaluates, self.tell_evaluation)
-        self.boundaries = Boundaries(
+        self.boundaries = _Boundaries(
             self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard  # type: ignore[arg-type]
         )  # fmt: skip
         # A checkpoint names the last step's loss: the host's to who is told of it; ours in its file, where anybody can ask for it.
@@ -142,11 +142,12 @@ class HostedRun:
         self.narrator = Narrator(
             self.spans,
             {
-                "on_round_start": self._may_not_evaluate,
+                "on_train_start": self._train_goes_on,
+                "on_round_start": self._train_goes_on,
                 "on_epoch_start": self._epoch_begins,
-                "on_epoch_end": self._may_evaluate_again,
-                "on_round_end": self._may_evaluate_again,
-                "on_fetch_start": self._may_not_evaluate,
+                "on_epoch_end": self._reach_boundary,
+                "on_round_end": self._reach_boundary,
+                "on_fetch_start": self._train_goes_on,
                 "on_train_step_start": self._step_begins,
                 "on_forward_backward_end": self._gradients_are_there,
                 "on_clip_gradients_end": self._clipped,
@@ -160,8 +161,9 @@ class HostedRun:
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.eval_narrator.is_barred = self._is_barred
+        self.records.may_come = self.boundaries.may_come = self._may_come
         self._judging = self.eval_narrator.opened
-        self._may_evaluate = False  # at the boundary in hand
+        self._boundary: str | None = None  # what has been fired at the boundary in hand; None where there is none
         self._found: dict[str, dict[str, float]] = {}
         self.losses: Callable[[], Tensor | None] = lambda: None
         """The step's mean loss, or None; the host says how it is found."""
@@ -456,9 +458,10 @@ class HostedRun:
 
     def _is_barred(self, name: str) -> bool:
         """Whether an evaluation, a test or a prediction may not begin where training is now."""
+        if len(self._judging) > 1:  # another one, whose end was not reported
+            self._leave_evaluation()
         inside = self.narrator.innermost
-        if inside == "run" or (name == "eval_all" and self._may_evaluate and inside in ("train", "round", "epoch")):
-            self._may_evaluate = False
+        if inside == "run" or (name == "eval_all" and self._may_come("E")):
             return False
         self.narrator.say_once(
             f"{self.host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
@@ -467,10 +470,10 @@ class HostedRun:
         return True
 
     def _leave_evaluation(self) -> None:
-        """Training goes on, and nobody has said that the evaluation is over: end it, so that the weights are those that are trained."""
+        """The framework goes on, and has not said that the evaluation is over: end it, so that the weights are those that are trained."""
         narrator = self.eval_narrator
         self.narrator.say_once(
-            f"{self.host} goes on with training, and the end of {self._judging[1].name} was not reported. It is ended here; training goes on."
+            f"{self.host} goes on, and the end of {self._judging[1].name} was not reported. It is ended here; training goes on."
         )
         if narrator.is_open("eval"):
             self.end_dataset(self.eval_ctx.eval_name if self.eval_ctx.has("eval_name") else "validation", {})
@@ -479,23 +482,38 @@ class HostedRun:
         for span in ("test", "predict"):
             narrator.end(span)
 
-    def _may_not_evaluate(self) -> None:
-        self._may_evaluate = False
+    def _may_come(self, what: str) -> bool:
+        """Whether a record, an evaluation or a due checkpoint may come where the loop is; then it does. Within a training a boundary has one
+        of each, before and after its evaluation, in the lifecycle's order."""
+        inside = self.narrator.innermost
+        if len(self._judging) > 1:
+            return False
+        if inside not in ("train", "round", "epoch"):
+            return inside == "run"
+        if self._boundary is None or self._boundary + what not in _AT_BOUNDARIES:
+            return False
+        self._boundary += what
+        return True
 
-    def _may_evaluate_again(self) -> None:
-        self._may_evaluate = True
+    def _train_goes_on(self) -> None:
+        if len(self._judging) > 1:
+            self._leave_evaluation()
+        self._boundary = None
+
+    def _reach_boundary(self) -> None:
+        self._boundary = ""
 
     # --- what stands before an event ---
 
     def _epoch_begins(self) -> None:
-        self._may_evaluate = False
+        self._train_goes_on()
         self.ctx.epoch = self.state.timestamp.epoch + 1
         self.records.tally.start()
 
     def _step_begins(self) -> None:
         if len(self._judging) > 1:
             self._leave_evaluation()
-        self._may_evaluate = False
+        self._boundary = None
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
 
@@ -544,7 +562,7 @@ class HostedRun:
 
     def _count_step(self) -> Tensor | None:
         """Count the step and what its batches held; gives its loss, where that is read."""
-        self._may_evaluate = True
+        self._boundary = ""
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()
@@ -558,6 +576,34 @@ def _is_other_and_alive(thread: threading.Thread) -> bool:
     framework whose loop ends with an exception tells nobody."""
     return thread is not threading.current_thread() and thread.is_alive()
 
+
+class _Records(Records):
+    """Records of a host: none is fired where the lifecycle has none, and what was logged is in the next."""
+
+    may_come: Callable[[str], bool]
+
+    def tell(self, ctx: Context) -> None:
+        if self.may_come("L"):
+            super().tell(ctx)
+
+
+class _Boundaries(Boundaries):
+    """Boundaries of a host: no checkpoint is due where the lifecycle has none, and what was asked for is saved at the next."""
+
+    may_come: Callable[[str], bool]
+
+    def tell_checkpoint_due(self, boundary: str) -> None:
+        if self.may_come("D"):
+            super().tell_checkpoint_due(boundary)
+
+
+_AT_BOUNDARIES = frozenset(
+    whole[:length]
+    for record in ("", "L")
+    for whole in (f"{record}ELD", f"{record}ED", f"{record}D", f"{record}DELD", f"{record}DED")
+    for length in range(1, len(whole) + 1)
+)
+"""`lifecycle.BOUNDARY`, up to where it may break off: a record (L), an evaluation (E), a checkpoint that is due (D)."""
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 

@@ -108,6 +108,7 @@ class Narrator:
                 parts[each].index = index
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
         self._step, self._step_passes = parts["train_step"], step_passes
+        self._epoch, self._fetch = parts["epoch"], parts["fetch"]
         self._is_recorded, self._is_loss_told = is_recorded, is_loss_told
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
@@ -191,6 +192,13 @@ class Narrator:
                         return  # told already: a second forward, say, of one microbatch
                     self._make_up(parent, index)
                 parent.done = index + 1
+            elif part is self._step:
+                if not parent.done and not self._fetch.is_quiet:
+                    self.made_up.add("fetch")
+                    self.tell("fetch")
+                parent.done = 0
+            elif part is self._fetch:
+                parent.done = 1  # of an epoch: its next step has a batch
         if part.act_at_start is not None:
             part.act_at_start()
         self._open.append(part)
@@ -211,10 +219,11 @@ class Narrator:
 
     def start_step(self) -> None:
         """`start("train_step")`, by a short way where nobody hears that and the epoch has come to it."""
-        step = self._step
-        if step.span.starts is not None or self._open[-1] is not step.parent:
+        step, epoch = self._step, self._epoch
+        if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.is_quiet):
             self.start("train_step")
             return
+        epoch.done = 0
         if step.act_at_start is not None:
             step.act_at_start()
         self._open.append(step)
