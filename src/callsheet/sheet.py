@@ -338,7 +338,7 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
 def _call_rest(told: Told, first: int, ctx: Context) -> None:
     handler = None
     try:
-        for handler in handlers_of(told)[first:]:  # noqa: B007
+        for handler in handlers_of(told)[first:]:
             handler(ctx)
     except BaseException as error:
         assert handler is not None
