@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow matrix ranks oracle restarts test-gpu lint format generate docs bench clean help
+.PHONY: demo test slow matrix ranks oracle resume restarts test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ oracle: $(READY)  ## runs that die again and again, held against undisturbed one
 
 restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
 	cd tests && ../$(BIN)/python -m trainer.restarts ../benchmarks/results/restarts.md
+
+resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere; the table goes to benchmarks/results/resumed-data.md
+	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
 test-gpu: $(READY)  ## the tests that need CUDA devices
 	$(BIN)/python -m pytest tests/gpu

@@ -118,6 +118,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "ranks",
             "resume",
             "restarts",
+            "resumed-data",
         )
     },
 }

@@ -1,6 +1,6 @@
 """A small run with everything that can go wrong in a resume: shuffling, augmentation, dropout, a scheduler, moments, clipping, rounds.
 
-Also a script, to be killed: `python small_run.py <folder> <report> [--until-sigterm STEP]`.
+Also a script, to be killed: `python small_run.py <folder> <report> [--until-sigterm STEP] [--loader KIND]`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Stream:
 def made_loader(kind: str) -> Any:
     if kind == "dataloader":
         return DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)
+    if kind == "workers":
+        return DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True)
     if kind == "stateful":
         return StatefulDataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)
     if kind == "list":
@@ -201,6 +203,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("report", type=Path)
     parser.add_argument("--until-sigterm", type=int)
+    parser.add_argument("--loader", default="dataloader")
     given = parser.parse_args(arguments)
     came: list[int] = []
 
@@ -212,7 +215,9 @@ def main(arguments: list[str]) -> None:
     progress = Progress(given.folder / "steps.txt", given.until_sigterm, came)
     history = History()
     saves = [] if given.until_sigterm is not None else [SavesAt("step", "epoch")]
-    with small_trainer(given.folder, history, progress, *saves, seed=seed_for(given.folder), resume="auto") as trainer:
+    with small_trainer(
+        given.folder, history, progress, *saves, seed=seed_for(given.folder), resume="auto", loader=given.loader
+    ) as trainer:
         trainer.fit()
     report = {"outcome": trainer.run.outcome, "events": progress.events, "step": trainer.state.timestamp.batch}
     given.report.write_text(json.dumps(report))

@@ -580,6 +580,19 @@ def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp
     assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 
+def test_sigterm_with_persistent_workers_in_the_second_epoch(tmp_path: Path) -> None:
+    """Their order and augmentation, dropout, losses and weights are those of a run that was left alone."""
+    straight = run_small(tmp_path / "straight", loader="workers")
+    process = start_script(tmp_path, "--until-sigterm", str(STEPS_PER_EPOCH + 2), "--loader", "workers")
+    wait_for_step(process, tmp_path, STEPS_PER_EPOCH + 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    resumed = run_small(tmp_path, seed=9, resume="auto", loader="workers")
+    assert resumed["losses"] == straight["losses"]
+    assert resumed["weights"] == straight["weights"]
+
+
 class Signals(Callback):
     """Sends this process a signal at the nth telling of an event, as a preemption may come at any moment."""
 
