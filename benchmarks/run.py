@@ -24,7 +24,7 @@ def main() -> int:
         ("trainer", ["trainer.py"]),
         ("profile", ["trainer.py", "--profile"]),
         ("distributed", ["distributed.py"]),
-        ("saving", ["saving.py"]),
+        ("saving", ["saving.py", "--raw", str(HERE / "results" / "saving.jsonl")]),
         ("scale", ["scale.py"]),
         ("monitors", ["monitors.py"]),
         ("lanes", ["lanes.py"]),

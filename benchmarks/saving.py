@@ -1,11 +1,12 @@
 """What a checkpoint costs training, through `Trainer(save_in_background=True)` and `CheckpointSaver`, with other copies of the state beside it.
 
-python benchmarks/saving.py [--runs 4] [--rounds 5] [--layers 32] [--raw results/saving.jsonl]
+python benchmarks/saving.py [--runs 4] [--rounds 5] [--layers 32] [--raw results/saving.jsonl] [--folder ...]
 
 Every run is one `Trainer` over one model with AdamW, on one thread. In every round the same run saves a checkpoint in the background, and
 a few steps later copies the same state once, and then gives it to `dcp.async_save` with a stager that is reused. Blocked is the time
-between two steps, from `on_train_step_end` to the next `on_train_step_start`, less the median of that time without a save. A step is
-counted as one beside a save where all of it lies between the begin of the save and the time of the manifest.
+between two steps, from `on_train_step_end` to the next `on_train_step_start`, less the median of that time without a save. A step counts
+as one beside a save if all of it lies between the begin of the save and the time of its manifest. Beside the time by the clock stands the
+processor time of the training thread, which other processes disturb less; it leaves out waiting.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,63 +33,75 @@ from callsheet.callbacks import CheckpointSaver
 from timing import machine
 
 WIDTH, BATCH = 1024, 16
-ROUND = 40  # steps
-COPY_AT, DCP_AT = 18, 20  # steps of a round, with the checkpoint at 0
+ROUND = 30  # steps
+COPY_AT, DCP_AT = 14, 16  # steps of a round, with the checkpoint at 0
 SETTLING = 2  # steps after something is over that count as neither beside it nor without it
 
 
+Moment = tuple[float, float]
+"""By the clock, and in processor time of the training thread, in seconds."""
+
+
+def now() -> Moment:
+    return time.time(), time.thread_time()
+
+
+def since(moment: Moment) -> Moment:
+    return time.time() - moment[0], time.thread_time() - moment[1]
+
+
 class Clock(Callback):
-    """Notes when steps begin and end, and when something is written: (name, begin, end), in seconds."""
+    """Notes when steps begin and end, and when something is written, by step."""
 
     def __init__(self, folder: Path) -> None:
-        self.steps: dict[int, tuple[float, float]] = {}
+        self.steps: dict[int, tuple[Moment, Moment]] = {}
         self.saves: dict[int, tuple[float, float]] = {}
         self.published: list[int] = []
         self.dcp_saves: dict[int, tuple[float, float]] = {}
-        self.dcp_blocked: dict[int, float] = {}
-        self.copies: dict[int, float] = {}
+        self.dcp_blocked: dict[int, Moment] = {}
+        self.copies: dict[int, Moment] = {}
         self._folder = folder
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._future: Future[Any] | None = None
         self._buffers: list[Tensor] = []
-        self._began = 0.0
+        self._began = now()
+        self._is_saving = False
 
     def on_train_step_start(self, ctx: Context) -> None:
-        self._began = time.time()
+        self._began = now()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.steps[ctx.step] = (self._began, time.time())
+        self.steps[ctx.step] = (self._began, now())
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        self._began = time.time()
+        self._is_saving = True
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         assert ctx.checkpoint is not None
-        self.saves[ctx.checkpoint.step] = (
-            self.steps[ctx.checkpoint.step][1],
-            (Path(ctx.checkpoint.path) / "manifest.json").stat().st_mtime,
-        )
+        durable = (Path(ctx.checkpoint.path) / "manifest.json").stat().st_mtime
+        self.saves[ctx.checkpoint.step] = (self.steps[ctx.checkpoint.step][1][0], durable)
         self.published.append(ctx.step)
+        self._is_saving = False
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """The peers, at a boundary as well."""
-        if ctx.step % ROUND == COPY_AT:
+        """The peers, at a boundary as well, unless a save is still being written."""
+        place = ctx.step % ROUND
+        if place == 0 and self._future is not None:
+            self._future.result()
+        elif place == COPY_AT and not self._is_saving:
             tensors = list(tensors_of(state_of(ctx)))
             if not self._buffers:
                 self._buffers = [torch.zeros_like(tensor) for tensor in tensors]
-            began = time.time()
+            began = now()
             torch._foreach_copy_(self._buffers, tensors)
-            self.copies[ctx.step] = time.time() - began
-        elif ctx.step % ROUND == DCP_AT:
-            began = time.time()
+            self.copies[ctx.step] = since(began)
+        elif place == DCP_AT and not self._is_saving:
+            began, step = now(), ctx.step
             found = dcp.async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
-            self.dcp_blocked[ctx.step] = time.time() - began
+            self.dcp_blocked[step] = since(began)
             assert isinstance(found, Future)
             self._future = found
-            step = ctx.step
-            found.add_done_callback(lambda _: self.dcp_saves.update({step: (began, time.time())}))
-        elif ctx.step % ROUND == 0 and self._future is not None:
-            self._future.result()
+            found.add_done_callback(lambda _: self.dcp_saves.update({step: (began[0], time.time())}))
 
 
 def state_of(ctx: Context) -> dict[str, Any]:
@@ -137,29 +151,39 @@ def run(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 def measured(clock: Clock) -> dict[str, Any]:
     steps = clock.steps
-    gaps = {step: steps[step + 1][0] - steps[step][1] for step in steps if step + 1 in steps}
+    gaps = {
+        step: (steps[step + 1][0][0] - steps[step][1][0], steps[step + 1][0][1] - steps[step][1][1])
+        for step in steps
+        if step + 1 in steps
+    }
     busy = {*clock.saves, *clock.published, *clock.copies, *clock.dcp_blocked}
-    idle_gap = statistics.median(gap for step, gap in gaps.items() if step not in busy)
+    idle = [statistics.median(gap[kind] for step, gap in gaps.items() if step not in busy) for kind in (0, 1)]
+    everything = [*clock.saves.values(), *clock.dcp_saves.values()]
+    lasted = {step: (end[0] - begin[0], end[1] - begin[1]) for step, (begin, end) in steps.items()}
 
-    def beside(spans: dict[int, tuple[float, float]]) -> list[dict[str, list[float]]]:
-        """For every save, the steps that lie wholly beside it, and those of the same round that lie beside nothing."""
-        everything = [*clock.saves.values(), *clock.dcp_saves.values()]
+    def is_quiet(step: int) -> bool:
+        return all(
+            steps[step][1][0] <= begin or (step - SETTLING in steps and steps[step - SETTLING][0][0] >= end)
+            for begin, end in everything
+        )
+
+    def blocked(at: list[int]) -> list[Moment]:
+        return [(gaps[step][0] - idle[0], gaps[step][1] - idle[1]) for step in at if step in gaps]
+
+    def beside(spans: dict[int, tuple[float, float]]) -> list[dict[str, list[Moment]]]:
+        """For every save, the steps that lie wholly beside it, and those around it that lie beside nothing."""
         found = []
         for at, (begin, end) in spans.items():
-            during = [b - a for a, b in steps.values() if begin <= a and b <= end]
-            quiet = [
-                b - a
-                for step, (a, b) in ((step, steps[step]) for step in range(max(4, at - 14), at + 20) if step in steps)
-                if all(b <= span_begin or steps[step - SETTLING][0] >= span_end for span_begin, span_end in everything)
-            ]
+            during = [lasted[step] for step in steps if begin <= steps[step][0][0] and steps[step][1][0] <= end]
+            near = range(max(SETTLING + 2, at - DCP_AT), at + ROUND)
+            quiet = [lasted[step] for step in near if step in steps and is_quiet(step)]
             if during and quiet:
                 found.append({"during": during, "quiet": quiet})
         return found
 
     return {
-        "idle_gap": idle_gap,
-        "blocked": [gaps[step] - idle_gap for step in clock.saves if step in gaps],
-        "published": [gaps[step] - idle_gap for step in clock.published if step in gaps],
+        "blocked": blocked(list(clock.saves)),
+        "published": blocked(clock.published),
         "copies": list(clock.copies.values()),
         "dcp_blocked": list(clock.dcp_blocked.values()),
         "durable": [end - begin for begin, end in clock.saves.values()],
@@ -170,39 +194,52 @@ def measured(clock: Clock) -> dict[str, Any]:
 
 
 def tables(runs: list[dict[str, Any]], title: str) -> None:
-    copy = statistics.median(each for run in runs for each in run["copies"])
-    print(f"{title}\n\n| what | saves | least, ms | median | most | median, in copies |\n| --- | --- | --- | --- | --- | --- |")
-
-    def row(name: str, seconds: list[float]) -> None:
-        middle = statistics.median(seconds)
-        print(
-            f"| {name} | {len(seconds)} | {min(seconds) * 1e3:.0f} | {middle * 1e3:.0f} | {max(seconds) * 1e3:.0f} | {middle / copy:.2f} |"
-        )
-
-    def several(key: str, part: slice) -> list[float]:
+    def several(key: str, part: slice = slice(None)) -> list[Moment]:
         return [each for run in runs for each in run[key][part]]
 
-    row("one copy of the state into buffers that are there", several("copies", slice(None)))
-    row("blocked by the first save of a run", several("blocked", slice(1)))
-    row("blocked by every other save", several("blocked", slice(1, None)))
-    row("blocked by `dcp.async_save`, the first of a run", several("dcp_blocked", slice(1)))
-    row("blocked by `dcp.async_save`, every other", several("dcp_blocked", slice(1, None)))
-    row("blocked when a save is published, and the old one deleted", several("published", slice(1, None)))
-    row("until a save is on the disk", several("durable", slice(None)))
-    row("until that of `dcp.async_save` is", several("dcp_durable", slice(None)))
+    copy = [statistics.median(each[kind] for each in several("copies")) for kind in (0, 1)]
+    print(f"{title}\n\n| blocked by | times | least, ms | median | most | median, in copies | processor time, ms | in copies |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, moments in (
+        ("one copy of the state into buffers that are there", several("copies")),
+        ("the first save of a run", several("blocked", slice(1))),
+        ("every other save", several("blocked", slice(1, None))),
+        ("its publication, with the deletion of an older one", several("published", slice(1, None))),
+        ("`dcp.async_save`, the first of a run", several("dcp_blocked", slice(1))),
+        ("`dcp.async_save`, every other", several("dcp_blocked", slice(1, None))),
+    ):
+        if not moments:
+            continue
+        clock, processor = zip(*moments, strict=True)
+        middle, used = statistics.median(clock), statistics.median(processor)
+        print(
+            f"| {name} | {len(moments)} | {min(clock) * 1e3:.0f} | {middle * 1e3:.0f} | {max(clock) * 1e3:.0f} | {middle / copy[0]:.2f} "
+            f"| {used * 1e3:.0f} | {used / copy[1]:.2f} |"
+        )
     print(
-        "\n| steps beside | rounds | a step without, ms | beside it | speed, median | of all steps | least disturbed |\n| --- | --- | --- | --- | --- | --- | --- |"
+        "\n| steps beside | saves, steps | a step without, ms | beside it | speed, by medians of a round | by the least | in processor time | until it is on the disk, ms |"
     )
-    for name, key in (("a save in the background", "beside_save"), ("`dcp.async_save`", "beside_dcp")):
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, key, durable in (
+        ("a save in the background", "beside_save", "durable"),
+        ("`dcp.async_save`", "beside_dcp", "dcp_durable"),
+    ):
         rounds = [each for run in runs for each in run[key]]
         if not rounds:
-            print(f"| {name} | 0 | | | | | |")
             continue
         during, quiet = ([step for each in rounds for step in each[kind]] for kind in ("during", "quiet"))
-        ratios = [statistics.median(each["quiet"]) / statistics.median(each["during"]) for each in rounds]
+        ratios = [
+            [
+                statistics.median(s[kind] for s in each["quiet"]) / statistics.median(s[kind] for s in each["during"])
+                for each in rounds
+            ]
+            for kind in (0, 1)
+        ]
         print(
-            f"| {name} | {len(rounds)} | {statistics.median(quiet) * 1e3:.1f} | {statistics.median(during) * 1e3:.1f} "
-            f"| {statistics.median(ratios):.3f} | {statistics.fmean(quiet) / statistics.fmean(during):.3f} | {min(quiet) / min(during):.3f} |"
+            f"| {name} | {len(rounds)}, {len(during)} | {statistics.median(s[0] for s in quiet) * 1e3:.1f} "
+            f"| {statistics.median(s[0] for s in during) * 1e3:.1f} | {statistics.median(ratios[0]):.3f} "
+            f"| {min(s[0] for s in quiet) / min(s[0] for s in during):.3f} | {statistics.median(ratios[1]):.3f} "
+            f"| {statistics.median(each for run in runs for each in run[durable]) * 1e3:.0f} |"
         )
 
 
@@ -215,6 +252,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on which disk to write; the system's folder for temporary files otherwise")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")  # that there is one process, and that it overwrites
     runs = []
     for _ in range(arguments.runs):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
