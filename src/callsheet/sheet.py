@@ -321,7 +321,6 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
         ctx.excuse(f"{member.label} ({member.source}) reads ctx.{error.name} at {event}")
         _call_rest(told, place + 1, ctx)
         return
-    error.__dict__["_callsheet_handler"] = member.label  # what a host lets out
     error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
     for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
         if event in _LAST_WORDS or entry.phase in _ALWAYS_TOLD:

@@ -10,6 +10,7 @@ from callsheet.context import CheckpointInfo, Context
 from callsheet.control import Request
 from callsheet.spans import Spans
 from callsheet.trainer.checkpoints import Stateful
+from callsheet.trainer.evaluation import Undone
 
 Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
@@ -23,6 +24,8 @@ class HostEvaluation:
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
+        self.undone: Undone | None = None
+        """What is due at the boundary in hand, until it is made; it is not saved: a host's checkpoints are not its evaluation's to know."""
         self._ctx = ctx
         self._evaluates = evaluates
         self._tell = tell
@@ -51,6 +54,7 @@ class HostEvaluation:
 
     def done(self, ctx: Context, due: list[str]) -> None:
         """It has been carried out."""
+        self.undone = None
         ctx.control.done("evaluate")
 
 
