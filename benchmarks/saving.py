@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
@@ -97,7 +97,7 @@ class Clock(Callback):
             self.copies[ctx.step] = since(began)
         elif place == DCP_AT and not self._is_saving:
             began, step = now(), ctx.step
-            found = dcp.async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
+            found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
             self.dcp_blocked[step] = since(began)
             assert isinstance(found, Future)
             self._future = found
