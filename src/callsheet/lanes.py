@@ -86,6 +86,8 @@ class Lane:
         run: takes an item; runs on the lane's thread. What it raises is logged, and the lane goes on. None: the first in the item does that.
         kind: of an item, by which `latest` compares.
         finish: called on the lane's thread when it ends.
+        wake_on_put: whether every `put` wakes the thread, so that an item is handled at once rather than within a tenth of a second. It costs the
+            caller some tens of microseconds an item.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Lane:
         *,
         kind: Callable[[Any], object] = type,
         finish: Callable[[], object] = lambda: None,
+        wake_on_put: bool = False,
     ) -> None:
         self.name = name
         self.options = options or LaneOptions()
@@ -119,6 +122,7 @@ class Lane:
         self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
         self._finish = finish
+        self._wake_on_put = wake_on_put
         self._in_hand = False
         self._has_given_up = False  # on waiting for room
         self._is_named = False  # as one that burns the interpreter
@@ -142,6 +146,8 @@ class Lane:
                 return
         if not self.is_inert:
             self.items.append(_Waiting(item) if self._forgets_kinds else item)
+            if self._wake_on_put:
+                self._wake.set()
 
     @property
     def waiting(self) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bridges.homes import instructlab as home  # type: ignore[import-not-found]  # pytest has its folder on the path
 from callsheet import ConfigError, NotCarried
 from callsheet.compat.instructlab import (
     HOOK_NAMES,
@@ -123,12 +128,119 @@ def test_unknown_hooks_and_fields(manager: CallbackManager) -> None:
     class Hears(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None: ...
 
-    with pytest.raises(ValueError, match="unknown hook 'on_step_finish'"):
+    with pytest.raises(ValueError, match=r"^Unknown hook: 'on_step_finish'"):
         manager.fire("on_step_finish")
     manager.fire("on_log", nonsense=1)  # nobody hears it
     manager.add_callback(Hears())
-    with pytest.raises(ValueError, match="no field nonsense"):
+    with pytest.raises(ValueError, match=r"^Unknown TrainingContext field: 'nonsense'"):
         manager.fire("on_log", nonsense=1)
+
+
+def _package(name: str) -> Any:
+    """A module of the package itself; the test is skipped where that is not installed."""
+    if home.REAL is None:
+        pytest.skip("InstructLab is not installed: pip install --no-deps instructlab-training")
+    return importlib.import_module(f"instructlab.training.{name}")
+
+
+def refusals_of(interface: Any) -> dict[str, str]:
+    """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
+
+    class Listens(interface.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, context: Any) -> None: ...
+
+    manager = interface.CallbackManager()
+    found: dict[str, str] = {}
+    try:
+        manager.add_callback(Listens())
+        calls: dict[str, Callable[[], object]] = {
+            "hook": lambda: manager.fire("on_step_finish"),
+            "field": lambda: manager.fire("on_log", nonsense=1, another=2),
+            "a string": lambda: manager.add_callback("a string"),
+            "a class": lambda: manager.add_callback(Listens),
+            "has no hook": lambda: manager.has_callbacks("on_nonsense"),
+        }
+        for what, call in calls.items():
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # which error, is compared
+                call()
+            found[what] = f"{caught.type.__name__}: {caught.value}"
+    finally:
+        manager.close()
+    return found
+
+
+def test_error_messages_begin_as_the_package_s() -> None:
+    """Users' tests match them; a hint may follow."""
+    theirs = refusals_of(_package("callbacks"))
+    for what, message in refusals_of(importlib.import_module("callsheet.compat.instructlab.callbacks")).items():
+        assert message.startswith(theirs[what].partition(". Pass an instance")[0]), what
+
+
+def test_arguments_are_refused_in_the_package_s_words(tmp_path: Path) -> None:
+    theirs = _package("config")
+    needed = vars(arguments(tmp_path))
+    for changes in ({"validation_split": 1.5}, {"validation_split": 0.5}):
+        with pytest.raises(ValueError, match="validation_") as original:
+            theirs.TrainingArgs(
+                **{name: needed[name] for name, each in theirs.TrainingArgs.model_fields.items() if each.is_required()}, **changes
+            )
+        words = original.value.errors()[0]["msg"].removeprefix("Value error, ")  # type: ignore[attr-defined]  # pydantic's
+        with pytest.raises(ValueError, match=re.escape(words)):
+            arguments(tmp_path, **changes)
+
+
+def test_events_are_delivered_without_waiting_for_a_look(manager: CallbackManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fire` wakes the thread: with a minute between two looks an event still arrives, also while the thread sleeps."""
+    for name in ("_LOOK_SECONDS", "_IDLE_LOOK_SECONDS"):
+        monkeypatch.setattr(f"callsheet.lanes.{name}", 60.0)
+    arrived = threading.Semaphore(0)
+
+    class Listens(TrainerCallback):
+        def on_log(self, context: TrainingContext) -> None:
+            arrived.release()
+
+    manager.add_callback(Listens())
+    for _ in range(50):
+        manager.fire("on_log")
+        assert arrived.acquire(timeout=10)
+
+
+def test_the_package_s_modules_and_names_are_found() -> None:
+    """Each module of the original that users import from, with all that it exports; what has no counterpart says so when it is used."""
+    tree = ast.parse(Path(_package("callbacks").__file__).with_name("__init__.py").read_text())
+    (exported,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    here = importlib.import_module("callsheet.compat.instructlab")
+    inner = importlib.import_module("callsheet.compat.instructlab.training")
+    for name in ast.literal_eval(exported):
+        assert getattr(here, name) is not None
+        assert getattr(inner, name) is not None
+    assert here.TrainerCallback is inner.TrainerCallback is TrainerCallback
+    settings = importlib.import_module("callsheet.compat.instructlab.config")
+    for use in (lambda: settings.DeepSpeedOptions(), lambda: here.ShardingStrategies.HYBRID_SHARD, lambda: inner.FSDPOptions()):
+        with pytest.raises(NotCarried, match=r"is not carried over from InstructLab: .* leave it out"):
+            use()
+
+
+def test_fields_are_described_without_pydantic(tmp_path: Path) -> None:
+    code = (
+        "import sys; from callsheet.compat.instructlab import TrainingArgs; field = TrainingArgs.model_fields['callbacks'];"
+        "print(field.default, field.exclude, field.is_required(), 'pydantic' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "None True False False\n"
+    given = arguments(tmp_path, callbacks=[TrainerCallback()], lora=LoraOptions(rank=2))
+    assert TrainingArgs.model_fields["model_path"].is_required()
+    dumped = given.model_dump()
+    assert "callbacks" not in dumped
+    assert dumped["lora"]["rank"] == 2
+
+
+def test_fields_are_those_of_the_package() -> None:
+    theirs = _package("config").TrainingArgs.model_fields
+    ours = TrainingArgs.model_fields
+    assert set(theirs) <= set(ours)
+    for name in ("default", "exclude"):
+        assert getattr(ours["callbacks"], name) == getattr(theirs["callbacks"], name)
 
 
 def test_closing_twice_does_nothing_and_after_it_nothing_is_told(manager: CallbackManager) -> None:
@@ -142,7 +254,7 @@ def test_closing_twice_does_nothing_and_after_it_nothing_is_told(manager: Callba
     manager.close()
     manager.close()
     manager.fire("on_log")
-    with pytest.raises(ValueError, match="unknown hook"):
+    with pytest.raises(ValueError, match="Unknown hook"):
         manager.fire("on_nonsense")
     assert told == []
 
@@ -289,11 +401,11 @@ def arguments(folder: Path, **changes: Any) -> TrainingArgs:
         ({"wandb_project": "mine"}, ConfigError, "wandb_project='mine' is not carried; give callsheet.loggers.WandBLogger"),
         ({"distributed_backend": DistributedBackend.DEEPSPEED}, ConfigError, "distributed_backend"),
         ({"nonsense": 1}, TypeError, "nonsense"),
-        ({"callbacks": ["a string"]}, TypeError, "no TrainerCallback"),
-        ({"callbacks": [TrainerCallback]}, TypeError, "give an instance"),
+        ({"callbacks": ["a string"]}, TypeError, "^Expected a TrainerCallback instance, got str"),
+        ({"callbacks": [TrainerCallback]}, TypeError, "^Expected a TrainerCallback instance, got type. Pass an instance"),
         ({"max_batch_len": 32}, ValueError, "max_batch_len=32 is less than max_seq_len=64"),
         ({"validation_split": 0.2}, ValueError, "validation_frequency"),
-        ({"validation_split": 1.0}, ValueError, "validation_split=1.0"),
+        ({"validation_split": 1.0}, ValueError, r"validation_split must be in \[0.0, 1.0\), got 1.0"),
         ({"chat_tmpl_path": "template.py"}, ConfigError, "chat_tmpl_path"),
     ],
 )
@@ -321,7 +433,7 @@ def test_arguments_may_be_given_as_they_are_there(tmp_path: Path) -> None:
     [
         ({"nproc_per_node": 0}, "nproc_per_node=0"),
         ({"nproc_per_node": 2, "nnodes": 2}, "nnodes=2"),
-        ({"nproc_per_node": 2, "rdzv_endpoint": "a:1", "master_addr": "b"}, "two places to meet"),
+        ({"nproc_per_node": 2, "rdzv_endpoint": "a:1", "master_addr": "b"}, "Provide either `rdzv_endpoint` OR both"),
     ],
 )
 def test_launches_that_cannot_be_made(given: dict[str, Any], why: str) -> None:

@@ -159,6 +159,31 @@ def test_a_manager_answers_as_the_package_s(names: ModuleType) -> None:
         manager.user_state = {}
 
 
+def refusals_of(interface: ModuleType) -> dict[str, str]:
+    """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
+    manager = interface.CallbackManager()
+    calls: dict[str, Callable[[], object]] = {
+        "register": lambda: manager.register("on_train_stepend", print),
+        "list": lambda: manager.list_callbacks("on_nothing"),
+        "fire": lambda: manager.fire("on_nothing", None),
+        "a class": lambda: manager.add(interface.Callback),
+    }
+    found = {}
+    for what, call in calls.items():
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # which error, is compared
+            call()
+        found[what] = f"{caught.type.__name__}: {caught.value}"
+    return found
+
+
+@pytest.mark.skipif(real is None, reason="Megatron Bridge is not installed")
+def test_error_messages_begin_as_the_package_s() -> None:
+    """Users' tests match them; a hint may follow. The list of events is a frozenset there, in no order."""
+    theirs = refusals_of(real)
+    for what, message in refusals_of(ours).items():
+        assert message.startswith(theirs[what].partition("frozenset(")[0]), what
+
+
 def test_callbacks_are_normalized_as_the_package_s(names: ModuleType) -> None:
     assert names.normalize_callbacks(None) is None
     manager = names.CallbackManager()

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from callsheet.errors import did_you_mean
 from callsheet.lanes import Lane, LaneOptions, close, drain
 from callsheet.taker import copied
 
@@ -153,7 +154,9 @@ class CallbackManager:
         self._callbacks: list[Any] = []
         self._runner: asyncio.Runner | None = None
         self._is_closed = False
-        self._lane = Lane("InstructLab's callbacks", self._call, LaneOptions(deadline=_PATIENCE_SECONDS), finish=self._finish)
+        self._lane = Lane(
+            "InstructLab's callbacks", self._call, LaneOptions(deadline=_PATIENCE_SECONDS), finish=self._finish, wake_on_put=True
+        )
 
     def add_callback(self, callback: Any) -> None:
         """Add one. TypeError for what is no instance of a TrainerCallback."""
@@ -179,11 +182,14 @@ class CallbackManager:
             ValueError: no such hook, or, where somebody hears it, no such field.
         """
         if hook_name not in _HOOKS:
-            raise ValueError(f"unknown hook {hook_name!r} (one of {', '.join(HOOK_NAMES)})")
+            # The original's words come first, here and below: tests that were written for it match them.
+            raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if hears(each, hook_name)]):
             return
-        if unknown := kwargs.keys() - _FIELDS:
-            raise ValueError(f"the context has no field {', '.join(sorted(unknown))} (it has {', '.join(sorted(_FIELDS))})")
+        if unknown := next((name for name in kwargs if name not in _FIELDS), None):
+            raise ValueError(
+                f"Unknown TrainingContext field: '{unknown}'. Valid fields: {sorted(_FIELDS)}{did_you_mean(unknown, _FIELDS)}"
+            )
         for callback in listeners:
             self._lane.put((getattr(callback, hook_name), seen(self.context, hook_name, **kwargs)))
         if hook_name == "on_train_end":
@@ -221,8 +227,11 @@ class CallbackManager:
 def check(callback: Any) -> None:
     """TypeError for what is no instance of a TrainerCallback."""
     if not isinstance(callback, bases()):
-        hint = f"give an instance, {callback.__name__}()" if isinstance(callback, type) else "derive it from TrainerCallback"
-        raise TypeError(f"{callback!r} is no TrainerCallback; {hint}")
+        is_class = isinstance(callback, type)
+        hint = (
+            f"Pass an instance, not a class: callbacks=[{callback.__name__}()]" if is_class else "Derive it from TrainerCallback"
+        )
+        raise TypeError(f"Expected a TrainerCallback instance, got {type(callback).__name__}. {hint} (given: {callback!r})")
 
 
 def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:

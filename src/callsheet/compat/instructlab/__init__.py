@@ -1,10 +1,13 @@
 """InstructLab Training's names: code that was written for its callbacks runs with this import in the place of `instructlab.training`, and
 of `instructlab.training.callbacks` and `.config`. InstructLab need not be installed."""
 
+from typing import Any
+
 from callsheet.extras import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
+    from callsheet.compat.instructlab import config as _config
     from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
     from callsheet.compat.instructlab.refused import (
         deserialize_callback,
@@ -29,3 +32,9 @@ __all__ = [
     "serialize_callback",
     "serialize_callbacks_for_cli",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _config.NOT_OFFERED:
+        return getattr(_config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from callsheet.bridges.instructlab.names import check
 from callsheet.callback import Callback
+from callsheet.compat.instructlab.model_fields import HasModelFields
 from callsheet.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ class DistributedBackend(Enum):
 
 
 @dataclass(kw_only=True)
-class LoraOptions:
+class LoraOptions(HasModelFields):
     """Low-rank adapters: their rank, scale and dropout, and the modules that get them; None is every linear layer but the last."""
 
     rank: int = 4
@@ -34,7 +35,7 @@ class LoraOptions:
 
 
 @dataclass(kw_only=True)
-class TorchrunArgs:
+class TorchrunArgs(HasModelFields):
     """How many ranks, all on this machine. Where they would meet is taken and not needed: they meet on 127.0.0.1, at a free port.
 
     Raises:
@@ -51,7 +52,7 @@ class TorchrunArgs:
 
     def __post_init__(self) -> None:
         if self.rdzv_endpoint and self.master_addr:
-            raise ConfigError("rdzv_endpoint and master_addr are two places to meet; give one of them")
+            raise ConfigError("Provide either `rdzv_endpoint` OR both `master_addr` and `master_port`, not both.")
         if self.nnodes != 1 or self.node_rank != 0:
             raise ConfigError(
                 f"nnodes={self.nnodes}, node_rank={self.node_rank}: run_training starts the ranks of this machine alone; on several "
@@ -96,6 +97,8 @@ _AS_IT_IS: dict[str, Any] = {
     "wandb_entity": None,
     "wandb_run_name": None,
     "tensorboard_log_dir": None,
+    "deepspeed_options": None,
+    "fsdp_options": None,
 }
 """InstructLab's fields that are not carried: they may be given as InstructLab has them, and no other way."""
 
@@ -108,6 +111,8 @@ _INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ("wandb_project", "wandb_entity", "wandb_run_name"), "give callsheet.loggers.WandBLogger(...) among the callbacks"
     ),
+    "deepspeed_options": "DeepSpeed is not used; leave it out",
+    "fsdp_options": "give TrainingArgs(parallel='fsdp') to shard the model",
     "tensorboard_log_dir": "give callsheet.loggers.TensorboardLogger() among the callbacks",
     "accelerate_full_state_at_epoch": "every checkpoint can be resumed from",
     "trust_remote_code": "no code that comes with a model is run",
@@ -115,7 +120,7 @@ _INSTEAD: dict[str, str] = {
 
 
 @dataclass(kw_only=True)
-class TrainingArgs:
+class TrainingArgs(HasModelFields):
     """What is trained on what, by InstructLab's names; `docs/bridges/instructlab.md` says what becomes of each.
 
     `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own: `parallel`, as the recipe `finetune` has it, and
@@ -151,7 +156,11 @@ class TrainingArgs:
     data_process_num_cpu_procs: int = 16
     on_demand_checkpointing: bool = False
     log_level: str = "INFO"
-    callbacks: list[Any] | None = field(default=None, repr=False)
+    callbacks: list[Any] | None = field(
+        default=None,
+        repr=False,
+        metadata={"exclude": True, "description": "List of TrainerCallback instances, called on every rank."},
+    )
     parallel: str = "auto"
     allow_pickle: bool = False
     # fields of InstructLab that are not carried
@@ -173,6 +182,8 @@ class TrainingArgs:
     wandb_entity: str | None = None
     wandb_run_name: str | None = None
     tensorboard_log_dir: str | None = None
+    deepspeed_options: Any = None
+    fsdp_options: Any = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -191,9 +202,12 @@ class TrainingArgs:
                 f"max_batch_len={self.max_batch_len} is less than max_seq_len={self.max_seq_len}: an example must fit in"
             )
         if not 0.0 <= self.validation_split < 1.0:
-            raise ConfigError(f"validation_split={self.validation_split}: give a part of 1, from 0")
+            raise ConfigError(f"validation_split must be in [0.0, 1.0), got {self.validation_split}")
         if self.validation_split and not (self.validation_frequency and self.validation_frequency > 0):
-            raise ConfigError(f"validation_frequency={self.validation_frequency}: say after how many steps to evaluate")
+            raise ConfigError(
+                "validation_frequency must be provided and > 0 when validation_split > 0: give the number of steps between evaluations "
+                f"(given: {self.validation_frequency})"
+            )
         if self.chat_tmpl_path is not None and self.chat_tmpl_path.endswith(".py"):
             raise ConfigError("chat_tmpl_path: a Python file is not executed; give its template as a Jinja file")
         for callback in self.callbacks or ():

@@ -1,4 +1,4 @@
-"""`run_training`: the recipe `finetune` on several ranks, with InstructLab's arguments."""
+"""`run_training`: the recipe `finetune` on several ranks, with InstructLab's arguments; `instructlab.training`'s other names are here too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from callsheet.bridges.instructlab.names import TrainerCallback, TrainingContext
 from callsheet.callback import Callback
-from callsheet.compat.instructlab.arguments import TorchrunArgs, TrainingArgs
+from callsheet.compat.instructlab import config
+from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
 from callsheet.errors import ConfigError
+
+__all__ = [
+    "DistributedBackend",
+    "LoraOptions",
+    "TorchrunArgs",
+    "TrainerCallback",
+    "TrainingArgs",
+    "TrainingContext",
+    "run_training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in config.NOT_OFFERED:
+        return getattr(config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:

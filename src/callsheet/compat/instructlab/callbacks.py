@@ -1,0 +1,20 @@
+"""`instructlab.training.callbacks`: the base class, the context and the manager."""
+
+from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
+from callsheet.compat.instructlab.refused import (
+    deserialize_callback,
+    deserialize_callbacks_from_cli,
+    serialize_callback,
+    serialize_callbacks_for_cli,
+)
+
+__all__ = [
+    "HOOK_NAMES",
+    "CallbackManager",
+    "TrainerCallback",
+    "TrainingContext",
+    "deserialize_callback",
+    "deserialize_callbacks_from_cli",
+    "serialize_callback",
+    "serialize_callbacks_for_cli",
+]

@@ -1,0 +1,60 @@
+"""What code reads from InstructLab's pydantic models, for our dataclasses: `model_fields` and `model_dump()`. pydantic is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One entry of `model_fields`, with the attributes of pydantic's `FieldInfo` that tests read."""
+
+    annotation: Any
+    default: Any
+    exclude: bool | None = None
+    description: str | None = None
+    required: bool = False
+
+    def is_required(self) -> bool:
+        """Return whether the constructor needs the field."""
+        return self.required
+
+    def get_default(self) -> Any:
+        """Return the default; `...` for a field without one."""
+        return self.default
+
+
+class _ModelFields:
+    """Computes `model_fields` of the class that it is read from."""
+
+    def __get__(self, instance: object, owner: Any) -> MappingProxyType[str, FieldInfo]:
+        return MappingProxyType({each.name: _info(each) for each in fields(owner)})
+
+
+class HasModelFields:
+    """Base of the argument classes."""
+
+    model_fields: ClassVar[Any] = _ModelFields()
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the fields by name, without those that are excluded (`callbacks`)."""
+        given: Any = self
+        kept = [each.name for each in fields(given) if not each.metadata.get("exclude")]
+        return {name: _dumped(getattr(self, name)) for name in kept}
+
+
+def _info(field: Field[Any]) -> FieldInfo:
+    is_required = field.default is MISSING
+    return FieldInfo(
+        annotation=field.type,
+        default=... if is_required else field.default,
+        exclude=field.metadata.get("exclude"),
+        description=field.metadata.get("description"),
+        required=is_required,
+    )
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, HasModelFields) and is_dataclass(value) else value

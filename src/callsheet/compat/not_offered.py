@@ -1,0 +1,31 @@
+"""Names of a seed system that have no counterpart here: they can be imported, and using one raises an error that says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from callsheet.errors import NotCarried
+
+
+class _NotOffered(type):
+    """The class of such names: calling one and reading a public attribute raise `NotCarried`."""
+
+    instead: str
+    system: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotCarried(f"{cls.__name__} is not carried over from {cls.system}: {cls.instead}")
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise NotCarried(f"{cls.__name__}.{name} is not carried over from {cls.system}: {cls.instead}")
+
+    def __repr__(cls) -> str:
+        return f"<{cls.__name__}, not carried over from {cls.system}>"
+
+
+def not_offered(name: str, system: str, instead: str, module: str) -> type:
+    """Return a class that stands for `name`; `instead` says what to do without it."""
+    about = f"Not carried over from {system}: {instead}."
+    return _NotOffered(name, (), {"instead": instead, "system": system, "__doc__": about, "__module__": module})
