@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -59,7 +61,7 @@ class Seen:
         place.scroll_into_view_if_needed()
         place.locator(".plot-container").wait_for()
         found: list[dict[str, Any]] = place.evaluate(
-            "chart => chart.data.map(trace => ({x: [...trace.x], y: [...trace.y], name: trace.name, meta: trace.meta}))"
+            "chart => chart.data.map(trace => ({x: [...trace.x], y: [...trace.y], name: trace.name, meta: trace.meta, text: trace.text}))"
         )
         return found
 
@@ -101,9 +103,27 @@ def test_a_value_that_is_not_finite_leaves_a_gap_and_a_mark(seen: Seen, report: 
     curve, *marks = seen.drawn("odd/sometimes")
     assert (curve["x"][24], curve["y"][24]) == (25, None)
     assert [25] in [mark["x"] for mark in marks]
-    evaluations, checkpoints = marks[0]["x"], marks[1]["x"]
-    assert evaluations == [20, 40, 60, 80, 100, 120]
-    assert 42 in checkpoints
+    assert marks[0]["x"] == [20, 40, 60, 80, 100, 120]  # of evaluations
+    assert "checkpoint, requested" in seen.drawn("loss")[-1]["text"]
+
+
+def test_many_checkpoints_are_not_drawn_as_a_bar(seen: Seen, tmp_path: Path) -> None:
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.writelines(json.dumps({"step": step, "values": {"train/loss": 1 / step}}) + "\n" for step in range(1, 1001))
+    with open(tmp_path / "events.jsonl", "w") as file:
+        for step in range(2, 1001, 2):
+            file.write(
+                json.dumps({"event": "checkpoint", "step": step, "checkpoint": {"path": f"ba{step}", "kind": "rolling"}}) + "\n"
+            )
+    page = seen.open(write_report(tmp_path).as_uri())
+    marks = seen.drawn("loss")[-1]
+    assert 20 < len(marks["x"]) < 160
+    assert re.fullmatch(r"\d+ checkpoints, steps 2 to \d+", marks["text"][0])
+    page.locator("input.from").fill("30")
+    page.locator("input.to").fill("50")
+    page.locator("input.to").press("Tab")
+    until(page, "String(document.querySelector('.chart').layout.xaxis.range) === '30,50'")
+    assert {30, 32, 34, 36} <= set(seen.drawn("loss")[-1]["x"])  # zoomed in, each by itself
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: Seen, report: str) -> None:
@@ -141,17 +161,73 @@ def test_smoothing_logarithms_and_the_other_axis(seen: Seen, report: str, folder
     raw = seen.drawn("loss")[0]
     page.locator("#smooth").fill("0.9")
     traces = seen.drawn("loss")
-    assert [trace["meta"] for trace in traces][:2] == ["raw", "smoothed"]
+    assert [trace["meta"] for trace in traces][:3] == ["raw", "smoothed", "curve"]  # validation has too few points for it
     assert traces[0]["y"] == raw["y"]
-    mean = weight = 0.0
-    for value, drawn in zip(raw["y"], traces[1]["y"], strict=True):
-        mean, weight = mean * 0.9 + value * 0.1, weight * 0.9 + 0.1
-        assert drawn == pytest.approx(mean / weight)
+
+    def centered(values: list[float], half: int) -> list[float]:
+        sides = [min(half, place, len(values) - 1 - place) for place in range(len(values))]
+        return [sum(values[at - side : at + side + 1]) / (2 * side + 1) for at, side in enumerate(sides)]
+
+    assert traces[1]["y"] == pytest.approx(centered(centered(raw["y"], 5), 4))
     page.locator("#log").check()
     assert page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log"
     page.get_by_role("button", name="Time", exact=True).click()
     seconds = [record.elapsed_seconds for record in RunFolder.read(folder).records if "train/loss" in record.values]
     assert seen.drawn("loss")[0]["x"] == pytest.approx(seconds, abs=0.001)
+
+
+def test_a_smoothed_curve_does_not_lag_behind(seen: Seen, tmp_path: Path) -> None:
+    """Training stays below validation where it is: a window that only looks back would lift a falling curve."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 201):
+            values = {"train/loss": 10 - step / 25} | ({"validation/loss": 10.1 - step / 25} if step % 20 == 0 else {})
+            file.write(json.dumps({"step": step, "values": values}) + "\n")
+    page = seen.open(write_report(tmp_path).as_uri())
+    page.locator("#smooth").fill("0.95")
+    train = next(trace for trace in seen.drawn("loss") if trace["meta"] == "smoothed")
+    assert train["y"] == pytest.approx([10 - step / 25 for step in range(1, 201)])
+
+
+def test_one_chart_is_logarithmic_and_can_be_saved(chromium: Any, tmp_path: Path) -> None:
+    """The CSV holds no formula, and the files' names no path, whatever a run calls its metrics."""
+    evil = '=HYPERLINK("x"),../../"@'
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step, loss in ((1, 4.0), (2, "NaN"), (3, -1.5)):
+            file.write(
+                json.dumps({"step": step, "values": {"train/loss": loss, f"{evil}/{evil}": 1.0, "validation/loss": 2}}) + "\n"
+            )
+    seen = Seen(chromium, offline=True)
+    page = seen.open(write_report(tmp_path).as_uri())
+    seen.drawn("loss")
+    loss, other = page.locator(".chart-card").first, page.locator(".chart-card").last
+    loss.get_by_role("button", name="Logarithmic scale").click()
+    kinds = "[...document.querySelectorAll('.chart.js-plotly-plot')].map(chart => chart.layout.yaxis.type)"
+    assert page.evaluate(kinds) == ["log", "linear"]
+    assert loss.get_by_role("button", name="Logarithmic scale").get_attribute("aria-pressed") == "true"
+    with page.expect_download() as saving:
+        loss.get_by_role("button", name="Download the values as CSV").click()
+    assert Path(saving.value.path()).read_bytes() == b'"step","train/loss","validation/loss"\r\n1,4,2\r\n2,NaN,2\r\n3,-1.5,2\r\n'
+    with page.expect_download() as saving:
+        other.get_by_role("button", name="Download the values as CSV").click()
+    with open(saving.value.path(), newline="") as file:
+        head = next(csv.reader(file))
+    assert head == ["step", f"'{evil}/{evil}"]
+    assert re.fullmatch(r"[\w-]+\.csv", saving.value.suggested_filename)
+    with page.expect_download() as saving:
+        loss.get_by_role("button", name="Download the chart as an image").click()
+    assert saving.value.suggested_filename.endswith("loss.png")
+    assert Path(saving.value.path()).read_bytes().startswith(b"\x89PNG")
+    assert seen.faults == []
+    seen.context.close()
+
+
+def test_the_cost_table_is_whole_on_a_phone(chromium: Any, report: str) -> None:
+    seen = Seen(chromium, offline=True, viewport={"width": NARROW, "height": 800})
+    page = seen.open(report)
+    page.locator("#table-costs").scroll_into_view_if_needed()
+    edges = "[...document.querySelectorAll('#table-costs td')].map(cell => cell.getBoundingClientRect().right)"
+    assert 0 < max(page.evaluate(edges)) <= NARROW
+    seen.context.close()
 
 
 def test_searching_and_hiding(seen: Seen, report: str) -> None:
@@ -265,6 +341,7 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     page.locator("#tables select").select_option(label="step 20")
     assert "at step 20" in page.locator("#tables tbody").inner_text()
     assert "on_train_step_end" in page.locator("#callsheet").inner_text()
+    assert page.locator("#settings details[open]").count() == 0
     page.locator("summary", has_text="config.yaml").click()
     page.locator("#settings pre").get_by_text("batch_size: 8").wait_for()
     assert "Of this run there is nothing on: logs." in page.locator("footer").inner_text()
@@ -512,9 +589,12 @@ def test_a_live_page_follows_the_run_and_asks_for_things(chromium: Any, server: 
     page.wait_for_timeout(200)
     assert handler.asked == [{"act": "save"}, {"act": "stop"}]
 
+    assert page.locator("#life-said").inner_text() == "live"
     handler.no_acts = "the run has ended"
     page.get_by_text("the run has ended").wait_for()
     assert page.locator("#act-save").is_disabled()
+    (tmp_path / "events.jsonl").write_text('{"event": "run_end", "step": 30, "time": 1e9, "outcome": "finished"}\n')
+    page.locator("#life-said").get_by_text("ended 2001-09-").wait_for()
     assert seen.faults == []
     seen.context.close()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import LogRecord
 from callsheet.report import RunFolder
+from callsheet.report.contents import contents
 from callsheet.report.curves import MOST_POINTS, OTHERS, curves, families, thinned
 
 SPLITS = ["train", "validation"]
@@ -128,6 +130,37 @@ def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
     told = curves(run_of([monitored]))["curves"]
     assert told["throughput/samples_per_second"]["y"] == [6.0]
     assert "memory/process" not in told
+
+
+@pytest.mark.parametrize("is_monitored", [True, False])
+def test_the_tiles_say_what_the_charts_show(is_monitored: bool) -> None:
+    """One speed and one memory: the tile's are those of the chart, and it says of what they are."""
+    more = [
+        {"throughput/tokens_per_second": rate, "memory/resident": 3.0, "memory/peak_resident": peak}
+        for rate, peak in ((90.0, 7.0), (110.0, 8.0))
+    ]
+    records = [
+        LogRecord(
+            step,
+            {"time/token": 500.0 * step, "train/tokens_per_second": 1.0} | (more[step - 1] if is_monitored else {}),
+            elapsed_seconds=5.0 * step,
+            tokens_per_second=100.0 + step,
+            memory_bytes=step,
+        )
+        for step in (1, 2)
+    ]
+    run = run_of(records)
+    speed, most = contents(run)["tiles"]
+    shown = curves(run)["curves"]
+    assert speed == {
+        "label": "tokens per second",
+        "value": 100.0,
+        "detail": "the whole run, all ranks",
+        "last": shown["throughput/tokens_per_second"]["y"][-1],
+        "kind": "count",
+    }
+    name = "memory/peak_resident" if is_monitored else "memory/process"
+    assert (most["value"], most["detail"]) == (max(shown[name]["y"]), f"of {name}")
 
 
 def test_odd_names() -> None:

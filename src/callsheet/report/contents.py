@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from callsheet.costs import Window
 from callsheet.report.costs import costs_told
-from callsheet.report.curves import curves
+from callsheet.report.curves import curves, memory, rates
 from callsheet.report.lines import number, whole
 from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
@@ -45,7 +45,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "tables": {name: _table(tellings) for name, tellings in run.tables.items()},
         "call_sheet": run.call_sheet[:_LONGEST_TEXT],
         "config": run.config_text[:_LONGEST_TEXT],
-        "hyperparameters": flattened(run.hyperparameters)[: 4 * _MOST_ROWS],
+        "hyperparameters": [(name, text) for name, text in flattened(run.hyperparameters) if text][: 4 * _MOST_ROWS],
         "events": [_event(event) for event in run.events[-_MOST_EVENTS:]],
         "events_in_all": len(run.events),
         "logs": {name: text[-_LONGEST_LOG:] for name, text in run.logs.items()},
@@ -103,17 +103,31 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
             best = min(finite, key=lambda each: each[1])
             detail = f"the best, at step {best[0]}; last {losses[-1][1]:.5g}"
             tiles.append({"label": f"{dataset}/loss", "value": best[1], "detail": detail})
-    for name, rate in (("tokens", "tokens_per_second"), ("samples", "samples_per_second")):
-        rates = [value for record in run.records if (value := getattr(record, rate))]
-        if rates:
-            median = sorted(rates)[len(rates) // 2]
-            last = f"{rates[-1]:,.0f}" if rates[-1] >= 100 else f"{rates[-1]:.3g}"
-            tiles.append({"label": f"{name} per second", "value": median, "detail": f"the median; last {last}", "kind": "count"})
-            break
-    memory = max((record.memory_bytes for record in run.records), default=0)
-    if memory:
-        tiles.append({"label": "memory", "value": memory, "detail": "the most of the first rank", "kind": "bytes"})
-    return tiles
+    return [{"last": None, **tile} for tile in (*tiles, *_speed_tile(run), *_memory_tile(run))]
+
+
+def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """The speed of the whole run, and that of the last record, which is where the chart ends."""
+    for name in ("token", "sample"):
+        counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
+        curve = [value for value in rates(run, name) if math.isfinite(value)]
+        whole_run = counted[-1].values[f"time/{name}"] / counted[-1].elapsed_seconds if counted else math.nan
+        if math.isfinite(whole_run):
+            last = curve[-1] if curve else None
+            detail = "the whole run, all ranks"
+            yield {"label": f"{name}s per second", "value": whole_run, "detail": detail, "last": last, "kind": "count"}
+            return
+        if curve:
+            yield {"label": f"{name}s per second", "value": curve[-1], "detail": "the last record, all ranks", "kind": "count"}
+            return
+
+
+def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """The highest value of the curve that says most of it; the chart shows the same one."""
+    name, values = memory(run)
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        yield {"label": "memory, highest", "value": max(finite), "detail": f"of {name}", "kind": "bytes"}
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:

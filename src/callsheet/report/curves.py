@@ -22,6 +22,8 @@ _TOGETHER = ("lr", "memory")
 """Families whose metrics share a unit, and so a chart."""
 _APART = ("alloc_retries", "ooms")
 _PER_DEVICE = "per device"
+_MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
+"""Curves of memory, the one that a run is measured by first."""
 _FIRST = ("", "throughput", "lr", "memory")
 """Families in their order; others follow by name. The empty one is what training and evaluations say of the model."""
 OTHERS = "others"
@@ -42,6 +44,20 @@ def curves(run: RunFolder) -> dict[str, Any]:
         "curves": {name: _curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
         "families": families(_without_doubles(points), splits_of(run)),
     }
+
+
+def rates(run: RunFolder, name: str) -> list[float]:
+    """Return the curve of each `token` or `sample` per second that the page shows: of the monitor, else of the records themselves."""
+    monitored = [record.values[metric] for record in run.records if (metric := f"throughput/{name}s_per_second") in record.values]
+    return monitored or [rate for record in run.records if (rate := getattr(record, f"{name}s_per_second"))]
+
+
+def memory(run: RunFolder) -> tuple[str, list[float]]:
+    """Return the name and values of the memory curve that counts: the device's peak, else the process's, else what it has now."""
+    for name in _MEMORY:
+        if values := [record.values[name] for record in run.records if name in record.values]:
+            return name, values
+    return "memory/process", [float(record.memory_bytes) for record in run.records if record.memory_bytes]
 
 
 def splits_of(run: RunFolder) -> list[str]:

@@ -2,6 +2,8 @@
 
 const drawn = new Map(); // the element that plotly draws in -> its chart
 const CHARTS_AT_ONCE = 24;
+const FEW_POINTS = 30; // a curve of so few is drawn with its points, and never smoothed
+const MARK_WIDTH = 9; // pixels: marks that are closer are drawn as one
 const colors = ["c0", "c1", "c2", "c3", "c4", "c6", "c7", "c5"];
 const splitColors = { train: "c0", validation: "c1", val: "c1", eval: "c1", test: "c2" };
 const axisTitles = { step: "step", tokens: "tokens" };
@@ -44,22 +46,31 @@ function placeOf(step) {
   return (values[low] + part * (values[high] - values[low])) / unit;
 }
 
-/** The chosen smoothing for a curve of so many points: it reaches as far along the axis, however sparse they are. */
-function weightFor(points) {
+/** How many points to each side are averaged: as far along the axis for every curve, and none where a curve has few points. */
+function reachFor(points) {
+  if (view.smooth === 0 || points <= FEW_POINTS) return 0;
   const main = data.families.find((family) => family.name === "") ?? data.families[0];
   const most = Math.max(...main.charts.flatMap((chart) => chart.curves.map(({ name }) => data.curves[name].x.length)));
-  return view.smooth ** Math.max(1, most / points);
+  return Math.round((view.smooth / (1 - view.smooth)) * Math.min(1, points / most));
 }
 
-/** An exponential mean that is not drawn to its first value; gaps stay gaps. */
-function smoothed(values, weight) {
-  let mean = 0, sum = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    mean = mean * weight + value * (1 - weight);
-    sum = sum * weight + (1 - weight);
-    return mean / sum;
-  });
+/**
+ * A mean over as many values before a point as after it, twice. A window that only looks back would lag behind a falling loss, and lift it
+ * above the curves that are not smoothed; towards the ends the window shrinks for the same reason. Gaps stay gaps.
+ */
+function smoothed(values, reach) {
+  const centered = (from, half) => {
+    const sums = [0];
+    for (const value of from) sums.push(sums.at(-1) + value);
+    return from.map((_, at) => {
+      const side = Math.min(half, at, from.length - 1 - at);
+      return (sums[at + side + 1] - sums[at - side]) / (2 * side + 1);
+    });
+  };
+  const half = Math.ceil(reach / 2);
+  const means = centered(centered(values.filter((value) => value !== null), half), reach - half);
+  let next = 0;
+  return values.map((value) => (value === null ? null : means[next++]));
 }
 
 // --- one chart ---
@@ -73,7 +84,10 @@ function colorName(chart, place) {
 
 const colorOf = (chart, place) => color(colorName(chart, place));
 
-function traces(chart) {
+const keyOf = (chart) => `${chart.family}/${chart.title}`;
+const isLog = (chart) => view.log !== view.logCharts.has(keyOf(chart));
+
+function traces(chart, width) {
   const found = [];
   const [, unit] = scaleOf(chart);
   chart.curves.forEach((curve, place) => {
@@ -82,31 +96,44 @@ function traces(chart) {
     const xs = x.map(placeOf);
     const visible = !view.hidden.has(curve.name);
     const line = { color: colorOf(chart, place), width: 1.7 };
-    const mode = x.length === 1 || x.length <= 30 ? "lines+markers" : "lines";
+    const mode = x.length <= FEW_POINTS ? "lines+markers" : "lines";
     const shape = { x: xs, type: "scatter", mode, visible, connectgaps: false, name: plain(curve.label), hovertemplate: `%{y:.5~g} ${unit}` };
-    if (view.smooth > 0 && x.length > 2) {
+    const reach = reachFor(x.length);
+    if (reach > 0) {
       found.push({ ...shape, y, line: { ...line, width: 1 }, mode: "lines", opacity: 0.28, hoverinfo: "skip", hovertemplate: undefined, meta: "raw" });
-      found.push({ ...shape, y: smoothed(y, weightFor(x.length)), line, mode: "lines", meta: "smoothed" });
+      found.push({ ...shape, y: smoothed(y, reach), line, mode: "lines", meta: "smoothed" });
     } else found.push({ ...shape, y, line, marker: { size: x.length === 1 ? 8 : 4.5, color: line.color }, meta: "curve" });
   });
-  return [...found, ...markTraces(chart)];
+  return [...found, ...markTraces(chart, width)];
+}
+
+/** Marks of [step, text] that would touch become one that says how many they are. */
+function grouped(marks, what, width) {
+  const steps = data.axis.step;
+  const [from, to] = view.range ?? [placeOf(steps[0] ?? 0), placeOf(steps.at(-1) ?? 1)];
+  const least = (Math.abs(to - from) * MARK_WIDTH) / Math.max(width, 100);
+  const groups = [];
+  for (const [step, text] of [...marks].sort(([a], [b]) => a - b)) {
+    const group = groups.at(-1);
+    if (group && placeOf(step) - placeOf(group[0][0]) < least) group.push([step, text]); else groups.push([[step, text]]);
+  }
+  return groups.map((group) => [group[0][0], group.length === 1 ? group[0][1] : `${several(group.length, what)}, steps ${number(group[0][0])} to ${number(group.at(-1)[0])}`]);
 }
 
 /** What is marked along the lower edge: evaluations, checkpoints; along the upper: values that are not finite. */
-function markTraces(chart) {
+function markTraces(chart, width) {
   const marks = [];
-  const mark = (steps, texts, symbol, tint, size, y) => steps.length && marks.push({
-    x: steps.map(placeOf), y: steps.map(() => y), text: texts, type: "scatter", mode: "markers", yaxis: "y2", showlegend: false, cliponaxis: false,
+  const mark = (each, symbol, tint, size, y) => each.length && marks.push({
+    x: each.map(([step]) => placeOf(step)), y: each.map(() => y), text: each.map(([, text]) => text), type: "scatter", mode: "markers", yaxis: "y2", showlegend: false, cliponaxis: false,
     marker: { symbol, color: tint, size, line: { width: 1.2, color: tint } }, hovertemplate: "%{text}<extra></extra>", meta: "marks",
   });
   if (view.marks) {
-    mark(data.marks.evaluations, data.marks.evaluations.map(() => "evaluation"), "line-ns", color("faint"), 6, 0.016);
-    const saved = data.marks.checkpoints;
-    mark(saved.map((each) => each.step), saved.map((each) => `checkpoint, ${plain(each.kind)}`), "triangle-up", color("good"), 5, 0.016);
+    mark(grouped(data.marks.evaluations.map((step) => [step, "evaluation"]), "evaluation", width), "line-ns", color("faint"), 6, 0.016);
+    mark(grouped(data.marks.checkpoints.map(({ step, kind }) => [step, `checkpoint, ${plain(kind)}`]), "checkpoint", width), "triangle-up", color("good"), 5, 0.016);
   }
   for (const curve of chart.curves) {
     const odd = view.hidden.has(curve.name) ? [] : data.curves[curve.name].odd_at;
-    mark(odd.map(([step]) => step), odd.map(([, what]) => `${plain(curve.label)} is ${plain(what)}`), "x-thin", color("bad"), 8, 0.97);
+    mark(odd.map(([step, what]) => [step, `${plain(curve.label)} is ${plain(what)}`]), "x-thin", color("bad"), 8, 0.97);
   }
   return marks;
 }
@@ -121,13 +148,18 @@ function layout(chart) {
     font: { family: getComputedStyle(document.body).fontFamily, color: soft, size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 }, namelength: 60 },
     xaxis: { ...axis, unifiedhovertitle: { text: `${view.axis === "step" ? "step " : ""}%{x}${view.axis === "time" ? ` ${timeUnit()[1]}` : view.axis === "tokens" ? " tokens" : ""}` }, title: { text: axisTitle(), font: { size: 11, color: color("faint") }, standoff: 4 }, nticks: 7, ...(view.range ? { range: [...view.range], autorange: false } : { autorange: true, rangemode: "normal" }) },
-    yaxis: { ...axis, type: view.log ? "log" : "linear", fixedrange: true, nticks: 6, ticksuffix: scaleOf(chart)[1] && ` ${scaleOf(chart)[1]}`, ...heightFor(chart) },
+    yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 6, ticksuffix: scaleOf(chart)[1] && ` ${scaleOf(chart)[1]}`, ...heightFor(chart) },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: resumes.map(({ step }) => ({ type: "line", x0: placeOf(step), x1: placeOf(step), y0: 0, y1: 1, yref: "paper", line: { color: color("warn"), width: 1, dash: "dot" } })),
   };
 }
 
-const isBytes = (chart) => chart.family === "memory" && chart.title === "memory";
+const isBytes = (chart) => (chart.family === "memory" && chart.title === "memory") || chart.curves.every(({ name }) => isBytesName(name));
+const isBytesName = (name) => /(^|[/_])(bytes|resident|allocated|reserved)$/.test(name);
+const isRate = (name) => name.endsWith("_per_second");
+
+/** A value of a metric, as it is told everywhere in the page. */
+const metric = (name, value, inBytes = isBytesName(name)) => (inBytes ? bytes(value) : isRate(name) ? count(value) : number(value));
 
 /** By what a chart's values are divided, and the unit that makes. */
 function scaleOf(chart) {
@@ -149,14 +181,14 @@ function heightFor(chart) {
     if (view.hidden.has(name)) continue;
     const { x } = data.curves[name];
     valuesOf(chart, name).forEach((value, place) => {
-      if (value === null || (view.log && value <= 0)) return;
+      if (value === null || (isLog(chart) && value <= 0)) return;
       const at = placeOf(x[place]);
       if (at < from || at > to) return;
       least = Math.min(least, value); greatest = Math.max(greatest, value);
     });
   }
   if (least > greatest) return { autorange: true };
-  if (!view.log) {
+  if (!isLog(chart)) {
     const size = Math.max(Math.abs(least), Math.abs(greatest)), space = roomFor(least, greatest);
     return { autorange: false, range: [least - space, greatest + space], tickformat: "", exponentformat: size < 1 ? "e" : "SI" };
   }
@@ -172,7 +204,7 @@ function drawChart(place) {
   const { chart } = place;
   const isNew = !drawn.has(place);
   drawn.set(place, chart);
-  place.drawing = Plotly.react(place, traces(chart), layout(chart), { displayModeBar: false, responsive: true, doubleClick: false, showTips: false });
+  place.drawing = Plotly.react(place, traces(chart, place.clientWidth - 50), layout(chart), { displayModeBar: false, responsive: true, doubleClick: false, showTips: false });
   if (!isNew) return;
   place.on("plotly_relayout", (change) => {
     const from = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0], to = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
@@ -215,7 +247,59 @@ function chartCard(chart, size) {
   };
   place.retell();
   inSight.observe(place);
-  return el("div", { class: `chart-card${size}` }, el("div", { class: "head" }, el("h3", {}, named(chart.title)), legend), place, note);
+  return el("div", { class: `chart-card${size}` }, el("div", { class: "head" }, el("h3", {}, named(chart.title)), legend), place, el("div", { class: "under" }, note, chartTools(chart, place)));
+}
+
+/** What can be done with one chart. */
+function chartTools(chart, place) {
+  const button = (text, about, click, more = {}) => el("button", { type: "button", class: "plain", title: about, "aria-label": `${about}: ${chart.title}`, ...more, on: { click } }, text);
+  const log = button("log", "Logarithmic scale", () => {
+    if (!view.logCharts.delete(keyOf(chart))) view.logCharts.add(keyOf(chart));
+    redraw();
+  });
+  const retell = place.retell;
+  place.retell = () => { retell(); log.setAttribute("aria-pressed", String(isLog(chart))); };
+  place.retell();
+  return el("span", { class: "chart-tools" }, log, button("CSV", "Download the values as CSV", () => saveCsv(chart)), button("PNG", "Download the chart as an image", () => savePng(chart)));
+}
+
+/** A name that is safe as a file's, whatever a run calls its metrics. */
+const fileName = (chart, end) => `${[data.run.name, chart.family, chart.title].filter(Boolean).join("-").replace(/[^A-Za-z0-9_-]+/g, "-").replace(/^-+|-+$/g, "").slice(0, 100) || "chart"}.${end}`;
+
+function saveAs(name, href) {
+  const link = el("a", { href, download: name, hidden: true });
+  document.body.append(link);
+  link.click();
+  link.remove();
+}
+
+/** A cell of text. A spreadsheet would take one that begins with = + - or @ for a formula, so that it gets an apostrophe before it. */
+const csvText = (text) => `"${(/^[\s]*[=+\-@\t\r\n]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
+
+function csvOf(chart) {
+  const names = chart.curves.map(({ name }) => name);
+  const rows = new Map();
+  names.forEach((name, place) => {
+    const { x, y, odd_at: odd } = data.curves[name];
+    const put = (step, value) => { if (!rows.has(step)) rows.set(step, names.map(() => "")); rows.get(step)[place] = value; };
+    for (const [step, what] of odd) put(step, what);
+    x.forEach((step, at) => { if (y[at] !== null) put(step, y[at]); });
+  });
+  const lines = [...rows].sort(([a], [b]) => a - b).map(([step, values]) => [step, ...values].join(","));
+  return [["step", ...names].map(csvText).join(","), ...lines, ""].join("\r\n");
+}
+
+function saveCsv(chart) {
+  const url = URL.createObjectURL(new Blob([csvOf(chart)], { type: "text/csv" }));
+  saveAs(fileName(chart, "csv"), url);
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+async function savePng(chart) {
+  const width = 1000, height = 520, shown = layout(chart);
+  const named = traces(chart, width).map((trace) => ({ ...trace, showlegend: trace.meta === "curve" || trace.meta === "smoothed" }));
+  const more = { width, height, showlegend: true, legend: { orientation: "h", y: -0.16 }, title: { text: plain(chart.title), font: { size: 15, color: color("ink") } }, margin: { l: 60, r: 20, t: 46, b: 50 }, paper_bgcolor: color("card"), plot_bgcolor: color("card") };
+  saveAs(fileName(chart, "png"), await Plotly.toImage({ data: named, layout: { ...shown, ...more } }, { format: "png", width, height, scale: 2 }));
 }
 
 function legendButton(chart, curve, place) {
@@ -223,14 +307,14 @@ function legendButton(chart, curve, place) {
   const toggle = () => { if (!view.hidden.delete(curve.name)) view.hidden.add(curve.name); redraw(); };
   return el("button", { type: "button", class: "plain", title: curve.name, "aria-pressed": String(!view.hidden.has(curve.name)), on: { click: toggle } },
     el("i", { style: { background: `var(--${colorName(chart, place)})` } }),
-    chart.curves.length > 1 || !chart.title.endsWith(curve.label) ? named(curve.label) : "last", el("b", {}, isBytes(chart) ? bytes(last) : number(last)));
+    named(chart.title.endsWith(curve.label) ? curve.name : curve.label), el("b", { title: "the last value" }, metric(curve.name, last, isBytes(chart))));
 }
 
 function summary(chart) {
   return chart.curves.map(({ name }) => {
     const { y, count: all } = data.curves[name];
-    const finite = y.filter((value) => value !== null);
-    const ends = finite.length ? `, from ${number(Math.min(...finite))} to ${number(Math.max(...finite))}, last ${number(finite.at(-1))}` : "";
+    const finite = y.filter((value) => value !== null), tell = (value) => metric(name, value, isBytes(chart));
+    const ends = finite.length ? `, from ${tell(Math.min(...finite))} to ${tell(Math.max(...finite))}, last ${tell(finite.at(-1))}` : "";
     return `${name}: ${several(all, "value")}${ends}`;
   }).join("; ");
 }

@@ -5,7 +5,7 @@ let data = told.data;
 
 /** What the reader has chosen; it stays when news come in. */
 const view = {
-  axis: "step", log: false, marks: true, smooth: 0, search: "", range: null, hidden: new Set(), open: new Map(), shown: new Map(),
+  axis: "step", log: false, marks: true, smooth: 0, search: "", range: null, hidden: new Set(), open: new Map(), shown: new Map(), logCharts: new Set(),
   window: null, from: 0, to: 0, same: null, sort: new Map(), unfolded: new Set(), picked: new Map(),
 };
 
@@ -50,7 +50,7 @@ function count(value) {
 
 function bytes(value) {
   if (!isNumber(value)) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let place = 0;
   while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
   return `${place ? Number(value.toPrecision(3)) : value} ${units[place]}`;

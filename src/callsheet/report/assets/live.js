@@ -23,9 +23,11 @@ async function poll() {
 
 function showLife() {
   const dot = document.getElementById("life"), said = document.getElementById("life-said");
-  if (!dot) return;
+  if (!dot) return; // a page that is a file
+  const isLive = data.run.outcome === "running";
   dot.classList.toggle("off", !reachable);
-  said.textContent = reachable ? "live" : `no answer since ${moment(answered / 1000)}`;
+  dot.classList.toggle("over", reachable && !isLive);
+  said.textContent = !reachable ? `no answer since ${moment(answered / 1000)}` : isLive ? "live" : isNumber(data.run.ended) && data.run.outcome !== "lost" ? `ended ${moment(data.run.ended)}` : `silent since ${moment(data.run.last_write)}`;
 }
 
 function why() {
@@ -37,7 +39,7 @@ function liveControls() {
   const off = why();
   const button = (act, text) => el("button", { type: "button", id: `act-${act}`, class: act, disabled: Boolean(off), on: { click: () => (act === "stop" ? confirmStop() : ask(act)) } }, text);
   return el("div", { class: "live" },
-    el("span", { class: "dot", id: "life", "aria-hidden": "true" }), el("span", { class: "soft small", id: "life-said" }, "live"),
+    el("span", { class: "dot", id: "life", "aria-hidden": "true" }), el("span", { class: "soft small", id: "life-said" }),
     button("save", "Save a checkpoint"), button("evaluate", "Evaluate"), button("stop", "Stop"),
     el("span", { class: "why soft small", id: "said", role: "status" }, off || said));
 }

@@ -59,6 +59,7 @@ function render() {
     missing.length ? el("p", {}, `Of this run there is nothing on: ${missing.join(", ")}.`) : null,
     el("p", {}, "Made by callsheet ", told.live === null ? `on ${moment(data.generated)} ` : "", "from ", el("span", { class: "mono" }, data.run.path), ". Times are those of this browser's time zone."),
   ].filter(Boolean));
+  showLife();
   redraw();
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
 }

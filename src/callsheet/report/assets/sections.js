@@ -24,7 +24,8 @@ function header() {
 function tiles() {
   const shown = { count, bytes };
   return data.tiles.map((tile) => el("div", { class: "tile" },
-    el("div", { class: "label" }, tile.label), el("div", { class: "value" }, (shown[tile.kind] ?? number)(tile.value)), el("div", { class: "detail" }, tile.detail)));
+    el("div", { class: "label" }, tile.label), el("div", { class: "value" }, (shown[tile.kind] ?? number)(tile.value)),
+    el("div", { class: "detail" }, tile.detail, tile.last === null ? null : `; last record ${(shown[tile.kind] ?? number)(tile.last)}`)));
 }
 
 function problemsList() {
@@ -53,7 +54,7 @@ function costsSection() {
   ];
   const sum = (name) => costs.rows.reduce((total, row) => total + row[name], 0);
   const foot = ["all", number(sum("calls")), duration(sum("seconds")), "", "", duration(sum("per_step")), percent(sum("of_step")), percent(sum("of_run")), ""]
-    .map((text, place) => el("td", { class: place ? "numeric" : null }, text));
+    .map((text, place) => el("td", { class: place ? "numeric" : null, "data-title": columns[place].title }, text || null));
   const timed = costs.window_steps ? `${several(costs.window_steps, "step")} of ${number(costs.steps)} were timed, ${duration(costs.window_seconds / costs.window_steps)} each. ` : "";
   return [
     el("p", { class: "about" }, `${timed}The shares "of the step" are of the events that every step tells; records, evaluations and checkpoints are rare, all timed, and have their share "of the run".`
@@ -68,7 +69,7 @@ function evaluationsSection() {
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
     ...names.map((name, place) => ({ title: name, numeric: true, value: (row) => row.values[place],
-      cell: (row) => (isNumber(row.values[place]) && row.values[place] === best[place] ? el("b", { title: "the least" }, number(row.values[place])) : number(row.values[place])) })),
+      cell: (row) => (isNumber(row.values[place]) && row.values[place] === best[place] ? el("b", { title: "the least" }, metric(name, row.values[place])) : metric(name, row.values[place])) })),
     { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
   ];
   return el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" }));
@@ -166,9 +167,9 @@ function settingsSection() {
       { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
       { title: "value", value: ([, value]) => value, cell: ([, value]) => el("div", { class: "cell mono" }, value) },
     ];
-    found.push(folding("hyperparameters", { class: "card fold-card" }, `Hyper-parameters (${data.hyperparameters.length})`, true, () => table("hyperparameters", columns, data.hyperparameters, { caption: "Hyper-parameters" })));
+    found.push(folding("hyperparameters", { class: "card fold-card" }, `Hyper-parameters (${data.hyperparameters.length})`, false, () => table("hyperparameters", columns, data.hyperparameters, { caption: "Hyper-parameters" })));
   }
-  if (data.config) found.push(folding("config", { class: "card fold-card" }, "config.yaml", !data.hyperparameters.length, () => el("pre", { tabindex: 0 }, data.config)));
+  if (data.config) found.push(folding("config", { class: "card fold-card" }, "config.yaml", false, () => el("pre", { tabindex: 0 }, data.config)));
   return found;
 }
 

@@ -22,7 +22,7 @@ function table(id, columns, rows, options = {}) {
         type: "button", class: "plain fold", "aria-expanded": String(view.unfolded.has(key)), "aria-label": "its parts",
         on: { click: () => { if (!view.unfolded.delete(key)) view.unfolded.add(key); draw(key); } }, "data-key": key,
       }, view.unfolded.has(key) ? "▾" : "▸");
-      return el("td", { class: column.numeric ? "numeric" : null }, fold, shown);
+      return el("td", { class: column.numeric ? "numeric" : null, "data-title": column.title }, fold, shown);
     });
     const found = [el("tr", { class: isInner ? "inner" : options.rowClass?.(row) }, cells)];
     if (view.unfolded.has(key)) found.push(...inner.flatMap((each) => line(each, true)));
@@ -42,7 +42,7 @@ function table(id, columns, rows, options = {}) {
   }
 
   draw();
-  return el("div", { class: options.tall ? "scroll tall" : "scroll", tabindex: options.tall ? 0 : null }, el("table", { id: `table-${id}` },
+  return el("div", { class: options.tall ? "scroll tall" : "scroll", tabindex: 0, role: "region", "aria-label": options.caption ?? id }, el("table", { id: `table-${id}` },
     el("caption", { class: "hidden-text" }, options.caption ?? id),
     el("thead", {}, el("tr", {}, heads)), body, options.foot && el("tfoot", {}, el("tr", {}, options.foot))));
 }
