@@ -18,6 +18,9 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 class HostEvaluation:
     """The host's own evaluation, where it can be asked for one; what it found, by the dataset's name."""
 
+    is_resumed = False
+    """An evaluation that a signal kept from being made is lost: our checkpoints do not know the host's."""
+
     def __init__(
         self, ctx: Context, evaluates: Evaluates | None, tell: Callable[[Mapping[str, Mapping[str, Any]]], None]
     ) -> None:

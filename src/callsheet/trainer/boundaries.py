@@ -189,6 +189,8 @@ class Boundaries:
 
     def _due(self) -> list[str]:
         """The evaluations that are due, also where a signal keeps them from being made: it does not make them due itself."""
+        if self.is_making_way and not self._evaluation.is_resumed:
+            return []
         ctx = self._ctx
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         return self._evaluation.due(ctx, is_over)

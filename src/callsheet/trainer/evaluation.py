@@ -110,6 +110,9 @@ class Evaluation:
         module: what forward goes through.
     """
 
+    is_resumed = True
+    """Checkpoints hold which evaluation is due, so that a resumed run makes it."""
+
     def __init__(
         self,
         manager: CallbackManager,
