@@ -84,6 +84,10 @@ class UnknownArgument(ConfigError, TypeError):
     """A keyword argument that a class or function does not have; the message says what it is called here."""
 
 
+class HostError(CallsheetError, RuntimeError):
+    """A host could not follow another framework's loop, and observes the run no longer; training goes on."""
+
+
 class NotCarried(CallsheetError, RuntimeError):
     """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
@@ -152,3 +156,13 @@ def _where_class(kind: Any) -> str:
         return f"{Path(inspect.getsourcefile(kind) or '?').name}:{inspect.getsourcelines(kind)[1]}"
     except (OSError, TypeError):  # defined where there is no source file
         return "<unknown source>"
+
+
+def mark_as_users(error: BaseException) -> None:
+    """Note on the error that it comes from code of the user's, such as a callback: a host lets it out."""
+    error.__dict__["_callsheet_users"] = True  # not setattr: a frozen exception would refuse it
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether `mark_as_users` was called on the error."""
+    return "_callsheet_users" in error.__dict__

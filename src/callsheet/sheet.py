@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError, FieldNotTold, text_of, where
+from callsheet.errors import CallsheetError, FieldNotTold, mark_as_users, text_of, where
 from callsheet.events import Event, as_event
 from callsheet.lifecycle import EVENTS, is_available
 from callsheet.randomness import random_state, restore_random_state, same_random_state
@@ -321,6 +321,7 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
         ctx.excuse(f"{member.label} ({member.source}) reads ctx.{error.name} at {event}")
         _call_rest(told, place + 1, ctx)
         return
+    mark_as_users(error)
     error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
     for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
         if event in _LAST_WORDS or entry.phase in _ALWAYS_TOLD:

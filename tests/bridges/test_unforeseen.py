@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.metrics import Loss
 from torch import nn
+from torchtnt.framework.fit import fit
 
 from callsheet import Callback, Context, FieldNotTold
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.ignite import host as ignite_host
+from callsheet.bridges.lightning import host as lightning_host
+from callsheet.bridges.torchtnt import host as torchtnt_host
 from callsheet.callbacks import EMA, History, NaNMonitor
+from callsheet.errors import HostError
 from callsheet.lifecycle import FIELDS, is_available
 from callsheet.testing import Recorder, check_events
+
+from .homes import lightning as lightning_home
+from .homes import torchtnt as torchtnt_home
+from .homes.job import POINTS
 
 STEP = (
     "train_step",
@@ -170,3 +181,136 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
     check_events(recorder.events)
     assert recorder.events.count("on_eval_all_end") == 3
     assert sum("was not reported" in record.message for record in caplog.records) == 1
+
+
+class Confused:
+    """In the place of a host's methods: leaves some calls out, makes some twice, and some again that were made before."""
+
+    def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
+        self.drawn = random.Random(seed)
+        self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.odd = 0
+        for name in names:
+            setattr(host, name, self.around(getattr(host, name)))
+
+    def around(self, method: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> None:
+            self.made.append((method, args, kwargs))
+            calls = [self.made[-1]]
+            if self.drawn.random() < 0.15:
+                self.odd += 1
+                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made), *calls]])
+            for call, given, named in calls:
+                call(*given, **named)
+
+        return called
+
+
+OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
+SEEDS = range(12)
+
+
+def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
+    check_events(recorder.events)
+    assert recorder.events[-1] == "on_run_end"
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), observed.parameters(), strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in observed.modules())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ignite_confused(seed: int, tmp_path: Path) -> None:
+    def trained(recorder: Recorder | None) -> nn.Module:
+        torch.manual_seed(3)
+        model = POINTS.made_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
+        evaluator: Any = create_supervised_evaluator(model, {"loss": Loss(POINTS.loss)})
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(POINTS.validation_batches()))
+        if recorder is not None:
+            hosted: Any = ignite_host(
+                [*(make() for make in OBSERVERS), recorder], model=model, optimizer=optimizer, strict=False,
+                evaluators={"validation": evaluator}, run_name="small", runs_folder=tmp_path, log_interval=1,
+            )  # fmt: skip
+            of_trainer = ("get_batch_started", "get_batch_completed", "iteration_started", "iteration_completed", "epoch_started")
+            of_evaluator = ("started", "iteration_started", "iteration_completed", "completed")
+            names = (*of_trainer, "epoch_completed", *(f"evaluation_{name}" for name in of_evaluator))
+            Confused(hosted, tuple(f"_{name}" for name in names), seed)
+            hosted.attach(trainer)
+        trainer.run(POINTS.batches(), max_epochs=3)
+        return model
+
+    recorder = Recorder()
+    held(recorder, trained(None), trained(recorder))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lightning_confused(seed: int, tmp_path: Path) -> None:
+    def trained(recorder: Recorder | None) -> nn.Module:
+        torch.manual_seed(3)
+        module = lightning_home.Module(POINTS)
+        hosted: list[Any] = []
+        if recorder is not None:
+            hosted = [lightning_host([*(make() for make in OBSERVERS), recorder], strict=False)]
+            steps = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+            epochs = ("on_train_epoch_start", "on_train_epoch_end")
+            judged = ("on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end")
+            Confused(hosted[0], (*steps, *epochs, *judged), seed)
+        lightning_home.quiet_trainer(tmp_path, hosted, num_sanity_val_steps=0).fit(
+            module, POINTS.batches(), POINTS.validation_batches()
+        )
+        return module
+
+    recorder = Recorder()
+    held(recorder, trained(None), trained(recorder))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
+    def trained(recorder: Recorder | None) -> nn.Module:
+        torch.manual_seed(3)
+        unit = torchtnt_home.Unit(POINTS)
+        hosted: list[Any] = []
+        if recorder is not None:
+            hosted = [
+                torchtnt_host([*(make() for make in OBSERVERS), recorder], strict=False, run_name="small", runs_folder=tmp_path)
+            ]
+            names = ("on_train_epoch_start", "on_train_step_start", "on_train_step_end", "on_train_epoch_end")
+            judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
+            Confused(hosted[0], (*names, *judged), seed)
+        fit(unit, POINTS.batches(), POINTS.validation_batches(), max_epochs=3, callbacks=hosted)
+        module: nn.Module = unit.module
+        return module
+
+    recorder = Recorder()
+    held(recorder, trained(None), trained(recorder))
+
+
+def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Ends(Callback):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def on_exception(self, ctx: Context) -> None:
+            self.told.append(type(ctx.exception))
+
+        def on_run_end(self, ctx: Context) -> None:
+            self.told.append(ctx.run.outcome)
+
+    model = POINTS.made_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
+    ends = Ends()
+    hosted = ignite_host([ends, EMA(half_life=2)], model=model, optimizer=optimizer, run_name="small", runs_folder=tmp_path)
+    hosted.attach(trainer)
+
+    def confuse() -> None:
+        hosted._watch = None  # type: ignore[assignment]  # an error of the host's own
+
+    trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), confuse)
+    trainer.run(POINTS.batches(), max_epochs=2)
+    assert trainer.state.epoch == 2
+    assert ends.told == [HostError, "failed"]
+    failed = [record for record in caplog.records if "cannot follow this Ignite engine" in record.message]
+    assert len(failed) == 1
+    assert failed[0].exc_info
+    assert not model._forward_hooks

@@ -8,6 +8,7 @@ from typing import Any
 
 from callsheet.context import CheckpointInfo, Context
 from callsheet.control import Request
+from callsheet.errors import mark_as_users
 from callsheet.spans import Spans
 from callsheet.trainer.checkpoints import Stateful
 from callsheet.trainer.evaluation import Undone
@@ -48,7 +49,12 @@ class HostEvaluation:
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
         """Ask the host, and tell what it found."""
         assert self._evaluates is not None  # else the request was refused
-        self._tell(self._evaluates())
+        try:
+            found = self._evaluates()
+        except BaseException as error:
+            mark_as_users(error)
+            raise
+        self._tell(found)
         return self.results
 
     def take(self) -> dict[str, float]:
@@ -92,7 +98,11 @@ class HostCheckpoints:
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> None:
         """Ask the host."""
         self.requests += requests
-        self._saves(requests)
+        try:
+            self._saves(requests)
+        except BaseException as error:
+            mark_as_users(error)
+            raise
 
     def earlier_stop(self) -> None:
         """Return None: whether a stopped run trains on is the host's to say."""

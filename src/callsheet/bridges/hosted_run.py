@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from callsheet.callback import Callback, label_of
 from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import NotCarried
+from callsheet.errors import CallsheetError, FieldNotTold, HostError, NotCarried, is_users
 from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
@@ -34,6 +36,23 @@ from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.world import World
+
+logger = logging.getLogger("callsheet")
+
+Observed = TypeVar("Observed", bound=Callable[..., Any])
+
+
+def observing(method: Observed) -> Observed:
+    """Have a host give up observing where this method of its fails: its `_give_up` gets the error. A step's methods catch it themselves."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._give_up(error)
+
+    return called  # type: ignore[return-value]  # of the same shape
 
 
 class HostedRun:
@@ -245,6 +264,25 @@ class HostedRun:
         self.narrator.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
+
+    def give_up(self, error: Exception) -> None:
+        """Stop observing, since the host itself has failed with `error`: fire `on_exception` and `on_run_end`, and let training go on.
+
+        For a host's `except Exception`, which then removes its hooks. What the user has to know of is raised: an error of a callback or of
+        another function of the user's, one that callsheet raises on purpose, and a file that cannot be written.
+        """
+        is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotTold)
+        if is_users(error) or is_on_purpose:
+            raise error
+        message = (
+            f"callsheet cannot follow {self.host} after step {self.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
+            "are called no more in this run, which is recorded as failed. Training goes on. Please report this with the traceback"
+        )
+        logger.error("%s", message, exc_info=error)
+        given_up = HostError(message)
+        given_up.__cause__ = error
+        self.eval_narrator.forget()
+        self.fail(given_up)
 
     # --- after a step and an epoch ---
 

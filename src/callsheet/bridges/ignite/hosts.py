@@ -14,7 +14,7 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.hosted_run import HostedRun, observing
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
@@ -61,6 +61,8 @@ class IgniteHost:
         self._forget()
 
     def _forget(self) -> None:
+        self._has_given_up = False
+        self._hears_microbatch = False
         self._is_first = True  # the step
         self._microbatches = 0  # of it
         self._in_epoch = False
@@ -148,6 +150,7 @@ class IgniteHost:
             return f"{state.max_iters // batches}ba"
         return f"{state.max_epochs}ep" if state.max_epochs is not None else None
 
+    @observing
     def _completed(self, trainer: Engine) -> None:
         run = self._run
         if run is not None:
@@ -157,11 +160,13 @@ class IgniteHost:
             run.finish()
             self._let_go()
 
+    @observing
     def _interrupt(self, trainer: Engine) -> None:
         """The run may be gone on with; if it is not, this is how it ended."""
         if self._run is not None:
             self._run.lifetime.outcome = Outcome.INTERRUPTED
 
+    @observing
     def _terminate(self, trainer: Engine) -> None:
         """Somebody has stopped the training, or it has made all of its `max_iters`."""
         run, state = self._run, trainer.state
@@ -185,6 +190,16 @@ class IgniteHost:
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # nobody else would have kept it from coming out
             raise error
 
+    def _give_up(self, error: Exception) -> None:
+        """The host itself has failed: training goes on without it."""
+        run = self._run
+        if run is not None:
+            run.give_up(error)  # which raises what the user has to know of
+            self._let_go()
+        elif not self._has_given_up:
+            raise error
+        self._has_given_up = True
+
     def _let_go(self) -> None:
         self._ends()
         self._run = None
@@ -196,6 +211,7 @@ class IgniteHost:
 
     # --- epochs and steps ---
 
+    @observing
     def _epoch_started(self, trainer: Engine) -> None:
         run = self._run
         if run is not None:
@@ -205,73 +221,85 @@ class IgniteHost:
                 run.narrator.start("epoch")
 
     def _get_batch_started(self, trainer: Engine) -> None:
-        run = self._run
-        if run is None or self._microbatches:  # within a step
-            return
-        if self._told or self._is_waiting:
-            self._go_on(run)
-        self._is_due_told = False
-        narrator = run.narrator
-        if narrator.listen():
-            self._hears_microbatch = narrator.hears("microbatch")
-            self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen(narrator.is_read)
-            self._watch.listen(narrator.is_loss_read)
-        if not narrator.parts["fetch"].is_quiet:
-            narrator.start("fetch")
-            run.ctx.batch = None
+        try:
+            run = self._run
+            if run is None or self._microbatches:  # within a step
+                return
+            if self._told or self._is_waiting:
+                self._go_on(run)
+            self._is_due_told = False
+            narrator = run.narrator
+            if narrator.listen():
+                self._hears_microbatch = narrator.hears("microbatch")
+                self._model_hooks.listen(self._hears_microbatch)
+                self._optimizer_hooks.listen(narrator.is_read)
+                self._watch.listen(narrator.is_loss_read)
+            if not narrator.parts["fetch"].is_quiet:
+                narrator.start("fetch")
+                run.ctx.batch = None
+        except Exception as error:
+            self._give_up(error)
 
     def _get_batch_completed(self, trainer: Engine) -> None:
-        run = self._run
-        if run is None or self._microbatches or run.narrator.parts["fetch"].is_quiet:
-            return
-        run.ctx.batch = batch = trainer.state.batch
-        run.narrator.end("fetch")
-        if run.ctx.batch is not batch:
-            trainer.state.batch = run.ctx.batch
+        try:
+            run = self._run
+            if run is None or self._microbatches or run.narrator.parts["fetch"].is_quiet:
+                return
+            run.ctx.batch = batch = trainer.state.batch
+            run.narrator.end("fetch")
+            if run.ctx.batch is not batch:
+                trainer.state.batch = run.ctx.batch
+        except Exception as error:
+            self._give_up(error)
 
     def _iteration_started(self, trainer: Engine) -> None:
-        run = self._run
-        if run is None:
-            return
-        narrator, ctx, watch = run.narrator, run.ctx, self._watch
-        watch.is_on = True
-        is_first = not self._microbatches
-        if is_first and trainer.state.dataloader is None:  # the function makes its own
-            self._get_batch_started(trainer)
-            self._get_batch_completed(trainer)
-        self._microbatches += 1
-        ctx.batch = batch = trainer.state.batch
-        if is_first:
-            run.counted = counts_of(batch)
-            watch.total, self._optimizer_hooks.has_stepped = None, False
-            narrator.start_step()
-        else:
-            samples, tokens = counts_of(batch)
-            run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-        if self._hears_microbatch:
-            ctx.microbatch = batch
-            narrator.start("microbatch")
-            if ctx.microbatch is not batch:
-                trainer.state.batch = ctx.microbatch
+        try:
+            run = self._run
+            if run is None:
+                return
+            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            watch.is_on = True
+            is_first = not self._microbatches
+            if is_first and trainer.state.dataloader is None:  # the function makes its own
+                self._get_batch_started(trainer)
+                self._get_batch_completed(trainer)
+            self._microbatches += 1
+            ctx.batch = batch = trainer.state.batch
+            if is_first:
+                run.counted = counts_of(batch)
+                watch.total, self._optimizer_hooks.has_stepped = None, False
+                narrator.start_step()
+            else:
+                samples, tokens = counts_of(batch)
+                run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+            if self._hears_microbatch:
+                ctx.microbatch = batch
+                narrator.start("microbatch")
+                if narrator.parts["microbatch"].is_open and ctx.microbatch is not batch:
+                    trainer.state.batch = ctx.microbatch
+        except Exception as error:
+            self._give_up(error)
 
     def _iteration_completed(self, trainer: Engine) -> None:
-        run = self._run
-        if run is None or not self._microbatches:
-            return
-        self._watch.is_on = False
-        if trainer.state.iteration % self._accumulate:
-            run.narrator.end("microbatch")
-            return
-        self._microbatches = 0
-        run.step_skipped = not self._optimizer_hooks.has_stepped
-        run.end_step()
-        self._is_due_told = True
-        if self._is_first:
-            self._is_first = False
-            self._check_first(run)
-        if run.control.pending or run.boundaries.is_making_way:
-            self._stop_if_asked(run)
+        try:
+            run = self._run
+            if run is None or not self._microbatches:
+                return
+            self._watch.is_on = False
+            if trainer.state.iteration % self._accumulate:
+                run.narrator.end("microbatch")
+                return
+            self._microbatches = 0
+            run.step_skipped = not self._optimizer_hooks.has_stepped
+            run.end_step()
+            self._is_due_told = True
+            if self._is_first:
+                self._is_first = False
+                self._check_first(run)
+            if run.control.pending or run.boundaries.is_making_way:
+                self._stop_if_asked(run)
+        except Exception as error:
+            self._give_up(error)
 
     def _check_first(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:
@@ -284,6 +312,7 @@ class IgniteHost:
                 )
         run.check_carried(strict=self._strict, logger=logger)
 
+    @observing
     def _epoch_completed(self, trainer: Engine) -> None:
         run = self._run
         if run is None or not self._in_epoch:
@@ -312,6 +341,7 @@ class IgniteHost:
             self._is_due_told = True
             self._stop_if_asked(run)
 
+    @observing
     def _terminate_single_epoch(self, trainer: Engine, iter_counter: int) -> None:
         """The engine counts an epoch that it leaves as one that it has made."""
         self._epoch_completed(trainer)
@@ -352,6 +382,7 @@ class IgniteHost:
             self._evaluates = False
         return {}
 
+    @observing
     def _evaluation_started(self, evaluator: Engine, name: str) -> None:
         self._catch_up()
         run = self._run
@@ -362,15 +393,18 @@ class IgniteHost:
         self._judging_hooks.listen(run.hears_outputs("eval"))
         run.begin_evaluation(name, standalone=not run.narrator.is_open("train"))
 
+    @observing
     def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
             self._run.eval_ctx.batch = evaluator.state.batch
             self._run.eval_narrator.start("eval_step")
 
+    @observing
     def _evaluation_iteration_completed(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
             self._run.eval_narrator.end("eval_step")
 
+    @observing
     def _evaluation_completed(self, evaluator: Engine, name: str) -> None:
         run = self._run
         if run is None or self._dataset != name:
@@ -407,6 +441,7 @@ class IgniteHost:
         finally:
             self._saves = False
 
+    @observing
     def _saved(self, engine: Engine) -> None:
         """A checkpoint handler of this engine has written a file: tell it, if it is the one that was given."""
         assert self._checkpoint is not None

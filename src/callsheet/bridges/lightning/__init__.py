@@ -15,7 +15,7 @@ with needed_by(__name__):
 
 from callsheet import distributed
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.hosted_run import HostedRun, observing
 from callsheet.bridges.lightning.fabric_run import fabric
 from callsheet.bridges.lightning.guests import LightningGuest, guest
 from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
@@ -103,6 +103,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._has_given_up = False
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # HostedRun, between the first hook of a run and its last
         self._trained: HostedRun | None = None  # the latest `fit`: checkpoints may be written after it, too
@@ -129,6 +130,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self._steps = StepHooks(run.eval_narrator, run.eval_ctx, module)
         self._hooks = [self._steps]
         self._is_first = self._is_first_judged = True
+        self._has_given_up = False
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
         run.begin()
@@ -137,6 +139,16 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def _finish(self) -> None:
         self._run.finish()
         self._let_go()
+
+    def _give_up(self, error: Exception) -> None:
+        """The host itself has failed: training goes on without it."""
+        run = self._run
+        if run is not None:
+            run.give_up(error)  # which raises what the user has to know of
+            self._let_go()
+        elif not self._has_given_up:
+            raise error
+        self._has_given_up = True
 
     def _let_go(self) -> None:
         self._run = None
@@ -216,6 +228,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         if self._length is not None:
             self._run.state.epoch_batches = -(-self._length // trainer.accumulate_grad_batches)
 
+    @observing
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """An epoch begins."""
         self._start_epoch(trainer)
@@ -233,47 +246,53 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch, on the device, of a step that may take several."""
-        run = self._run
-        narrator, ctx, watch = run.narrator, run.ctx, self._watch
-        samples, tokens = counts_of(batch)
-        ctx.batch = batch
-        parts = narrator.parts
-        if parts["train_step"].is_open:
-            counted = run.counted
-            run.counted = counted[0] + samples, counted[1] + tokens
-        else:
-            run.counted = samples, tokens
-            if not parts["epoch"].is_open:
-                self._start_epoch(trainer)
-            if narrator.listen():
-                watch.listen(narrator.is_loss_read)
-                self._hears_microbatch = narrator.hears("microbatch")
-                self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
-                self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
-            if not parts["fetch"].is_quiet:
-                narrator.tell("fetch")
-            narrator.start_step()
-            watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
-        watch.is_on, self._before_batch = True, watch.total
-        given = ctx.batch
-        if self._hears_microbatch:
-            ctx.microbatch = given
-            narrator.start("microbatch")
-            given = ctx.microbatch
-        self._forward.replaced = [given] if given is not batch else None
+        try:
+            run = self._run
+            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            samples, tokens = counts_of(batch)
+            ctx.batch = batch
+            parts = narrator.parts
+            if parts["train_step"].is_open:
+                counted = run.counted
+                run.counted = counted[0] + samples, counted[1] + tokens
+            else:
+                run.counted = samples, tokens
+                if not parts["epoch"].is_open:
+                    self._start_epoch(trainer)
+                if narrator.listen():
+                    watch.listen(narrator.is_loss_read)
+                    self._hears_microbatch = narrator.hears("microbatch")
+                    self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
+                    self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
+                if not parts["fetch"].is_quiet:
+                    narrator.tell("fetch")
+                narrator.start_step()
+                watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
+            watch.is_on, self._before_batch = True, watch.total
+            given = ctx.batch
+            if self._hears_microbatch:
+                ctx.microbatch = given
+                narrator.start("microbatch")
+                given = ctx.microbatch
+            self._forward.replaced = [given] if given is not batch else None
+        except Exception as error:
+            self._give_up(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The gradients are there, unscaled, and not yet clipped."""
-        watch = self._watch
-        if self._is_moving:  # again in this step: a closure that the optimizer evaluates several times, or another optimizer
-            self._keep_last_loss(watch)
-            return
-        self._is_moving, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
-        if not self._run.narrator.parts["clip_gradients"].is_quiet:
-            self._run.narrator.start("clip_gradients")
-        self._last_loss, watch.total = watch.total, None
-        if not self._clip.is_on:
-            self._clipped()
+        try:
+            watch = self._watch
+            if self._is_moving:  # again in this step: a closure that the optimizer evaluates several times, or another optimizer
+                self._keep_last_loss(watch)
+                return
+            self._is_moving, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
+            if not self._run.narrator.parts["clip_gradients"].is_quiet:
+                self._run.narrator.start("clip_gradients")
+            self._last_loss, watch.total = watch.total, None
+            if not self._clip.is_on:
+                self._clipped()
+        except Exception as error:
+            self._give_up(error)
 
     def _keep_last_loss(self, watch: BackwardWatch) -> None:
         """Of the evaluations of a closure, the last one's."""
@@ -298,29 +317,33 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is through, and with it perhaps the step."""
-        run = self._run
-        narrator, watch = run.narrator, self._watch
-        watch.is_on = watch.is_in_closure = False
-        if self._is_moving:
-            self._keep_last_loss(watch)
-            watch.total = self._last_loss
-        if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-            narrator.end("microbatch")
-            return
-        if run.step_skipped:
-            narrator.end("optimizer_step")
-        if run.manager.heard.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
-            self._log(trainer)
-        run.end_step()
-        self._may_tell_save = True
-        if self._is_first:
-            self._is_first = False
-            if not self._is_moving:  # optimized by hand, over several batches
-                narrator.made_up -= {"clip_gradients", "optimizer_step"}
-            run.check_carried(strict=self._strict, logger=logger)
-        if run.control.pending:
-            self._stop_if_asked(trainer, run)
+        try:
+            run = self._run
+            narrator, watch = run.narrator, self._watch
+            watch.is_on = watch.is_in_closure = False
+            if self._is_moving:
+                self._keep_last_loss(watch)
+                watch.total = self._last_loss
+            if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+                narrator.end("microbatch")
+                return
+            if run.step_skipped:
+                narrator.end("optimizer_step")
+            if run.manager.heard.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
+                self._log(trainer)
+            run.end_step()
+            self._may_tell_save = True
+            if self._is_first:
+                self._is_first = False
+                if not self._is_moving:  # optimized by hand, over several batches
+                    narrator.made_up -= {"clip_gradients", "optimizer_step"}
+                run.check_carried(strict=self._strict, logger=logger)
+            if run.control.pending:
+                self._stop_if_asked(trainer, run)
+        except Exception as error:
+            self._give_up(error)
 
+    @observing
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The epoch is over, or left."""
         run = self._run
@@ -332,6 +355,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self._may_tell_save = True
         self._stop_if_asked(trainer, run)
 
+    @observing
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run."""
         run = self._run
@@ -355,9 +379,10 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     # --- evaluation ---
 
+    @observing
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """An evaluation begins, in training or by hand; its datasets are told as their batches come."""
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or (self._has_given_up and trainer.state.fn == "fit"):
             return
         run = self._run
         if run is None:
@@ -377,6 +402,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def _listen(self, run: HostedRun, step: str, span: str) -> None:
         self._steps.listen(f"{step}_step", run.hears_outputs(span))
 
+    @observing
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -390,6 +416,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         run.eval_ctx.batch = batch
         run.eval_narrator.start("eval_step")
 
+    @observing
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -404,6 +431,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             self._is_first_judged = False
             run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
 
+    @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """The evaluation is over, and what it found is known."""
         if trainer.sanity_checking:
@@ -431,17 +459,20 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         """A run of its own."""
         self._begin_apart(trainer, pl_module, "test")
 
+    @observing
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """A batch of the test, or of a prediction."""
         self._run.eval_ctx.batch = batch
         self._run.eval_narrator.start("test_step" if trainer.testing else "predict_step")
 
+    @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
         """It is through."""
         self._end_batch("test_step" if trainer.testing else "predict_step")
 
     on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
 
+    @observing
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         """The test is over, and what it found is known."""
         run, found = self._run, self._found(trainer, "test")
@@ -455,6 +486,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         """A run of its own."""
         self._begin_apart(trainer, pl_module, "predict")
 
+    @observing
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """All is predicted."""
         self._run.eval_narrator.end("predict")

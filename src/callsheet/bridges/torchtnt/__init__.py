@@ -19,7 +19,7 @@ with needed_by(__name__):
     from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.host_states import own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.hosted_run import HostedRun, observing
 from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
@@ -110,6 +110,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._has_given_up = False
         self._metrics = metrics
         self._resume = resume
         self._settings = settings
@@ -162,6 +163,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
+        self._has_given_up = False
         self._is_checked = False  # whether the first step has told all that is heard
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
@@ -181,6 +183,16 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if self._run is not None:
             self._run.finish()
             self._let_go()
+
+    def _give_up(self, error: Exception) -> None:
+        """The host itself has failed: training goes on without it."""
+        run = self._run
+        if run is not None:
+            run.give_up(error)  # which raises what the user has to know of
+            self._let_go()
+        elif not self._has_given_up:
+            raise error
+        self._has_given_up = True
 
     def _let_go(self) -> None:
         self._ends()
@@ -203,6 +215,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             run.narrator.start("epoch")
         self._stop_if_asked(run, state)
 
+    @observing
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         """An epoch begins."""
         run = self._run
@@ -258,42 +271,48 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         """A batch is to be trained on: of a step the first, or a further one."""
-        run = self._run
-        assert run is not None
-        narrator, ctx, watch = run.narrator, run.ctx, self._watch
-        counted = counts_of(ctx.batch)
-        if narrator.parts["train_step"].is_open:
-            run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
-        else:
-            narrator.start_step()
-            run.counted = counted
-            watch.total = None
-            if self._optimizer_hooks is not None:
-                self._optimizer_hooks.has_stepped = False
-        watch.is_on = True
-        if self._hears_forward:
-            ctx.microbatch = ctx.batch
-            narrator.start("microbatch")
+        try:
+            run = self._run
+            assert run is not None
+            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            counted = counts_of(ctx.batch)
+            if narrator.parts["train_step"].is_open:
+                run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
+            else:
+                narrator.start_step()
+                run.counted = counted
+                watch.total = None
+                if self._optimizer_hooks is not None:
+                    self._optimizer_hooks.has_stepped = False
+            watch.is_on = True
+            if self._hears_forward:
+                ctx.microbatch = ctx.batch
+                narrator.start("microbatch")
+        except Exception as error:
+            self._give_up(error)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         """The batch is through; with it the step, if the optimizer has stepped, or would have."""
-        run = self._run
-        assert run is not None
-        self._watch.is_on = False
-        progress, hooks = self._progress, self._optimizer_hooks
-        self._steps_told = steps = progress.num_steps_completed
-        if hooks is not None and not hooks.has_stepped:
-            would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
-            if not would:
-                run.narrator.end("microbatch")
-                return
-        run.step_skipped = hooks is not None and not hooks.has_stepped
-        every = self._evaluates_every
-        if every and steps % every == 0:
-            run.narrator.end_step()
-            self._waiting = "step"
-        else:
-            self._end_step(run, state)
+        try:
+            run = self._run
+            assert run is not None
+            self._watch.is_on = False
+            progress, hooks = self._progress, self._optimizer_hooks
+            self._steps_told = steps = progress.num_steps_completed
+            if hooks is not None and not hooks.has_stepped:
+                would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
+                if not would:
+                    run.narrator.end("microbatch")
+                    return
+            run.step_skipped = hooks is not None and not hooks.has_stepped
+            every = self._evaluates_every
+            if every and steps % every == 0:
+                run.narrator.end_step()
+                self._waiting = "step"
+            else:
+                self._end_step(run, state)
+        except Exception as error:
+            self._give_up(error)
 
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
@@ -305,6 +324,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run, state)
 
+    @observing
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         """The epoch is over, or left."""
         run, place, train = self._run, self._place, state.train_state
@@ -333,6 +353,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if (run.control.stop_requested is not None or run.boundaries.is_making_way) and not state.should_stop:
             state.stop()
 
+    @observing
     def on_train_end(self, state: State, unit: Any) -> None:
         """End the run."""
         self._finish()
@@ -348,6 +369,8 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     def on_eval_start(self, state: State, unit: Any) -> None:
         """An evaluation begins, which is a run of its own outside training."""
         run = self._run
+        if run is None and self._has_given_up and state.train_state is not None:
+            return
         if run is None or (state.train_state is None and not run.narrator.is_open("train")):
             run = self._begin(state, unit)
         self._sums: dict[str, Any] = {}
@@ -357,6 +380,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             run.begin_evaluation(EVALUATED, standalone=not run.narrator.is_open("train"))
             self._judging_hooks.listen(True)
 
+    @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
         """A batch is to be evaluated."""
         run = self._run
@@ -364,6 +388,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             run.eval_ctx.batch = self._batch
             run.eval_narrator.start("eval_step")
 
+    @observing
     def on_eval_step_end(self, state: State, unit: Any) -> None:
         """It has been."""
         run = self._run
@@ -375,6 +400,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
         run.eval_narrator.end("eval_step")
 
+    @observing
     def on_eval_end(self, state: State, unit: Any) -> None:
         """The evaluation is over, and then what waited for it."""
         run = self._run
@@ -405,6 +431,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         self._begin(state, unit).narrator.start("predict")
         self._predict_hooks.listen(True)
 
+    @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
         """A batch is to be predicted on."""
         run = self._run
@@ -412,11 +439,13 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             run.ctx.batch = self._batch
             run.narrator.start("predict_step")
 
+    @observing
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         """It has been."""
         if self._run is not None:
             self._run.narrator.end("predict_step")
 
+    @observing
     def on_predict_end(self, state: State, unit: Any) -> None:
         """End the run."""
         if self._run is not None and self._run.narrator.is_open("predict"):
