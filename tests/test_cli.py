@@ -11,6 +11,7 @@ import pytest
 from callsheet import Callback, Context, __version__, lifecycle
 from callsheet.cli import main
 from callsheet.loggers import read_metrics
+from callsheet.run_marker import mark_run
 
 TINY = """
 recipe: pretrain
@@ -178,6 +179,7 @@ def test_going_on_with_another_job_is_refused(recipe: Path, capsys: pytest.Captu
 def test_a_run_without_a_checkpoint_is_set_aside(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/metrics.jsonl").write_text("")
+    mark_run(Path("runs/tiny"), "tiny")  # its training had begun
     assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
     assert "which had no checkpoint, is now runs/tiny.1; starting anew" in capsys.readouterr().out
     assert steps_in(Path("runs/tiny"))[-1] == 6
