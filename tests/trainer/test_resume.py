@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from callsheet import Callback, CheckpointError, ConfigError, Context, Outcome, Trainer
 from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
@@ -32,6 +33,7 @@ from .small_run import (
     STEPS,
     STEPS_PER_EPOCH,
     History,
+    Noisy,
     SavesAt,
     checkpoints,
     made_loader,
@@ -155,6 +157,21 @@ def test_resuming_from_before_a_risky_evaluation_makes_it(interval: str, which: 
     resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[which], eval_interval=interval)
     assert resumed["losses"] == straight["losses"]
     assert [step for step, values in resumed["records"] if "noisy/loss" in values] == found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluations_are_resumed_exactly(workers: int, tmp_path: Path) -> None:
+    """What they draw, from a generator of their own or in persistent workers, goes on where it was."""
+
+    def evaluation() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(
+            Noisy(), batch_size=5, shuffle=True, generator=generator, num_workers=workers, persistent_workers=workers > 0
+        )
+
+    straight = run_small(tmp_path, SavesAt("step"), eval_dataloader=evaluation)
+    middle = checkpoints(tmp_path)[6]  # after one evaluation
+    assert run_small(tmp_path / "resumed", seed=3, resume=middle, eval_dataloader=evaluation) == straight
 
 
 class Crashes(Callback):
