@@ -216,7 +216,12 @@ def test_the_package_s_modules_and_names_are_found() -> None:
         assert getattr(inner, name) is not None
     assert here.TrainerCallback is inner.TrainerCallback is TrainerCallback
     settings = importlib.import_module("callsheet.compat.instructlab.config")
-    for use in (lambda: settings.DeepSpeedOptions(), lambda: here.ShardingStrategies.HYBRID_SHARD, lambda: inner.FSDPOptions()):
+    uses: list[Callable[[], object]] = [
+        lambda: settings.DeepSpeedOptions(),
+        lambda: here.ShardingStrategies.HYBRID_SHARD,
+        lambda: inner.FSDPOptions(),
+    ]
+    for use in uses:
         with pytest.raises(NotCarried, match=r"is not carried over from InstructLab: .* leave it out"):
             use()
 

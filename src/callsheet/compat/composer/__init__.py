@@ -1,8 +1,11 @@
 """MosaicML Composer's names, over callsheet: code in Composer's style runs here when its import line is changed.
 
 `from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
-`composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`. Composer itself need not be installed.
+`composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.
+What has no counterpart here can be imported, and raises `NotCarried` when it is used.
 """
+
+from typing import Any
 
 from callsheet.extras import needed_by
 
@@ -10,12 +13,16 @@ with needed_by(__name__):
     from callsheet.bridges.composer.names import Callback, Event, LoggerDestination
     from callsheet.bridges.composer.state import Logger, State
     from callsheet.bridges.composer.time import Time, Timestamp, TimeUnit
+    from callsheet.compat.composer import core as _core
+    from callsheet.compat.composer.data import DataSpec
     from callsheet.compat.composer.models import ComposerModel
+    from callsheet.compat.composer.submodules import offer_nothing
     from callsheet.compat.composer.trainer import Evaluator, Trainer
 
 __all__ = [
     "Callback",
     "ComposerModel",
+    "DataSpec",
     "Evaluator",
     "Event",
     "Logger",
@@ -26,3 +33,40 @@ __all__ = [
     "Timestamp",
     "Trainer",
 ]
+
+_OPTIM = "give an optimizer and a scheduler of torch.optim, or a function of the state as schedulers="
+_UTILS = "use torch.distributed and torch itself; callsheet's own callbacks have ctx.gather(...) and ctx.run"
+_ALGORITHMS = "algorithms are not run; apply them to model and data yourself, or write a callback"
+_METRICS = "use torchmetrics"
+_LOSS = "use torch.nn.functional, such as cross_entropy"
+_CHECKPOINT = "checkpoints are callsheet's; give save_folder, load_path or autoresume to the Trainer"
+_DISTRIBUTED = "use callsheet.Trainer(parallel=...)"
+offer_nothing(
+    __name__,
+    {
+        "algorithms": _ALGORITHMS,
+        "functional": _ALGORITHMS,
+        "optim": _OPTIM,
+        "optim.decoupled_weight_decay": _OPTIM,
+        "optim.scheduler": _OPTIM,
+        "utils": _UTILS,
+        "utils.dist": _UTILS,
+        "utils.reproducibility": "give Trainer(seed=...)",
+        "utils.object_store": "give paths such as 's3://...' to the Trainer",
+        "metrics": _METRICS,
+        "metrics.metrics": _METRICS,
+        "metrics.nlp": _METRICS,
+        "loss": _LOSS,
+        "loss.loss": _LOSS,
+        "checkpoint": _CHECKPOINT,
+        "distributed": _DISTRIBUTED,
+        "devices": "give Trainer(device='cpu') or 'gpu'",
+        "profiler": "use callsheet.callbacks.TorchProfiler",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Algorithm", "Engine"):
+        return getattr(_core, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,8 @@ from callsheet import callbacks
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import FreeOutputs, LRMonitor, NaNMonitor
 from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.submodules import offer
+from callsheet.compat.not_offered import not_offered
 from callsheet.errors import ConfigError
 
 __all__ = [
@@ -369,3 +371,35 @@ def _mode(who: str, comp: Any, monitor: str) -> str:
     if known not in modes:
         raise ConfigError(f"{who}(comp={comp!r}): give 'less' or 'greater'; no other function is carried over from Composer")
     return modes[known]
+
+
+offer(
+    __name__,
+    {
+        "activation_monitor": "ActivationMonitor",
+        "checkpoint_saver": "CheckpointSaver",
+        "early_stopper": "EarlyStopper",
+        "export_for_inference": "ExportForInferenceCallback",
+        "free_outputs": "FreeOutputs",
+        "generate": "Generate",
+        "image_visualizer": "ImageVisualizer",
+        "load_checkpoint": "LoadCheckpoint",
+        "lr_monitor": "LRMonitor",
+        "memory_monitor": "MemoryMonitor",
+        "memory_snapshot": "MemorySnapshot",
+        "mlperf": "MLPerfCallback",
+        "nan_monitor": "NaNMonitor",
+        "oom_observer": "OOMObserver",
+        "optimizer_monitor": "OptimizerMonitor",
+        "runtime_estimator": "RuntimeEstimator",
+        "speed_monitor": "SpeedMonitor",
+        "system_metrics_monitor": "SystemMetricsMonitor",
+        "threshold_stopper": "ThresholdStopper",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Generate":
+        return not_offered(name, "Composer", "use callsheet.callbacks.Generate", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from callsheet.bridges.composer.names import LoggerDestination
 from callsheet.bridges.composer.state import Logger
 from callsheet.compat.composer.in_memory import InMemoryLogger
 from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.submodules import offer
 from callsheet.errors import NotCarried
 
 if TYPE_CHECKING:
@@ -83,6 +84,27 @@ class ProgressBarLogger(loggers.ProgressBarLogger):
 
     def __init__(self, stream: Any = None, log_traces: bool = False) -> None:
         super().__init__()
+
+
+offer(
+    __name__,
+    {
+        "cometml_logger": "CometMLLogger",
+        "console_logger": "ConsoleLogger",
+        "file_logger": "FileLogger",
+        "in_memory_logger": "InMemoryLogger",
+        "logger": "Logger",
+        "logger_destination": "LoggerDestination",
+        "mlflow_logger": "MLFlowLogger",
+        "mosaicml_logger": "MosaicMLLogger",
+        "neptune_logger": "NeptuneLogger",
+        "progress_bar_logger": "ProgressBarLogger",
+        "remote_uploader_downloader": "RemoteUploaderDownloader",
+        "slack_logger": "SlackLogger",
+        "tensorboard_logger": "TensorboardLogger",
+        "wandb_logger": "WandBLogger",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:

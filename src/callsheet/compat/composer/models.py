@@ -1,9 +1,10 @@
-"""`composer.models`: what Composer's Trainer trains, and what it makes of one."""
+"""`composer.models`: what Composer's Trainer trains, and what it makes of one; `ComposerClassifier` and `HuggingFaceModel` are loaded when used."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet.callback import Callback
+from callsheet.compat.composer.submodules import offer
+from callsheet.compat.not_offered import not_offered
 from callsheet.context import Context
+from callsheet.extras import needed_by
 from callsheet.trainer import Task
+
+if TYPE_CHECKING:
+    from callsheet.compat.composer.classifier import ComposerClassifier
+    from callsheet.compat.composer.huggingface import HuggingFaceModel
+
+__all__ = [
+    "ComposerClassifier",
+    "ComposerModel",
+    "EpochScheduler",
+    "HuggingFaceModel",
+    "ModelTask",
+    "StepsSchedulers",
+    "TrainMetrics",
+]
+
+_LAZY = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
+"""These need torchmetrics and transformers."""
 
 
 class ComposerModel(nn.Module):
@@ -167,3 +188,24 @@ class StepsSchedulers(Callback):
         """Not of an epoch that is left."""
         if ctx.state.timestamp.epoch >= ctx.epoch:
             self._scheduler.step_all()
+
+
+offer(
+    __name__,
+    {
+        "base": "ComposerModel",
+        "huggingface": "HuggingFaceModel",
+        "initializers": "Initializer",
+        "tasks": "ComposerClassifier",
+        "tasks.classification": "ComposerClassifier",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        with needed_by(name):
+            return getattr(importlib.import_module(f"callsheet.compat.composer.{_LAZY[name]}"), name)
+    if name == "Initializer":
+        return not_offered(name, "Composer", "initialize the weights with torch.nn.init", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from callsheet import trainer
+from callsheet import trainer as callsheet_trainer
 from callsheet.bridges.composer.guests import ComposerGuest, guest
 from callsheet.bridges.composer.names import Callback as ComposerCallback
 from callsheet.bridges.composer.run import ComposerRun, Kinds
@@ -21,8 +20,10 @@ from callsheet.bridges.composer.state import Logger, State
 from callsheet.bridges.composer.time import Time
 from callsheet.callback import Callback
 from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
+from callsheet.compat.composer.data import is_loader, loader_of
 from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
 from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.submodules import offer
 from callsheet.errors import ConfigError, NotCarried
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 
@@ -58,6 +59,26 @@ _DEFAULTS: Mapping[str, Any] = {
     "console_stream": "stderr",
 }
 """What Composer's Trainer takes besides, and this one has nothing for: anything but the default is refused."""
+
+_NAMES = "a checkpoint is a folder in save_folder that callsheet names; give the folder to load_path, or use autoresume=True"
+_EXPORT = (
+    "a checkpoint holds all that a resume needs; save the weights at the end with safetensors or torch.save(model.state_dict())"
+)
+_INSTEAD = {
+    "save_filename": _NAMES,
+    "save_latest_filename": _NAMES,
+    "save_overwrite": "nothing is overwritten; give another run_name, or autoresume=True to continue the run",
+    "save_weights_only": _EXPORT,
+    "save_ignore_keys": "leave keys out when loading, with the callback LoadCheckpoint(ignore_keys=...)",
+    "load_ignore_keys": "use the callback LoadCheckpoint(load_path, ignore_keys=...)",
+    "load_object_store": "give load_path as a path or a URL such as 's3://...'",
+    "parallelism_config": "use callsheet.Trainer(parallel=...)",
+    "precision_config": "give precision='amp_bf16' or 'amp_fp16'",
+    "profiler": "use callsheet.callbacks.TorchProfiler",
+    "deterministic_mode": "call torch.use_deterministic_algorithms(True)",
+    "python_log_level": "call logging.getLogger('callsheet').setLevel(...)",
+    "console_stream": "give ConsoleLogger(stream=...) among the loggers",
+}
 
 
 class Evaluator:
@@ -164,10 +185,10 @@ class Trainer:
         elif progress_bar:
             told.append(ProgressBarLogger())
         self._evaluators = self._named(eval_dataloader, eval_subset_num_batches)
-        self._trainer = trainer.Trainer(
+        self._trainer = callsheet_trainer.Trainer(
             model,
             ModelTask(model),
-            _cut(train_dataloader, train_subset_num_batches),
+            loader_of(train_dataloader, train_subset_num_batches),
             self._evaluators or None,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -209,7 +230,7 @@ class Trainer:
 
     def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
         """The model's outputs, one item a batch, on the CPU."""
-        outputs = self._trainer.predict(_cut(dataloader, subset_num_batches))
+        outputs = self._trainer.predict(loader_of(dataloader, subset_num_batches))
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
@@ -258,45 +279,41 @@ class Trainer:
 
         return LambdaLR(optimizer, factor)
 
-    def _named(self, given: Any, batches: int) -> dict[str, trainer.Evaluator]:
-        found: dict[str, trainer.Evaluator] = {}
-        for each in _several(given, of=Evaluator):
-            evaluator = each if isinstance(each, Evaluator) else Evaluator(label="eval", dataloader=each)
+    def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
+        found: dict[str, callsheet_trainer.Evaluator] = {}
+        for number, each in enumerate(_evaluators(given), 1):
+            label = (
+                "eval" if number == 1 else f"eval-{number}"
+            )  # in Composer the last of several without labels is all that is kept
+            evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
             if evaluator.label in found:
                 raise ConfigError(f"two evaluators are called {evaluator.label!r}; give each an Evaluator(label=...) of its own")
             cut = evaluator.subset_num_batches if evaluator.subset_num_batches is not None else batches
             every = evaluator.eval_interval
-            found[evaluator.label] = trainer.Evaluator(
-                _cut(evaluator.dataloader, cut), _interval("eval_interval", every) if every is not None else None
+            found[evaluator.label] = callsheet_trainer.Evaluator(
+                loader_of(evaluator.dataloader, cut), _interval("eval_interval", every) if every is not None else None
             )
         return found
 
 
-class _Cut:
-    """The first batches of a dataloader."""
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        self._loader, self._batches = loader, batches
-
-    def __len__(self) -> int:
-        return min(self._batches, len(self._loader))
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._loader), self._batches)
-
-
-def _cut(loader: Any, batches: int) -> Any:
-    loader = getattr(loader, "dataloader", loader)  # of a DataSpec
-    return loader if loader is None or batches < 0 else _Cut(loader, batches)
-
-
-def _several(given: Any, of: type | None = None) -> list[Any]:
-    """None, one, or a list of them; a dataloader is one, though it can be iterated over."""
+def _several(given: Any) -> list[Any]:
+    """None, one, or a list of them."""
     if given is None:
         return []
-    if isinstance(given, (list, tuple)) and (of is None or all(isinstance(each, of) for each in given)):
-        return list(given)
-    return [given]
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _evaluators(given: Any) -> list[Any]:
+    """None, one dataloader or Evaluator, or a list of either; a list of batches is one dataloader."""
+    is_list = isinstance(given, (list, tuple)) and len(given) > 0
+    are_evaluators = [isinstance(each, Evaluator) for each in given] if is_list else []
+    if any(are_evaluators) and not all(are_evaluators):
+        kinds = ", ".join(type(each).__name__ for each in given)
+        raise ConfigError(
+            "Mixing Evaluator with other classes is not allowed, please wrap all other classes with the Evaluator class: "
+            f"Evaluator(label=..., dataloader=...). Given: {kinds}"
+        )
+    return _several(given) if is_list and all(map(is_loader, given)) else [] if given is None else [given]
 
 
 def _one(what: str, given: Any) -> Any:
@@ -334,7 +351,14 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
             raise TypeError(f"Composer's Trainer has no argument {name!r}")
     if others.get("algorithms"):
         raise NotCarried("Trainer(algorithms=...) is not carried over from Composer: apply them to model and data yourself")
-    refuse("Trainer", {name: (value, _DEFAULTS[name], "leave it out") for name, value in others.items() if name != "algorithms"})
+    refuse(
+        "Trainer",
+        {
+            name: (value, _DEFAULTS[name], _INSTEAD.get(name, "leave it out"))
+            for name, value in others.items()
+            if name != "algorithms"
+        },
+    )
 
 
 def _refuse_all(method: str, others: Mapping[str, Any]) -> None:
@@ -350,3 +374,6 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_to_cpu, value))
     return value
+
+
+offer(__name__, {"trainer": "Trainer"})

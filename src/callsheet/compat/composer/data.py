@@ -1,0 +1,128 @@
+"""`composer.core.DataSpec`: a dataloader and how its batches are prepared."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from callsheet.compat.composer.refusals import refuse
+
+_SPLIT = "a microbatch is a slice of every tensor of the batch; have the dataloader make batches of that kind"
+_COUNT = "samples and tokens are counted by the first dimension of the batch and by its input_ids; leave it out"
+
+
+class DataSpec:
+    """A dataloader and a function that changes its batches.
+
+    `batch_transforms` is called after the dataloader's `collate_fn`, in its workers where it has any. `num_samples` and `num_tokens` are kept as
+    attributes.
+
+    Raises:
+        NotCarried: any other function is given.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        num_samples: int | None = None,
+        num_tokens: int | None = None,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+        split_batch: Callable[..., Any] | None = None,
+        get_num_samples_in_batch: Callable[[Any], Any] | None = None,
+        get_num_tokens_in_batch: Callable[[Any], Any] | None = None,
+    ) -> None:
+        _refuse(microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch)
+        self.dataloader, self.num_samples, self.num_tokens = dataloader, num_samples, num_tokens
+        self.batch_transforms = batch_transforms
+
+
+def loader_of(given: Any, batches: int = -1) -> Any:
+    """Return the dataloader of a `DataSpec`, ours or Composer's, of a dictionary of its arguments, or as it is given; cut to `batches` from 0 on."""
+    if isinstance(given, Mapping) and "dataloader" in given:
+        given = DataSpec(**given)
+    loader = getattr(given, "dataloader", given)
+    if loader is not given:
+        if not isinstance(given, DataSpec):  # Composer's own, whose defaults are functions
+            names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
+            _refuse(*(_own(getattr(given, name, None)) for name in names))
+        if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
+            loader = _transformed(loader, transform)
+    return loader if loader is None or batches < 0 else _Cut(loader, batches)
+
+
+def is_loader(given: Any) -> bool:
+    """Return whether an element of a list is a dataloader rather than a batch."""
+    if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
+        return True
+    if isinstance(given, Mapping):
+        return "dataloader" in given
+    return isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, tuple, list, str))
+
+
+class _Cut:
+    """The first batches of a dataloader."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __len__(self) -> int:
+        return min(self._batches, len(self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._batches)
+
+
+class _CollatedAndTransformed:
+    """A `collate_fn` with a transform behind it; workers can unpickle it."""
+
+    def __init__(self, collate: Callable[[Any], Any], transform: Callable[[Any], Any]) -> None:
+        self._collate, self._transform = collate, transform
+
+    def __call__(self, samples: Any) -> Any:
+        return self._transform(self._collate(samples))
+
+
+class _Transformed:
+    """The batches of an iterable that is no torch DataLoader, transformed."""
+
+    def __init__(self, loader: Any, transform: Callable[[Any], Any]) -> None:
+        self._loader, self._transform = loader, transform
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._transform, self._loader)
+
+
+def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
+    if not isinstance(loader, DataLoader):
+        return _Transformed(loader, transform)
+    changed = copy.copy(
+        loader
+    )  # still a DataLoader, which the Trainer can split over ranks and resume; the caller's own is left as it is
+    changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
+    return changed
+
+
+def _own(function: Any) -> Any:
+    """Return a function that is not one of the defaults of Composer's DataSpec."""
+    return None if getattr(function, "__name__", "").startswith("_default") else function
+
+
+def _refuse(microbatch_transforms: Any, split_batch: Any, samples: Any, tokens: Any) -> None:
+    refuse(
+        "DataSpec",
+        {
+            "microbatch_transforms": (microbatch_transforms, None, "give batch_transforms, which changes the whole batch"),
+            "split_batch": (split_batch, None, _SPLIT),
+            "get_num_samples_in_batch": (samples, None, _COUNT),
+            "get_num_tokens_in_batch": (tokens, None, _COUNT),
+        },
+    )

@@ -1,0 +1,141 @@
+"""`composer.models.HuggingFaceModel`: a model of transformers as a ComposerModel."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from callsheet.compat.composer.models import ComposerModel
+from callsheet.compat.composer.refusals import refuse
+from callsheet.errors import ConfigError, NotCarried
+
+
+class HuggingFaceModel(ComposerModel):
+    """A model of transformers, which takes dictionaries and computes its loss from `labels`.
+
+    Args:
+        metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
+        use_logits: whether the metrics are given the logits and the labels; otherwise they are given the model's outputs.
+        shift_labels: whether the labels are shifted by one for the metrics; None: if the model is a causal language model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        use_logits: bool | None = False,
+        metrics: Sequence[Any] | None = None,
+        eval_metrics: Sequence[Any] | None = None,
+        shift_labels: bool | None = None,
+        allow_embedding_resizing: bool = False,
+        peft_config: Any = None,
+        should_save_peft_only: bool = True,
+    ) -> None:
+        super().__init__()
+        refuse(
+            "HuggingFaceModel",
+            {
+                "peft_config": (peft_config, None, "give the model as peft.get_peft_model(model, peft_config) returns it"),
+                "should_save_peft_only": (
+                    should_save_peft_only,
+                    True,
+                    "a checkpoint has all weights that the Trainer saves; leave it out",
+                ),
+            },
+        )
+        self.model: nn.Module = model
+        self.config: Any = model.config
+        self.tokenizer = tokenizer
+        self.use_logits = bool(use_logits)
+        self.labels: Tensor | None = None
+        self.train_metrics = _by_name(metrics)
+        self.val_metrics = _by_name(eval_metrics) if eval_metrics is not None else copy.deepcopy(self.train_metrics)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model_forward_args = set(inspect.signature(inner.forward).parameters)
+        self.shift_labels = _is_causal(inner) if shift_labels is None else shift_labels
+        if tokenizer is not None and self.config.vocab_size < len(tokenizer):
+            if not allow_embedding_resizing:
+                raise ConfigError(
+                    f"The number of tokens in the tokenizer is greater than the number of tokens in the model ({len(tokenizer)} and "
+                    f"{self.config.vocab_size}): call model.resize_token_embeddings(len(tokenizer)) first, or pass allow_embedding_resizing=True"
+                )
+            model.resize_token_embeddings(len(tokenizer))
+
+    def forward(self, batch: Any) -> Any:
+        """Call the model with those of the batch's entries that it takes."""
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                "Unexpected batch type. Expected a dictionary with keys corresponding to the inputs to the forward function of the Huggingface "
+                f"model, not {type(batch).__name__}"
+            )
+        return self.model(**{name: value for name, value in batch.items() if name in self.model_forward_args})
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """Return the loss that the model computed."""
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ConfigError(f"the model computed no loss: the batch needs 'labels' (it has {', '.join(map(str, batch))})")
+        return loss
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        """Return what the metrics are updated with: the logits with `use_logits`, otherwise the model's outputs."""
+        if batch.get("mode") is not None:
+            raise NotCarried(
+                f"a batch with mode={batch['mode']!r} is not carried over from Composer: generate in a callback, such as callsheet.callbacks.Generate"
+            )
+        if not self.use_logits:
+            return self(batch) if outputs is None else outputs
+        labels: Tensor = batch["labels"]
+        if outputs is None:
+            outputs = self(batch)
+        if self.shift_labels:
+            labels = labels.roll(-1, dims=1)
+            labels[:, -1] = -100
+        self.labels = labels
+        logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else next(each for each in outputs if each.dim() > 0)
+        return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+        """Return the metrics by their classes' names."""
+        return (self.train_metrics if is_train else self.val_metrics) or {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        """Update one of them with the outputs and the labels."""
+        labels = self.labels
+        if labels is not None and metric.device.type == "cpu":
+            labels = labels.cpu()
+        if getattr(metric, "needs_batch", False):
+            metric.update(batch=batch, outputs=outputs, labels=labels)
+        else:
+            metric.update(outputs, labels)
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Any:
+        """Generate with the model; the padding token is the tokenizer's."""
+        if self.tokenizer is not None:
+            options.setdefault("pad_token_id", self.tokenizer.pad_token_id)
+        model: Any = self.model
+        return model.generate(input_ids=input_ids, **options)
+
+    @staticmethod
+    def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
+        """Raise NotCarried: checkpoints are callsheet's."""
+        raise NotCarried(
+            "HuggingFaceModel.hf_from_composer_checkpoint() is not carried over from Composer: make the model from its configuration, and give "
+            "the checkpoint to Trainer(load_path=...)"
+        )
+
+
+def _by_name(metrics: Sequence[Any] | None) -> dict[str, Any] | None:
+    return None if metrics is None else {type(metric).__name__: metric for metric in metrics}
+
+
+def _is_causal(model: Any) -> bool:
+    """Return whether transformers lists the model's class, or one of its bases, among its causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(kind.__name__ in names for kind in type(model).__mro__)

@@ -1,0 +1,18 @@
+"""`composer.core.precision`: the precisions by Composer's names."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Precision(StrEnum):
+    """What the model is computed in; upper and lower case are one. The Trainer rejects `AMP_FP8` by name."""
+
+    FP32 = "fp32"
+    AMP_FP16 = "amp_fp16"
+    AMP_BF16 = "amp_bf16"
+    AMP_FP8 = "amp_fp8"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Precision | None:
+        return next((each for each in cls if each.value == str(value).lower()), None)

@@ -1,0 +1,44 @@
+"""Composer's submodule paths, such as `core.time` and `callbacks.early_stopper`: modules without files of their own, which find their names here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from callsheet.compat.not_offered import not_offered
+
+
+def offer(package: str, submodules: Mapping[str, str]) -> None:
+    """Make `package.<submodule>` importable, each with these names of the package, separated by blanks."""
+    for path, names in submodules.items():
+        found = names.split()
+
+        def find(name: str, found: list[str] = found) -> Any:
+            if name not in found:
+                raise AttributeError(f"{name!r} is none of {', '.join(found)}")
+            return getattr(sys.modules[package], name)
+
+        _add(f"{package}.{path}", find, names=found, about=f"`{', '.join(found)}` of `{package}`.")
+
+
+def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
+    """Make `package.<submodule>` importable, where every name raises `NotCarried` when it is used; the values say what to do instead."""
+    for path, instead in submodules.items():
+        whole = f"{package}.{path}"
+
+        def find(name: str, whole: str = whole, instead: str = instead) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"module {whole!r} has no attribute {name!r}")
+            return not_offered(name, "Composer", instead, whole)
+
+        _add(whole, find, names=[], about=f"Not carried over from Composer: {instead}.")
+
+
+def _add(path: str, find: Callable[[str], Any], *, names: list[str], about: str) -> None:
+    module = ModuleType(path, about)
+    vars(module).update(__all__=names, __getattr__=find)
+    sys.modules[path] = module
+    parent, _, last = path.rpartition(".")
+    setattr(sys.modules[parent], last, module)

@@ -1,0 +1,179 @@
+"""Composer's submodule paths and remaining names: what has a counterpart works, and what has none says so by name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callsheet import ConfigError, NotCarried
+from callsheet.compat import composer
+from callsheet.compat.composer import DataSpec, Evaluator, Trainer
+from callsheet.compat.composer.models import ComposerClassifier, ComposerModel, HuggingFaceModel
+from callsheet.compat.composer.precision import Precision
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Line(ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+        self.sums: list[float] = []
+
+    def forward(self, batch: Any) -> Tensor:
+        self.sums.append(float(batch[0].sum()))
+        outputs: Tensor = self.net(batch[0])
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+def data(rows: int = 8) -> DataLoader[tuple[Tensor, ...]]:
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, torch.arange(rows) % 3), batch_size=4)
+
+
+def trained(**given: Any) -> Trainer:
+    options: dict[str, Any] = {"model": Line(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False} | given
+    options.setdefault("optimizers", torch.optim.SGD(options["model"].parameters(), lr=0.1))
+    with Trainer(**options) as trainer:
+        trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("core.time", "Timestamp"),
+        ("core.state", "State"),
+        ("core.types", "Batch"),
+        ("callbacks.early_stopper", "EarlyStopper"),
+        ("callbacks.checkpoint_saver", "CheckpointSaver"),
+        ("loggers.logger_destination", "LoggerDestination"),
+        ("models.tasks.classification", "ComposerClassifier"),
+        ("models.huggingface", "HuggingFaceModel"),
+        ("trainer.trainer", "Trainer"),
+    ],
+)
+def test_submodules_are_imported_first(path: str, name: str) -> None:
+    """In an interpreter of its own, so that nothing else has imported their packages."""
+    whole = f"callsheet.compat.composer.{path}"
+    code = f"from {whole} import {name}; import {whole} as module; assert module.{name} is {name}; import pydoc; pydoc.render_doc(module)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "instead"),
+    [
+        ("optim", "DecoupledAdamW", "torch.optim"),
+        ("optim.scheduler", "CosineAnnealingScheduler", "torch.optim"),
+        ("algorithms", "MixUp", "apply them to model and data yourself"),
+        ("core.algorithm", "Algorithm", "apply them to model and data yourself"),
+        ("callbacks.generate", "Generate", "use callsheet.callbacks.Generate"),
+        ("utils.reproducibility", "seed_all", r"Trainer\(seed=...\)"),
+    ],
+)
+def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: str) -> None:
+    found = getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), name)
+    with pytest.raises(NotCarried, match=rf"^{name} is not carried over from Composer: .*{instead}"):
+        found()
+    with pytest.raises(NotCarried, match=r"^get_world_size is not carried over"):
+        importlib.import_module("callsheet.compat.composer.utils").dist.get_world_size()
+
+
+def test_a_list_of_dataloaders_is_evaluated_one_by_one() -> None:
+    model = ComposerClassifier(nn.Linear(4, 3), num_classes=3)
+    trainer = trained(model=model, eval_dataloader=[data(), DataSpec(data(4))])
+    assert set(trainer.state.eval_metrics) == {"eval", "eval-2"}
+    assert set(trainer.state.eval_metrics["eval"]) == {"CrossEntropy", "MulticlassAccuracy"}
+    alone = trained(model=model, eval_dataloader=[(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))])
+    assert set(alone.state.eval_metrics) == {"eval"}  # a list of batches is one dataloader
+    with pytest.raises(ConfigError, match=r"^Mixing Evaluator with other classes is not allowed"):
+        trained(eval_dataloader=[Evaluator(label="a", dataloader=data()), data()])
+
+
+@pytest.mark.parametrize("kind", ["DataSpec", "dictionary", "iterable"])
+def test_batch_transforms_are_applied(kind: str) -> None:
+    def halved(batch: Any) -> Any:
+        return batch[0] / 2, batch[1]
+
+    loader: Any = data()
+    given: dict[str, Any] = {"dataloader": list(loader) if kind == "iterable" else loader, "batch_transforms": halved}
+    model = Line()
+    trained(model=model, train_dataloader=given if kind == "dictionary" else DataSpec(**given))
+    assert model.sums == pytest.approx(
+        [float(batch[0].sum()) / 2 for batch in loader]
+    )  # and the caller's own loader is as it was
+
+
+def test_classifiers_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"^Please specify the number of output classes"):
+        ComposerClassifier(nn.Linear(4, 3))
+
+
+def test_precision_by_name() -> None:
+    assert Precision("AMP_BF16") is composer.core.Precision.AMP_BF16
+    assert str(Precision.AMP_BF16) == "amp_bf16"
+    trained(precision=Precision.FP32)
+    with pytest.raises(NotCarried, match="precision='amp_fp8'"):
+        trained(precision=Precision.AMP_FP8)
+
+
+def test_a_model_of_transformers_trains() -> None:
+    transformers = pytest.importorskip("transformers")
+    metrics = pytest.importorskip("torchmetrics.text")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    ids = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "another": ids}]
+    perplexity = metrics.Perplexity(ignore_index=-100)
+    model = HuggingFaceModel(transformers.LlamaForCausalLM(config), use_logits=True, eval_metrics=[perplexity])
+    assert model.shift_labels
+    trainer = trained(
+        model=model, train_dataloader=batches, eval_dataloader=batches, optimizers=torch.optim.SGD(model.parameters(), 0.0)
+    )
+    with torch.no_grad():
+        loss = model.loss(model(batches[0]), batches[0])
+    assert float(trainer.state.eval_metrics["eval"]["Perplexity"].compute().log()) == pytest.approx(float(loss), rel=1e-4)
+    with pytest.raises(NotCarried, match=r"peft\.get_peft_model"):
+        HuggingFaceModel(model.model, peft_config=object())
+    with pytest.raises(NotCarried, match="load_path"):
+        HuggingFaceModel.hf_from_composer_checkpoint("x.pt")
+    with pytest.raises(ValueError, match=r"^Unexpected batch type"):
+        model((ids, ids))
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"save_filename": "a.pt"}, "autoresume=True"),
+        ({"save_overwrite": True}, "run_name"),
+        ({"save_weights_only": True}, "state_dict()"),
+    ],
+)
+def test_arguments_of_checkpoints_are_refused_by_name(given: dict[str, Any], instead: str) -> None:
+    (name,) = given
+    with pytest.raises(NotCarried, match=rf"^Trainer\({name}=.* is not carried over from Composer: .*{re.escape(instead)}"):
+        trained(**given)
+
+
+def test_functions_of_a_data_spec_are_refused_by_name() -> None:
+    with pytest.raises(NotCarried, match=r"^DataSpec\(split_batch=.* is not carried over from Composer"):
+        DataSpec(data(), split_batch=lambda batch, size: [batch])
