@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socketserver
 import ssl
@@ -697,4 +698,4 @@ def test_another_ranks_failure_is_told(hook: Hook, tmp_path: Path) -> None:
     assert ends[1] == "ValueError"
     assert hook.events[-1] == "failure"
     assert hook.posts[-1]["exception"]["rank"] == 0
-    assert "rank 1 failed at step 3: ValueError: only here" in hook.posts[-1]["text"]
+    assert re.search(r"rank 1 on machine \S+ failed at step 3: ValueError: only here", hook.posts[-1]["text"])

@@ -102,7 +102,7 @@ class SavesAt(Callback):
         if ctx.boundary in self.boundaries:
             ctx.control.save("a boundary", kind="periodic")
             if self.stops:
-                ctx.control.stop("one boundary at a time")
+                ctx.control.stop("one boundary at a time", resumable=True)
 
 
 def small_trainer(
