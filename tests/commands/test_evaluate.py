@@ -84,7 +84,12 @@ def test_what_is_not_there_is_named(trained: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_of_bad_checkpoints_alone_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]", "--stop_on_nan", "false"]) == 0
+    assert (
+        main(
+            ["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]", "--stop_on_nan", "false"]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main(["evaluate", "tiny"]) == 2
     assert "holds no good checkpoint, but 1 with weights or a loss that are not finite" in capsys.readouterr().err

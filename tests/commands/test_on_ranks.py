@@ -34,7 +34,12 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_torchrun_trains_and_one_rank_speaks(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--parallel", "ddp")
     assert done.returncode == 0, done.stderr
-    for once in ("the call sheet: callsheet show", "Starting the run 'tiny'", "nats a token", "Its report: runs/tiny/report.html"):
+    for once in (
+        "the call sheet: callsheet show",
+        "Starting the run 'tiny'",
+        "nats a token",
+        "Its report: runs/tiny/report.html",
+    ):
         assert done.stdout.count(once) == 1, done.stdout
     assert "on cpu of 2 ranks" in done.stdout
     assert Path("runs/tiny/report.html").is_file()

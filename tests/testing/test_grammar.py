@@ -358,7 +358,10 @@ def test_a_sequence_may_begin_within_a_span() -> None:
     check_events(["on_round_start", "on_epoch_start", *STEP, "on_epoch_end", "on_log", "on_round_end"], within="train")
     check_events(STEP, within="epoch")
     check_events([], within="train")
-    with pytest.raises(GrammarError, match="on_fetch_start, cannot come inside train: inside train there could come eval_all or on_checkpoint_due or on_log or round"):
+    with pytest.raises(
+        GrammarError,
+        match="on_fetch_start, cannot come inside train: inside train there could come eval_all or on_checkpoint_due or on_log or round",
+    ):
         check_events(STEP, within="train")
     with pytest.raises(GrammarError, match="no end of epoch > train_step > forward_backward"):
         check_events(STEP[:4], within="epoch")

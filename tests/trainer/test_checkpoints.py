@@ -143,7 +143,7 @@ class AllocatedWhileSaving(Callback):
         self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        self.mode.__exit__(None, None, None)
+        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.bytes.append(self.mode.bytes)
 
 
