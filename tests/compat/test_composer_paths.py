@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -177,3 +178,38 @@ def test_arguments_of_checkpoints_are_refused_by_name(given: dict[str, Any], ins
 def test_functions_of_a_data_spec_are_refused_by_name() -> None:
     with pytest.raises(NotCarried, match=r"^DataSpec\(split_batch=.* is not carried over from Composer"):
         DataSpec(data(), split_batch=lambda batch, size: [batch])
+
+
+PACKAGE = next((Path(__file__).parents[2] / ".venv-composer").glob("lib/python*/site-packages/composer"), Path("nowhere"))
+
+INTERNAL = {
+    *("core.precision._validate_precision", "callbacks.mlperf.get_system_description", "loggers.logger.format_log_data_value"),
+    *("loggers.mosaicml_logger.MOSAICML_PLATFORM_ENV_VAR", "loggers.mosaicml_logger.MOSAICML_ACCESS_TOKEN_ENV_VAR"),
+    "models.huggingface.peft_installed",
+}
+"""Helpers of Composer's own modules, which its docs do not use."""
+
+
+def exported() -> list[str]:
+    """Return every name in the `__all__` of the package's public modules, with its path."""
+    found = []
+    for top in ("core", "callbacks", "loggers", "models", "trainer", "optim"):
+        for file in sorted((PACKAGE / top).rglob("*.py")):
+            parts = file.relative_to(PACKAGE).with_suffix("").parts
+            path = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and not parts[-1].startswith("_"):
+                    found += [f"{path}.{name}" for name in ast.literal_eval(node.value)]
+    return found
+
+
+@pytest.mark.skipif(not PACKAGE.is_dir(), reason="Composer is not installed: python tools/composer_venv.py")
+def test_every_name_of_the_package_is_found() -> None:
+    missing = set()
+    for name in exported():
+        path, _, last = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), last)
+        except (ImportError, AttributeError):
+            missing.add(name)
+    assert missing == INTERNAL

@@ -93,7 +93,7 @@ offer(
         "console_logger": "ConsoleLogger",
         "file_logger": "FileLogger",
         "in_memory_logger": "InMemoryLogger",
-        "logger": "Logger",
+        "logger": "Logger LoggerDestination",
         "logger_destination": "LoggerDestination",
         "mlflow_logger": "MLFlowLogger",
         "mosaicml_logger": "MosaicMLLogger",

@@ -15,9 +15,9 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
     for path, names in submodules.items():
         found = names.split()
 
-        def find(name: str, found: list[str] = found) -> Any:
+        def find(name: str, found: list[str] = found, path: str = f"{package}.{path}") -> Any:
             if name not in found:
-                raise AttributeError(f"{name!r} is none of {', '.join(found)}")
+                raise AttributeError(f"{path} has no {name!r}; it offers {', '.join(found)}")
             return getattr(sys.modules[package], name)
 
         _add(f"{package}.{path}", find, names=found, about=f"`{', '.join(found)}` of `{package}`.")
