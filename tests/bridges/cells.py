@@ -17,6 +17,7 @@ import torch
 from callsheet import Callback, CallsheetError, Context, NotCarried, RequestRefused
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import DiskSpaceGuard, EarlyStopper, LossSpikeDetector, SaveOnTrigger, ThresholdStopper, TimeLimit
+from callsheet.run_marker import MARKER
 from callsheet.testing import Subject
 
 from .homes.job import IMAGES, POINTS, TOKENS, Job
@@ -115,7 +116,11 @@ def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *
     sees = Sees()
     model = home(where).train(job, folder, [*callbacks, sees], strict=strict, epochs=EPOCHS)
     assert not sees.failures, sees.failures
-    paths = [path for path in folder.rglob("*") if path.is_file() and not any("checkpoint" in part for part in path.parts)]
+    paths = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MARKER and not any("checkpoint" in part for part in path.parts)
+    ]
     return Effects(
         sees.names,
         {re.sub(r"\d+", "N", path.suffix or path.name) for path in paths},

@@ -137,7 +137,7 @@ class StepScheduler(Facade):
         return self.sigterm_flag
 
     def _stop(self, how: str) -> None:
-        self._ctx.control.stop(f"step_scheduler.{how}")
+        self._ctx.control.stop(f"step_scheduler.{how}", resumable=True)
 
 
 class ConfigNode:

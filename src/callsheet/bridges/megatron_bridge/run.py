@@ -95,7 +95,7 @@ class MegatronBridgeRun(Common):
                 f"train_state.step was set to {step} and cfg.train.train_iters to {train_iters} after {done} steps: here that can end "
                 "training now, and nothing else"
             )
-        ctx.control.stop("train_state.step or cfg.train.train_iters was set")
+        ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
         """Say where the run is; returns the model in chunks."""
