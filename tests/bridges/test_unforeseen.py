@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,29 @@ from ignite.engine import Events, create_supervised_evaluator, create_supervised
 from ignite.metrics import Loss
 from torch import nn
 from torchtnt.framework.fit import fit
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import Trainer as HuggingFaceTrainer
+from transformers.trainer_callback import CallbackHandler
 
 from callsheet import Callback, Context, FieldNotTold
+from callsheet.bridges.automodel import host as automodel_host
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.huggingface import HuggingFaceHost
+from callsheet.bridges.huggingface import host as huggingface_host
 from callsheet.bridges.ignite import host as ignite_host
 from callsheet.bridges.lightning import host as lightning_host
+from callsheet.bridges.megatron_bridge import host as megatron_host
 from callsheet.bridges.torchtnt import host as torchtnt_host
 from callsheet.callbacks import EMA, History, NaNMonitor
 from callsheet.errors import HostError
 from callsheet.lifecycle import FIELDS, is_available
 from callsheet.testing import Recorder, check_events
 
+from .homes import automodel as automodel_home
+from .homes import huggingface as huggingface_home
+from .homes import keras as keras_home
 from .homes import lightning as lightning_home
+from .homes import megatron_bridge as megatron_home
 from .homes import torchtnt as torchtnt_home
 from .homes.job import POINTS
 
@@ -285,17 +297,220 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
     held(recorder, trained(None), trained(recorder))
 
 
+class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
+    """The Trainer's handler, which leaves out, repeats and reorders the events of callsheet's host alone."""
+
+    drawn: random.Random
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        everybody = self.callbacks
+        self.callbacks = [each for each in everybody if not isinstance(each, HuggingFaceHost)]
+        super().call_event(event, args, state, control, **kwargs)
+        self.callbacks = [each for each in everybody if isinstance(each, HuggingFaceHost)]
+        made = self.__dict__.setdefault("made", [])
+        calls: list[tuple[str, dict[str, Any]]] = [(event, kwargs)]
+        if event not in ("on_init_end", "on_train_begin", "on_train_end"):
+            made.append(calls[0])
+            if self.drawn.random() < 0.15:
+                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(made), *calls]])
+        for name, given in calls:
+            super().call_event(name, args, state, control, **given)
+        self.callbacks = everybody
+        return control
+
+
+def huggingface_trainer(folder: Path, *callbacks: Any, kind: type = HuggingFaceTrainer) -> Any:
+    model = huggingface_home.with_loss(POINTS)
+    arguments = TrainingArguments(
+        str(folder / "small"), num_train_epochs=3, per_device_train_batch_size=2, per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2, train_sampling_strategy="sequential", logging_steps=2, eval_strategy="steps", eval_steps=4,
+        save_strategy="steps", save_steps=8, report_to=[], disable_tqdm=True, seed=3, use_cpu=True,
+    )  # fmt: skip
+    rows = [huggingface_home.Rows(data) for data in (POINTS.train, POINTS.validation)]
+    trainer: Any = kind(model, arguments, train_dataset=rows[0], eval_dataset=rows[1], callbacks=list(callbacks))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_huggingface_confused(seed: int, tmp_path: Path) -> None:
+    plain = huggingface_trainer(tmp_path / "plain")
+    plain.train()
+    recorder = Recorder()
+    observed = huggingface_trainer(
+        tmp_path / "observed", huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
+    )
+    observed.callback_handler.__class__ = ConfusedHandler
+    observed.callback_handler.drawn = random.Random(seed)
+    observed.train()
+    assert observed.state.global_step == 18
+    held(recorder, plain.model, observed.model)
+    assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
+
+
+class Ends(Callback):
+    """How a run that was given up ends."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_exception(self, ctx: Context) -> None:
+        self.told.append(type(ctx.exception))
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.told.append(ctx.run.outcome)
+
+
+def assert_given_up(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
+    assert ends.told == [HostError, "failed"]
+    failed = [record for record in caplog.records if "callsheet cannot follow" in record.message]
+    assert len(failed) == 1
+    assert failed[0].exc_info
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), observed.parameters(), strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in observed.modules())
+
+
+class LogsRows(HuggingFaceTrainer):  # type: ignore[misc]
+    """Logs a list instead of a dictionary, after a few steps."""
+
+    def log(self, logs: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step > 4:
+            self.callback_handler.on_log(self.args, self.state, self.control, list(logs.items()))
+
+
+def test_huggingface_logs_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(*callbacks: Any) -> Any:
+        trainer = huggingface_trainer(tmp_path, *callbacks, kind=LogsRows)
+        trainer.train()
+        return trainer
+
+    ends = Ends()
+    plain, observed = trained(), trained(huggingface_host([ends, EMA(half_life=2, at_end=False)]))
+    assert_given_up(ends, caplog, plain.model, observed.model)
+    assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
+
+
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[float] = []
+    calls: list[int] = []
+
+    class Counts(HuggingFaceTrainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.state.global_step)
+            return super().training_step(*args, **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            metrics = super().evaluate(*args, **kwargs)
+            found.append(metrics["eval_loss"])
+            return metrics
+
+    class Breaks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                hooks: Any = hosted._hooks
+                if where == "eval":
+                    hooks.name_of_dataset = None  # an error of the host's own, while EMA's weights are in the model
+                else:
+                    hooks._begin_microbatch = None
+
+    plain = huggingface_trainer(tmp_path / "plain", kind=Counts)
+    plain.train()
+    expected, expected_calls = found[:], calls[:]
+    found.clear()
+    calls.clear()
+    ends = Ends()
+    hosted = huggingface_host([ends, EMA(half_life=2, at_end=False)])
+    observed = huggingface_trainer(tmp_path / "observed", hosted, Breaks(), kind=Counts)
+    observed.train()
+    assert_given_up(ends, caplog, plain.model, observed.model)
+    assert calls == expected_calls
+    assert found[1:] == expected[1:]  # the trained weights are back
+
+
+def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Says(automodel_home.Recipe):
+        def _run_train_optim_step(self, batches: list[Any]) -> Any:
+            sample = super()._run_train_optim_step(batches)
+            if self.step_scheduler.step == 4:
+                self.callback_runner.on_train_batch_end(self, train_log_data=sample.metrics)  # not in a MetricsSample
+            return sample
+
+    def trained(name: str, *callbacks: Any) -> nn.Module:
+        torch.manual_seed(3)
+        recipe = Says(POINTS, tmp_path / name, callbacks, num_epochs=2)
+        recipe.setup()
+        recipe.run_train_validation_loop()
+        assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
+        model: nn.Module = recipe.model_parts[0]
+        return model
+
+    ends = Ends()
+    assert_given_up(
+        ends, caplog, trained("plain"), trained("observed", automodel_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
+    )
+
+
+def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Confusion(keras_home.Model):
+        def train_step(self, data: Any) -> Any:
+            return {**super().train_step(data), "confusion": torch.zeros(2, 2)}
+
+    def trained(*callbacks: Any) -> tuple[Any, list[float]]:
+        torch.manual_seed(3)
+        keras_home.keras.utils.clear_session(free_memory=False)
+        model = Confusion(POINTS)
+        model.compile(optimizer=keras_home.keras.optimizers.AdamW(learning_rate=0.02))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            history = model.fit(
+                POINTS.batches(), validation_data=POINTS.validation_batches(), epochs=3, callbacks=list(callbacks), verbose=0
+            )
+        return model, history.history["val_loss"]
+
+    plain, expected = trained()
+    ends = Ends()
+    observed, found = trained(
+        keras_home.host([ends, EMA(half_life=2, at_end=False)], run_name="small", runs_folder=tmp_path, log_interval="1ba")
+    )
+    assert_given_up(ends, caplog, plain.inner.module, observed.inner.module)
+    assert found[1:] == expected[1:]
+    assert "apply" not in vars(observed.optimizer)
+
+
+def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Lists(megatron_home.Loop):
+        def step(self, batches: Any) -> Any:
+            losses, norm, skipped = super().step(batches)
+            return list(losses.items()) if self.state.train_state.step == 4 else losses, norm, skipped
+
+    def trained(name: str, *callbacks: Any) -> nn.Module:
+        cfg = megatron_home.configuration(tmp_path / name / "checkpoints")
+        loop = Lists(cfg, POINTS, list(callbacks) or None, names=megatron_home.megatron_bridge_names)
+        model = loop.run()
+        assert loop.state.train_state.step == 12
+        assert cfg.checkpoint.save_interval == 1000
+        return model
+
+    ends = Ends()
+    observed = trained("observed", megatron_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
+    assert_given_up(ends, caplog, trained("plain"), observed)
+
+
+@pytest.mark.parametrize("home", [huggingface_home, automodel_home, keras_home, megatron_home], ids=lambda home: home.NAME)
+def test_an_error_of_a_callback_still_ends_training(home: Any, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 4:
+                raise ZeroDivisionError
+
+    ends = Ends()
+    with pytest.raises(ZeroDivisionError):
+        home.train(POINTS, tmp_path, [Fails(), ends])
+    assert ends.told == [ZeroDivisionError, "failed"]
+
+
 def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Ends(Callback):
-        def __init__(self) -> None:
-            self.told: list[Any] = []
-
-        def on_exception(self, ctx: Context) -> None:
-            self.told.append(type(ctx.exception))
-
-        def on_run_end(self, ctx: Context) -> None:
-            self.told.append(ctx.run.outcome)
-
     model = POINTS.made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)

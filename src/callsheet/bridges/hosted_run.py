@@ -274,6 +274,8 @@ class HostedRun:
         is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotTold)
         if is_users(error) or is_on_purpose:
             raise error
+        if self.lifetime.has_ended:  # by an earlier error, which was logged
+            return
         message = (
             f"callsheet cannot follow {self.host} after step {self.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
             "are called no more in this run, which is recorded as failed. Training goes on. Please report this with the traceback"
@@ -283,6 +285,16 @@ class HostedRun:
         given_up.__cause__ = error
         self.eval_narrator.forget()
         self.fail(given_up)
+
+    def leave(self, error: BaseException) -> None:
+        """End the run because `error` left a method of the host. Raise it if the user has to know of it, else give up; see `give_up`."""
+        try:
+            if not isinstance(error, Exception):
+                raise error
+            self.give_up(error)
+        except BaseException:
+            self.fail(error)
+            raise
 
     # --- after a step and an epoch ---
 

@@ -103,7 +103,7 @@ def host(
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as AutoModel calls it, and given the run; nothing where there is none. An error of a callback fails the run."""
+    """Called as AutoModel calls it, and given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
 
     @functools.wraps(method)
     def told(self: AutoModelHost, recipe: Any, **given: Any) -> None:
@@ -114,8 +114,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, recipe, run=run, **given)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(run, error)
         finally:
             self._called.is_deaf = False
 
@@ -217,14 +216,16 @@ class AutoModelHost(AutoModelCallback):
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
         run.losses = watch.reader
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.narrator, optimizer, asks=False), sets)
+        host, run_now = weakref.proxy(self), weakref.proxy(run)
+        self._called.leave = lambda error: host._leave(run_now, error)
         self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
         try:
             run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
             run.begin()
+            run.narrator.start("round")
         except BaseException as error:
-            self._fail(error)
-            raise
-        run.narrator.start("round")
+            self._leave(run, error)
+            return
         if run.control.stop_requested is not None:
             asks.stop(now=True)
 
@@ -249,6 +250,14 @@ class AutoModelHost(AutoModelCallback):
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
             self._run.fail(error)
+            self._asks.take_back()
+            self._let_go()
+
+    def _leave(self, run: HostedRun, error: BaseException) -> None:
+        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        try:
+            run.leave(error)
+        finally:
             self._asks.take_back()
             self._let_go()
 

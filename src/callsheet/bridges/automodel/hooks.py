@@ -53,11 +53,17 @@ class CalledModel(StaysBehind):
         self._is_training = False
         self._hears_forward = True
         self._optimizer = optimizer
+        self.leave: Callable[[BaseException], None] = self._raise
+        """Called with an error of a hook; raises it if the user has to know of it."""
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
+
+    @staticmethod
+    def _raise(error: BaseException) -> None:
+        raise error
 
     def wrap(self, recipe: Any) -> WrappedMethods:
         """Have the recipe's methods say when it trains and validates, where it has them."""
@@ -90,6 +96,13 @@ class CalledModel(StaysBehind):
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.is_deaf:
             return None
+        try:
+            return self._report(model, args, kwargs)
+        except BaseException as error:
+            self.leave(error)
+            return None
+
+    def _report(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         batch = kwargs if kwargs or not args else args[0]
         if not model.training:
             return self._evaluates(batch, args) if self.is_validating else None
@@ -145,18 +158,21 @@ class CalledModel(StaysBehind):
             self._after.stand(self._hears_forward, self._ends)
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        run = self._run
         if self.is_deaf:
             return outputs
-        if not model.training:
-            if run.eval_narrator.is_open("eval_forward"):
-                run.eval_ctx.outputs = outputs
-                run.eval_narrator.end("eval_forward")
-                return run.eval_ctx.outputs
-        elif run.narrator.is_open("forward"):
-            run.ctx.outputs = outputs
-            run.narrator.start("loss")  # which ends the forward
-            return run.ctx.outputs
+        try:
+            run = self._run
+            if not model.training:
+                if run.eval_narrator.is_open("eval_forward"):
+                    run.eval_ctx.outputs = outputs
+                    run.eval_narrator.end("eval_forward")
+                    return run.eval_ctx.outputs
+            elif run.narrator.is_open("forward"):
+                run.ctx.outputs = outputs
+                run.narrator.start("loss")  # which ends the forward
+                return run.ctx.outputs
+        except BaseException as error:
+            self.leave(error)
         return outputs
 
     def _evaluates(self, batch: Any, args: Any) -> Any:

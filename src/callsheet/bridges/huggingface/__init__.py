@@ -113,7 +113,7 @@ _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as the Trainer calls it, and given the run; nothing where there is none. An error of a callback fails the run."""
+    """Called as the Trainer calls it, and given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
 
     @functools.wraps(method)
     def told(self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -124,8 +124,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, run, args, state, given)  # which is much, so that it is handed on as it is
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(run, error)
 
     return told
 
@@ -222,8 +221,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             if state.global_step:
                 self._resume(args, state)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(run, error)
+            return
         self._asks.control = control
         if trainer is None:
             self._warn("the Trainer was not found among the callers: neither batches nor the steps of evaluations are reported")
@@ -234,6 +233,8 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
         methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
+        run_now = weakref.proxy(self._run)
+        hooks.leave = lambda error: host._leave(run_now, error)
 
         def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return host._evaluate(trainer_now, method, args, kwargs)
@@ -263,9 +264,11 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         run.finish()
         self._let_go()
 
-    def _fail(self, error: BaseException) -> None:
-        if self._run is not None:
-            self._run.fail(error)
+    def _leave(self, run: HostedRun, error: BaseException) -> None:
+        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        try:
+            run.leave(error)
+        finally:
             self._let_go()
 
     def _let_go(self) -> None:
@@ -404,17 +407,19 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
             raise
         prefix, self._prefix = self._prefix, outer
         if outer is None and self._run is run:
-            self._asks.control = trainer.control
-            self._within(run, self._end_evaluation, found_in(found, prefix) if isinstance(found, Mapping) else {})
+            self._within(run, self._evaluated, trainer, found, prefix)
         return found
 
     def _within(self, run: HostedRun, act: Callable[..., Any], *given: Any) -> None:
-        """Do it; an error of a callback fails the run."""
+        """Do it; an error ends the run, see `_leave`."""
         try:
             act(run, *given)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(run, error)
+
+    def _evaluated(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
+        self._asks.control = trainer.control
+        self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
     def _fits(self, run: HostedRun, what: str) -> bool:
         """Whether this may be fired now."""

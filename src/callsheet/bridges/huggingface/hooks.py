@@ -55,6 +55,8 @@ class ForwardHooks(StaysBehind):
         self.inputs: Any = None
         """What `training_step` was given."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
+        self.leave: Callable[[BaseException], None] = self._raise
+        """Called with an error of a hook; raises it if the user has to know of it."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
@@ -63,11 +65,15 @@ class ForwardHooks(StaysBehind):
         """Listen to the model's outputs, or not."""
         self._after.stand(is_heard, self._ends)
 
-    def training_step(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def _raise(error: BaseException) -> None:
+        raise error
+
+    def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer trains on a microbatch."""
-        self.expected, self.inputs = "train", inputs
+        self.expected, self.inputs = "train", args[1] if len(args) > 1 else kwargs.get("inputs")
         try:
-            return method(model, inputs, *args, **kwargs)
+            return method(*args, **kwargs)
         finally:
             self.expected, self.inputs = "", None
 
@@ -102,14 +108,18 @@ class ForwardHooks(StaysBehind):
         expected = self.expected
         if not expected or self.is_deaf:
             return None
-        batch = kwargs if kwargs or not args else args[0]
-        if expected == "eval":
-            given = self._begin_eval_step(batch)
-        elif torch.is_grad_enabled():
-            given = self._begin_microbatch(batch)
-        else:
+        try:
+            batch = kwargs if kwargs or not args else args[0]
+            if expected == "eval":
+                given = self._begin_eval_step(batch)
+            elif torch.is_grad_enabled():
+                given = self._begin_microbatch(batch)
+            else:
+                return None
+            return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
+        except BaseException as error:
+            self.leave(error)
             return None
-        return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
 
     def _begin_microbatch(self, batch: Any) -> Any:
         self.expected = ""
@@ -146,17 +156,20 @@ class ForwardHooks(StaysBehind):
         return run.eval_ctx.batch
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        run = self._run
         if self.is_deaf:
             return outputs
-        if run.eval_narrator.is_open("eval_forward"):
-            run.eval_ctx.outputs = outputs
-            run.eval_narrator.end("eval_forward")
-            return run.eval_ctx.outputs
-        if run.narrator.parts["forward"].is_open:
-            run.ctx.outputs = outputs
-            run.narrator.start("loss")
-            return run.ctx.outputs
+        try:
+            run = self._run
+            if run.eval_narrator.is_open("eval_forward"):
+                run.eval_ctx.outputs = outputs
+                run.eval_narrator.end("eval_forward")
+                return run.eval_ctx.outputs
+            if run.narrator.parts["forward"].is_open:
+                run.ctx.outputs = outputs
+                run.narrator.start("loss")
+                return run.ctx.outputs
+        except BaseException as error:
+            self.leave(error)
         return outputs
 
     def remove(self) -> None:
@@ -175,7 +188,10 @@ class StepWatch(BackwardWatch):
         if self.hooks.is_computing:
             return False
         if self.hooks.expected and self._listens and not loss.dim():
-            self.hooks.begin_without_forward()
+            try:
+                self.hooks.begin_without_forward()
+            except BaseException as error:
+                self.hooks.leave(error)
         return super().run(loss, *args, **options)
 
 

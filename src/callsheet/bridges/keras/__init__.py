@@ -93,24 +93,23 @@ def host(
     )  # fmt: skip
 
 
-def _fails_with_it(method: Callable[..., None]) -> Callable[..., None]:
-    """An error of a callback fails the run."""
+def _ends_the_run(method: Callable[..., None]) -> Callable[..., None]:
+    """An error ends the run; see `HostedRun.leave`."""
 
     @functools.wraps(method)
     def told(self: KerasHost, *args: Any, **named: Any) -> None:
         try:
             method(self, *args, **named)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(error)
 
     return told
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Given the run; nothing where there is none. An error of a callback fails the run."""
+    """Given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
 
-    @_fails_with_it
+    @_ends_the_run
     @functools.wraps(method)
     def told(self: KerasHost, *args: Any, **named: Any) -> None:
         if self._run is not None:
@@ -138,6 +137,8 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         self._resume = resume
         self._settings = settings
         self._run: HostedRun | None = None
+        self._has_given_up = False  # in this `fit`: what it evaluates is no run of its own
+        self._ends: Callable[[], object] = lambda: None
 
     # --- the run ---
 
@@ -194,26 +195,34 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         run.finish()
         self._let_go()
 
-    def _fail(self, error: BaseException) -> None:
-        if self._run is not None:
-            self._run.fail(error)
+    def _leave(self, error: BaseException) -> None:
+        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        run = self._run
+        if run is None:
+            raise error
+        is_training = run.narrator.is_open("train") or run.narrator.is_open("data_init")
+        try:
+            run.leave(error)
+            self._has_given_up = is_training
+        finally:
             self._let_go()
 
     def _let_go(self) -> None:
         self._ends()
         self._run = None
 
-    def _stand_in(self, name: str, method: Callable[[HostedRun, Callable[[Any], Any], Any], Any]) -> None:
+    def _stand_in(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
         """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
-        self._hooks.append(_StandIn(self.model, name, method))
+        self._hooks.append(_StandIn(self.model, name, before, after))
 
     # --- training ---
 
-    @_fails_with_it
+    @_ends_the_run
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a run."""
+        self._has_given_up = False
         run = self._begin(is_training=True)
-        self._stand_in("train_function", self._train_on)
+        self._stand_in("train_function", self._begin_step, self._end_step)
         run.narrator.start("round")
         if run.state.timestamp.epoch:
             self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
@@ -233,14 +242,14 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         self._is_epoch_open, self._has_evaluated = True, False
         run.narrator.start("epoch")
 
-    def _train_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
-        """Call Keras's train function on a batch: one step."""
+    def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
+        """Keras trains on a batch, which is one step."""
         narrator, ctx, place, watch = run.narrator, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
-            return {}
+            return None
         if narrator.listen():
             self._hears_microbatch = narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
@@ -257,9 +266,12 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if self._hears_microbatch:
             ctx.microbatch = ctx.batch
             narrator.start("microbatch")
-        logs = function([ctx.batch])
-        watch.is_on = False
-        place.taken += 1
+        return [ctx.batch]
+
+    def _end_step(self, run: HostedRun) -> None:
+        """Keras has trained on it."""
+        self._watch.is_on = False
+        self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
         run.end_step()
         if not self._is_checked:
@@ -267,7 +279,6 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             run.check_carried(strict=self._strict, logger=logger)
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run)
-        return logs
 
     def _close_epoch(self, run: HostedRun) -> None:
         if self._is_epoch_open:
@@ -297,17 +308,21 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if run.control.stop_requested is not None or run.boundaries.is_making_way:
             self.model.stop_training = True
 
-    @_in_a_run
-    def on_train_end(self, run: HostedRun, logs: Any = None) -> None:
+    @_ends_the_run
+    def on_train_end(self, logs: Any = None) -> None:
         """End the run."""
+        self._has_given_up = False
         self.model._initial_epoch = None
-        self._finish(run)
+        if self._run is not None:
+            self._finish(self._run)
 
     # --- evaluation and prediction ---
 
-    @_fails_with_it
+    @_ends_the_run
     def on_test_begin(self, logs: Any = None) -> None:
         """An evaluation begins, which is a run of its own outside training."""
+        if self._has_given_up:
+            return
         run = self._run
         if run is None or not run.narrator.is_open("train"):
             run = self._begin(is_training=False)
@@ -315,14 +330,15 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             self._close_epoch(run)
         run.begin_evaluation(EVALUATED, standalone=not run.narrator.is_open("train"))
         self._judging_hooks.listen(True)
-        self._stand_in("test_function", self._evaluate_on)
+        self._stand_in("test_function", self._begin_eval_step, self._end_eval_step)
 
-    def _evaluate_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
+    def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
         (run.eval_ctx.batch,) = data
         run.eval_narrator.start("eval_step")
-        logs = function(data)
+        return data
+
+    def _end_eval_step(self, run: HostedRun) -> None:
         run.eval_narrator.end("eval_step")
-        return logs
 
     @_in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
@@ -341,21 +357,22 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
 
-    @_fails_with_it
+    @_ends_the_run
     def on_predict_begin(self, logs: Any = None) -> None:
         """A run that predicts; one within training is not told."""
-        if self._run is not None and self._run.narrator.is_open("train"):
+        if self._has_given_up or (self._run is not None and self._run.narrator.is_open("train")):
             return
         self._begin(is_training=False).narrator.start("predict")
         self._predict_hooks.listen(True)
-        self._stand_in("predict_function", self._predict_on)
+        self._stand_in("predict_function", self._begin_predict_step, self._end_predict_step)
 
-    def _predict_on(self, run: HostedRun, function: Callable[[Any], Any], data: Any) -> Any:
+    def _begin_predict_step(self, run: HostedRun, data: Any) -> Any:
         (run.ctx.batch,) = data
         run.narrator.start("predict_step")
-        outputs = function(data)
+        return data
+
+    def _end_predict_step(self, run: HostedRun) -> None:
         run.narrator.end("predict_step")
-        return outputs
 
     @_in_a_run
     def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
@@ -366,21 +383,41 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
 
 
 class _StandIn:
-    """In the place of one of the model's functions, such as `train_function`."""
+    """In the place of one of the model's functions, such as `train_function`.
 
-    def __init__(self, model: Any, name: str, instead: Any) -> None:
+    Args:
+        before: method of the host: takes the run and the data, and returns the data to use, or None to skip it.
+        after: method of the host: takes the run.
+    """
+
+    def __init__(self, model: Any, name: str, before: Any, after: Any) -> None:
         function = getattr(model, name)
-        owner, method = weakref.ref(instead.__self__), instead.__func__
+        owner, begin, end = weakref.ref(before.__self__), before.__func__, after.__func__
 
         def called(data: Any) -> Any:
             host: KerasHost | None = owner()
             if host is None or host._run is None:
                 return function(data)
+            run, given = host._run, data
             try:
-                return method(host, host._run, function, data)
+                given = begin(host, run, data)
             except BaseException as error:
-                host._fail(error)
+                host._leave(error)
+            if given is None:
+                return {}
+            try:
+                logs = function(given)
+            except BaseException as error:  # Keras reports it to nobody
+                if host._run is run:
+                    run.fail(error)
+                    host._let_go()
                 raise
+            if host._run is run:
+                try:
+                    end(host, run)
+                except BaseException as error:
+                    host._leave(error)
+            return logs
 
         self.remove = replace(model, name, called)
 

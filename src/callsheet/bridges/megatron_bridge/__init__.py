@@ -120,15 +120,16 @@ def guest(
 
 
 def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
-    """Called as Megatron calls it, and given the run, which begins with the first event. An error of a callback fails the run."""
+    """Called as Megatron calls it, and given the run, which begins with the first event. An error ends it; see `HostedRun.leave`."""
 
     @functools.wraps(method)
     def told(self: MegatronBridgeHost, context: CallbackContext) -> None:
+        if self._has_given_up:
+            return
         try:
             method(self, self._run or self._begin(context), context)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(error)
 
     return told
 
@@ -144,6 +145,8 @@ class MegatronBridgeHost:
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
         self._has_trained = False  # in the run in hand
+        self._has_given_up = False  # so that no run begins until Megatron trains again
+        self._ends: Callable[[], object] = lambda: None
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
             self.on_data_init_start = self._on_data_init_start  # with it, Megatron refuses to count in epochs
 
@@ -182,8 +185,14 @@ class MegatronBridgeHost:
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_told = self._is_checked = self._has_trained = self._hears_forward = False
         self._states: dict[int, Any] = {}  # of steps whose checkpoints are still being written
-        self._forward = ForwardHooks(run, chunks[0])
-        self._steps = StepHooks(run, torch_optimizers(context.optimizer))
+        host = weakref.ref(self)
+
+        def leave(error: BaseException) -> None:
+            if (owner := host()) is not None:
+                owner._leave(error)
+
+        self._forward = ForwardHooks(run, chunks[0], leave)
+        self._steps = StepHooks(run, torch_optimizers(context.optimizer), leave)
         self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
         run.refuse(_never_told(), strict=self._strict, logger=logger)
         run.begin(data_is_made=data_is_made)
@@ -193,20 +202,22 @@ class MegatronBridgeHost:
         """Begin a run; the data is about to be made."""
         try:
             self._let_go()  # of one that an exception had left
+            self._has_trained = self._has_given_up = False
             self._begin(context, data_is_made=False)
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._leave(error)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run, if it has not begun."""
         if self._has_trained:  # the run in hand was left by an exception
             self._let_go()
+            self._has_given_up = False
         self._start(context)
+        self._has_trained = True
 
     @_told
     def _start(self, run: HostedRun, context: Any) -> None:
-        self._settings.is_training = self._has_trained = True
+        self._settings.is_training = True
         run.narrator.start("round")
         self._stop_if_asked(run)
 
@@ -224,6 +235,17 @@ class MegatronBridgeHost:
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
             self._run.fail(error)
+            self._let_go()
+
+    def _leave(self, error: BaseException) -> None:
+        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        run = self._run
+        if run is None:
+            raise error
+        try:
+            run.leave(error)
+            self._has_given_up = True
+        finally:
             self._let_go()
 
     def _let_go(self) -> None:

@@ -16,16 +16,15 @@ from callsheet.bridges.torch_hooks import Hook, OptimizerHooks, StaysBehind
 Told = TypeVar("Told", bound=Callable[..., Any])
 
 
-def _fails_the_run(hook: Told) -> Told:
-    """Megatron tells nobody of an exception: a callback's that comes out of a hook is told here."""
+def _ends_the_run(hook: Told) -> Told:
+    """Megatron reports no exception: one that comes out of a hook ends the run. It is raised if the user has to know of it."""
 
     @functools.wraps(hook)
     def called(self: Any, *args: Any) -> Any:
         try:
             return hook(self, *args)
         except BaseException as error:
-            self._run.fail(error)
-            raise
+            self._leave(error)  # a hook that returns None changes nothing
 
     return called  # type: ignore[return-value]  # of the same shape
 
@@ -38,8 +37,9 @@ class ForwardHooks(StaysBehind):
     hears either, nor the microbatch's end, the microbatch ends with what follows it.
     """
 
-    def __init__(self, run: HostedRun, model: nn.Module) -> None:
+    def __init__(self, run: HostedRun, model: nn.Module, leave: Callable[[BaseException], None]) -> None:
         self._run = run
+        self._leave = leave
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
         self._told_with_it = run.spans.loss, run.spans.backward, run.spans.microbatch
@@ -56,7 +56,7 @@ class ForwardHooks(StaysBehind):
         """Leave the model as it was."""
         self.listen(False)
 
-    @_fails_the_run
+    @_ends_the_run
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         batch = kwargs or (args[0] if len(args) == 1 else args)
@@ -82,7 +82,7 @@ class ForwardHooks(StaysBehind):
         narrator.start("forward")
         return _replaced(batch, ctx.microbatch, args, kwargs)
 
-    @_fails_the_run
+    @_ends_the_run
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
         if self.judging:
@@ -103,13 +103,13 @@ class ForwardHooks(StaysBehind):
         loss, backward, microbatch = self._told_with_it
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
-    @_fails_the_run
+    @_ends_the_run
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._run.narrator.is_open("loss"):
             self._run.narrator.start("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
-    @_fails_the_run
+    @_ends_the_run
     def _backward_ends(self) -> None:
         self._run.narrator.end("microbatch")
 
@@ -117,12 +117,12 @@ class ForwardHooks(StaysBehind):
 class StepHooks(OptimizerHooks):
     """Of Megatron's optimizer, which wraps one of torch or several: from the first one's step to the last one's."""
 
-    def __init__(self, run: HostedRun, optimizers: list[Optimizer]) -> None:
-        self._run = run
+    def __init__(self, run: HostedRun, optimizers: list[Optimizer], leave: Callable[[BaseException], None]) -> None:
+        self._leave = leave
         super().__init__(run.narrator, *optimizers, asks=False)
 
-    _begins = _fails_the_run(OptimizerHooks._begins)
-    _ends = _fails_the_run(OptimizerHooks._ends)
+    _begins = _ends_the_run(OptimizerHooks._begins)
+    _ends = _ends_the_run(OptimizerHooks._ends)
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
