@@ -137,6 +137,7 @@ class ForwardHooks(StaysBehind):
             return batch
         if parts["forward"].is_quiet:
             return ctx.batch
+        narrator.end("microbatch")  # of an earlier one whose end the Trainer has not reported: its fields are closed with it
         ctx.microbatch = ctx.batch
         narrator.start("microbatch")
         narrator.start("forward")
