@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.metrics import Loss
-from torch import nn
+from torch import Tensor, nn
 from torchtnt.framework.fit import fit
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 from transformers.trainer_callback import CallbackHandler
 
-from callsheet import Callback, Context, FieldNotTold
+from callsheet import Callback, Context, FieldNotTold, attach
+from callsheet.bridges.accelerate import host as accelerate_host
 from callsheet.bridges.automodel import host as automodel_host
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface import HuggingFaceHost
@@ -536,3 +540,165 @@ def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog:
     assert len(failed) == 1
     assert failed[0].exc_info
     assert not model._forward_hooks
+
+
+class OddLoop:
+    """A loop by hand, with Accelerate or without, whose calls are drawn: some left out, some made twice, some out of order.
+
+    The calls depend on the seed alone, so that a run with a host and one without make the same. `at_batch` is called before each batch.
+    """
+
+    def __init__(self, seed: int, *, accelerated: bool) -> None:
+        self.drawn = random.Random(seed)
+        self.model = POINTS.made_model()
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.hook_calls = 0
+        self.batches: Any = POINTS.batches()
+        self.called: nn.Module = self.model
+        self.accelerator = None
+        if accelerated:
+            self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            self.called, self.optimizer, self.batches = self.accelerator.prepare(self.model, self.optimizer, self.batches)
+        self.given = 0
+
+    def attach(self, callbacks: list[Callback], folder: Path, **options: Any) -> Any:
+        options |= {"run_name": "small", "runs_folder": folder, "log_interval": 1, "strict": False}
+        if self.accelerator is None:
+            return attach(model=self.called, optimizer=self.optimizer, callbacks=callbacks, accumulate=2, **options)
+        return accelerate_host(callbacks, accelerator=self.accelerator, model=self.called, optimizer=self.optimizer, **options)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.accelerator is None:
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
+
+    def train(self, run: Any, at_batch: Callable[[int], None] = lambda given: None, *, odd: bool = True) -> None:
+        torch.manual_seed(3)
+        for _ in range(4):
+            batches: Iterable[Any] = self.batches if run is None else run.steps(self.batches)
+            for inputs, targets in batches:
+                at_batch(self.given)
+                self.given += 1
+                with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.called):
+                    self.batch(inputs, targets, run, odd=odd)
+                if odd and self.drawn.random() < 0.05:
+                    break
+            if run is not None:
+                run.evaluated({"validation": {"loss": 1.0}})
+
+    def batch(self, inputs: Tensor, targets: Tensor, run: Any, *, odd: bool) -> None:
+        calls = ["zero", "forward", "backward", "clip", "step"]
+        if odd and self.drawn.random() < 0.5:
+            others = ["caught", "evaluate", "without gradients", "reported", "logged"]
+            how = self.drawn.randrange(4)
+            if how == 0:
+                calls.remove(self.drawn.choice(calls))
+            elif how == 1:
+                calls.insert(self.drawn.randrange(5), self.drawn.choice(calls))
+            elif how == 2:
+                self.drawn.shuffle(calls)
+            else:
+                calls.insert(self.drawn.randrange(5), self.drawn.choice(others))
+        loss = None
+        for call in calls:
+            if call == "zero":
+                self.optimizer.zero_grad()
+            elif call == "forward":
+                loss = POINTS.loss(self.called(inputs), targets)
+            elif call == "backward":
+                if loss is None:  # a backward without a forward
+                    loss = sum((weight.square().sum() for weight in self.model.parameters()), start=torch.tensor(0.0))
+                with suppress(RuntimeError):  # the weights have changed since the forward
+                    self.backward(loss)
+                loss = None
+            elif call == "clip":
+                clip: Any = nn.utils.clip_grad_norm_ if self.accelerator is None else self.accelerator.clip_grad_norm_
+                clip(self.model.parameters(), 1.0)
+            elif call == "step":
+                self.optimizer.step()
+            elif call == "caught":
+                with pytest.raises(RuntimeError):
+                    self.called(inputs[:, :1])
+            elif call == "evaluate":
+                self.called.eval()
+                self.called(inputs)
+                self.called.train()
+            elif call == "without gradients":
+                with torch.no_grad():
+                    self.called(inputs)
+            elif run is not None:
+                run.evaluated({"validation": {"loss": 1.0}}) if call == "reported" else run.log({"mine": 1.0})
+
+
+def hooks_of(optimizer: Any) -> list[Any]:
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_loop_by_hand_confused(seed: int, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, observed = (OddLoop(seed, accelerated=accelerated) for _ in range(2))
+    plain.train(None)
+    recorder, backward = Recorder(), Tensor.backward
+    with observed.attach([*(make() for make in OBSERVERS), recorder], tmp_path) as run:
+        observed.train(run)
+    held(recorder, plain.model, observed.model)
+    assert not hooks_of(observed.optimizer)
+    assert Tensor.backward is backward
+    assert "cannot follow" not in caplog.text
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda run: setattr(run._model_hooks, "_ctx", None),
+    "backward": lambda run: setattr(run._backward, "_ctx", None),
+    "optimizer step": lambda run: setattr(run._optimizer_hooks, "_own", None),
+    "optimizer step's end": lambda run: run._optimizer.register_step_pre_hook(  # it comes after the host's
+        lambda *_: setattr(run._optimizer_hooks, "_own", None)
+    ),
+    "place": lambda run: setattr(
+        run if hasattr(run, "_taken") else run._place, "_taken" if hasattr(run, "_taken") else "taken", None
+    ),
+    "end of the step": lambda run: setattr(run._run, "counted", None),
+}
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_host_that_fails_in_a_loop_by_hand(
+    at: int, fault: str, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, observed = (OddLoop(0, accelerated=accelerated) for _ in range(2))
+    plain.train(None, odd=False)
+    recorder, backward, seen = Recorder(), Tensor.backward, []
+    attached = observed.attach([*(make() for make in OBSERVERS), recorder], tmp_path)
+    with attached as run:
+        inside = getattr(observed.optimizer, "optimizer", observed.optimizer)
+        inside.register_step_pre_hook(lambda *_: seen.append("pre"))
+        inside.register_step_post_hook(lambda *_: seen.append("post"))
+        observed.train(run, lambda given: FAULTS[fault](attached) if given == at else None, odd=False)
+        run.log({"mine": 1.0})
+    held(recorder, plain.model, observed.model)
+    assert observed.given == plain.given
+    assert all(hook.__name__ == "<lambda>" for hook in hooks_of(observed.optimizer))  # the user's
+    assert seen == ["pre", "post"] * (len(seen) // 2)
+    assert Tensor.backward is backward
+    assert recorder.events[-2:] == ["on_exception", "on_run_end"]
+    assert caplog.text.count("callsheet cannot follow") == 1
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("duration", ["9ba", "2ep", "30sp"])
+def test_training_ends_at_its_duration_after_the_host_has_failed(duration: str, accelerated: bool, tmp_path: Path) -> None:
+    healthy, failing = (OddLoop(0, accelerated=accelerated) for _ in range(2))
+    for loop in (healthy, failing):
+        attached = loop.attach([Recorder()], tmp_path / str(loop is failing), max_duration=duration)
+        with attached as run:
+            fails = [3] if loop is failing else []
+            for _ in range(9):
+                loop.train(run, lambda given: FAULTS["forward"](attached) if given in fails else None, odd=False)  # noqa: B023
+            assert run.is_over
+    if duration != "30sp":  # samples are counted in full only at boundaries
+        assert failing.given == healthy.given

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from itertools import islice
+from itertools import chain, islice
+from signal import Signals
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,12 +23,12 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Context, Outcome
-from callsheet.errors import ConfigError, NotCarried, RequestRefused, names_unknown
+from callsheet.errors import ConfigError, NotCarried, RequestRefused, mark_as_users, names_unknown
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import random_state, restore_random_state
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
-from callsheet.time import Time
+from callsheet.time import Time, TimeUnit
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -204,6 +207,12 @@ class AttachedRun:
         self._is_checked = False
         self._hears_fetch = self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
+        self._has_given_up = False
+        self._was_in_step = False  # when it gave up
+        self._epoch: int | None = None  # that the last call of `steps` trains
+        self._group: list[Any] = []  # the batches of the step in hand
+        me = weakref.ref(self)
+        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]  # it is entered, so it is there
 
     @property
     def ctx(self) -> Context:
@@ -222,7 +231,8 @@ class AttachedRun:
 
     def log(self, values: Mapping[str, Any], **options: Any) -> None:
         """Log numbers for the next record; see `Context.log`."""
-        self._run.ctx.log(values, **options)
+        if not self._has_given_up:
+            self._run.ctx.log(values, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
@@ -230,11 +240,16 @@ class AttachedRun:
             raise ConfigError(
                 f"evaluated({{{odd!r}: ...}}): give the results by the dataset's name, such as {{'validation': {{'loss': 1.2}}}}"
             )
+        if self._has_given_up:
+            return
         if self._is_iterating:
             self._run.made.append(results)
-        else:
+            return
+        try:
             self._catch_up(goes_on=True)
             self._run.evaluated(results)
+        except Exception as error:
+            self._give_up(error)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that are left, from 0, of `count` in all: after a resume those that were done are left out."""
@@ -242,7 +257,7 @@ class AttachedRun:
             epoch = self._run.state.timestamp.epoch
             yield epoch
             if self._run.state.timestamp.epoch == epoch:
-                if self._run.ctx.step == self._run.state.baseline.batch:
+                if self._run.ctx.step == self._run.state.baseline.batch and not self._has_given_up:
                     raise RequestRefused(
                         "an epoch of run.epochs() is over, and nothing was told of it: take its batches from run.steps(dataloader)"
                     )
@@ -260,13 +275,21 @@ class AttachedRun:
             raise RequestRefused("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
         if self._is_over:
             return
-        self._catch_up(goes_on=True)
+        if not self._begin_epoch():
+            return
         run, narrator, ctx, place, watch = self._run, self._run.narrator, self._run.ctx, self._place, self._backward
+        batches: Iterator[Any] | None = None
         self._is_iterating = True
-        narrator.start("epoch")
+        given = 0  # of the batches of the step in hand
         try:
-            batches = place.begin(dataloader)
-            while not self._is_over and (group := self._fetched(batches)):
+            if not self._has_given_up:
+                narrator.start("epoch")
+                batches = place.begin(dataloader)
+            while not self._is_over and not self._has_given_up:
+                given = 0
+                group = self._fetched(batches)  # type: ignore[arg-type]
+                if not group:
+                    break
                 narrator.start_step()
                 run.counted = counts_of(group[0])
                 for batch in group[1:]:
@@ -280,21 +303,110 @@ class AttachedRun:
                     if is_heard:
                         ctx.microbatch = batch
                         narrator.start("microbatch")
-                        yield ctx.microbatch
+                        batch = ctx.microbatch
+                        given += 1
+                        yield batch
                         narrator.end("microbatch")
                     else:
+                        given += 1
                         yield batch
-                watch.is_on = False
-                self._end_step()
-            if is_whole := place.is_at_end:
-                place.end()
-            self._is_over |= run.end_epoch(is_whole=is_whole)
+                    if self._has_given_up:
+                        break  # type: ignore[unreachable]  # a hook may have given up
+                else:
+                    watch.is_on = False
+                    self._end_step()
+            if not self._has_given_up:
+                if is_whole := place.is_at_end:
+                    place.end()
+                self._is_over |= run.end_epoch(is_whole=is_whole)
+        except Exception as error:
+            self._give_up(error)
         finally:
             self._is_iterating = False
+        if self._has_given_up and not self._is_over:
+            yield from self._go_on(place.begin(dataloader) if batches is None else batches, self._group, given)
+
+    def _begin_epoch(self) -> bool:
+        """The loop begins to iterate over an epoch; whether there is one to train."""
+        state = self._run.state
+        if not self._has_given_up:
+            try:
+                self._catch_up(goes_on=True)
+            except Exception as error:
+                self._give_up(error)
+        if self._has_given_up:
+            if self._epoch == state.timestamp.epoch:  # the loop has left the last one by a `break`
+                state.timestamp = state.timestamp.next_epoch()
+                self._is_over |= state.is_complete
+            self._group = []
+            if self._is_over:
+                return False
+        self._epoch = state.timestamp.epoch
+        return True
+
+    def _go_on(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
+        """After giving up: the batches of the epoch that are left. Only steps and epochs are counted, since training ends at its duration."""
+        state, was_in_step, self._was_in_step = self._run.state, self._was_in_step, False
+        waiting = group[given:]
+        if not was_in_step and not waiting:
+            given = 0
+        elif given and self._ends_step(given):
+            given = 0
+            self._count_step()
+        for batch in chain(waiting, batches):
+            if self._is_over:
+                return
+            began = perf_counter()
+            given += 1
+            yield batch
+            samples, tokens = counts_of(batch) if self._counts_samples else (0, 0)
+            ranks = self._run.ctx.run.world_size
+            spent = perf_counter() - began
+            state.timestamp = state.timestamp.settled(samples=samples * ranks, tokens=tokens * ranks, seconds=spent)
+            if self._ends_step(given):
+                given = 0
+                self._count_step()
+        if given:
+            self._count_step()
+        if state.timestamp.epoch == self._epoch:
+            state.timestamp = state.timestamp.next_epoch()
+            self._is_over |= state.is_complete
+        self._place.end()
+
+    @property
+    def _counts_samples(self) -> bool:
+        longest = self._run.state.max_duration
+        return longest is not None and longest.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
+
+    def _ends_step(self, given: int) -> bool:
+        """Whether the step is over with so many of its batches."""
+        return given >= self._accumulate
+
+    def _count_step(self) -> None:
+        state = self._run.state
+        state.timestamp = state.timestamp.next_batch()
+        self._is_over |= state.is_complete
+
+    def _give_up(self, error: Exception) -> None:
+        """The host itself has failed: training goes on without it."""
+        if self._has_given_up:
+            raise error
+        run = self._run
+        was_in_step = run.narrator.is_open("train_step")
+        run.give_up(error)  # which raises what the user has to know of
+        self._has_given_up, self._was_in_step = True, was_in_step
+        self._is_over |= run.signals.received is not None  # else nobody would answer it
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._run.signals.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
 
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of a step, fewer at the epoch's end."""
-        narrator, ctx, group = self._run.narrator, self._run.ctx, []
+        narrator, ctx = self._run.narrator, self._run.ctx
+        group = self._group = []
         if narrator.listen():
             self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
             self._model_hooks.listen(self._hears_microbatch)
@@ -303,13 +415,20 @@ class AttachedRun:
         for _ in range(self._accumulate):
             if is_heard:
                 narrator.start("fetch")
-            ctx.batch = next(batches, None)
+            try:
+                ctx.batch = batch = next(batches, None)
+            except Exception as error:
+                mark_as_users(error)
+                raise
+            if batch is not None:
+                group.append(batch)  # before a callback can fail: the loop is given it all the same
             if is_heard:
                 narrator.end("fetch")
-            if ctx.batch is None:
+                if batch is not None:
+                    group[-1] = ctx.batch
+            if batch is None:
                 self._place.is_exhausted = True
                 break
-            group.append(ctx.batch)
         return group
 
     def _end_step(self) -> None:
@@ -370,17 +489,23 @@ class AttachedRun:
                 run.fail(error)
             else:
                 try:
-                    self._catch_up(goes_on=False)
-                    run.finish()
+                    self._finish()
                 except BaseException as raised:
                     run.fail(raised)
                     raise
         finally:
-            run.signals.__exit__(kind, error, frames)
-            for hook in self._hooks:
-                hook.remove()
-        if error is None and run.lifetime.outcome is Outcome.INTERRUPTED:
+            self._let_go()
+        is_interrupted = run.signals.received is Signals.SIGINT if self._has_given_up else False
+        if error is None and (is_interrupted or run.lifetime.outcome is Outcome.INTERRUPTED):
             raise KeyboardInterrupt
+
+    def _finish(self) -> None:
+        if not self._has_given_up:
+            try:
+                self._catch_up(goes_on=False)
+                self._run.finish()
+            except Exception as error:
+                self._give_up(error)
 
 
 class _Place:
@@ -396,6 +521,13 @@ class _Place:
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The epoch's batches, without those that were taken before a resume."""
+        try:
+            return self._begin(loader)
+        except Exception as error:
+            mark_as_users(error)  # without data there is no training
+            raise
+
+    def _begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         self._loader, self.is_exhausted = loader, False
         self._length = len(loader) if isinstance(loader, Sized) else None

@@ -296,6 +296,10 @@ class HostedRun:
             self.fail(error)
             raise
 
+    def fails_by(self, give_up: Callable[[Exception], None]) -> None:
+        """Have the hooks that observe this run call `give_up` with an error of their own, instead of raising it in the user's computation."""
+        self.narrator.give_up = self.eval_narrator.give_up = give_up
+
     # --- after a step and an epoch ---
 
     def end_step(self) -> bool:

@@ -52,6 +52,10 @@ _BACKWARD, _BEHIND = 1, (2, 3)
 Act = Callable[[], None]
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class Part:
     """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
 
@@ -120,6 +124,8 @@ class Narrator:
         self.is_loss_read = True
         """Whether anybody does, or is told the last step's loss of a checkpoint: else no host need find it."""
         self._said: set[str] = set()
+        self.give_up: Callable[[Exception], None] = _raise
+        """Hooks in the model, the optimizer and `backward` call this with an error of their own. It raises what the user has to know of."""
         self.is_barred: Callable[[str], bool] = lambda name: False
         """Whether a span directly under the run may not begin now; then neither does what stands in it."""
         self.made_up: set[str] = set()

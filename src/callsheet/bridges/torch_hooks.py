@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -113,16 +113,22 @@ class ModelHooks(StaysBehind):
         self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
-        if self._microbatch.is_open and model.training and torch.is_grad_enabled():
-            start_forward(self._narrator, self._ctx)
+        try:
+            if self._microbatch.is_open and model.training and torch.is_grad_enabled():
+                start_forward(self._narrator, self._ctx)
+        except Exception as error:
+            self._narrator.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         narrator = self._narrator
-        if narrator.is_open("forward"):
-            ctx = self._ctx
-            ctx.outputs = outputs
-            narrator.start("loss")  # which ends the forward
-            return ctx.outputs
+        try:
+            if narrator.is_open("forward"):
+                ctx = self._ctx
+                ctx.outputs = outputs
+                narrator.start("loss")  # which ends the forward
+                return ctx.outputs
+        except Exception as error:
+            narrator.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -151,15 +157,21 @@ class JudgingHooks(StaysBehind):
         self._after.stand(is_heard, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
-        if not model.training and self._narrator.is_open(self._step):
-            self._narrator.start(self._forward)
+        try:
+            if not model.training and self._narrator.is_open(self._step):
+                self._narrator.start(self._forward)
+        except Exception as error:
+            self._narrator.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
-        if not self._narrator.is_open(self._forward):
-            return outputs
-        self._ctx.outputs = outputs
-        self._narrator.end(self._forward)
-        return self._ctx.outputs
+        try:
+            if self._narrator.is_open(self._forward):
+                self._ctx.outputs = outputs
+                self._narrator.end(self._forward)
+                return self._ctx.outputs
+        except Exception as error:
+            self._narrator.give_up(error)
+        return outputs
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -200,6 +212,7 @@ class OptimizerHooks:
         self._asks = asks
         self._watch = watch
         self._is_given_closures = self._has_begun = False
+        self._kept: Sequence[Hook] = ()  # torch is iterating over the hooks that these are among
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
         self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
         self.listen(True)
@@ -212,13 +225,16 @@ class OptimizerHooks:
             hook.stand(is_read or self._asks, self._ends)
 
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._step.is_open:
-            if (len(args) > 1 or kwargs) and (given := with_closure(args, kwargs, self._evaluate)) is not None:
-                self._is_given_closures, self._has_begun = True, False
-                if self._watch is not None:
-                    self._watch.begin_closure()
-                return given
-            self._begin()
+        try:
+            if self._step.is_open:
+                if (len(args) > 1 or kwargs) and (given := with_closure(args, kwargs, self._evaluate)) is not None:
+                    self._is_given_closures, self._has_begun = True, False
+                    if self._watch is not None:
+                        self._watch.begin_closure()
+                    return given
+                self._begin()
+        except Exception as error:
+            self._fail(error, self._before, optimizer._optimizer_step_pre_hooks, self._begins)
         return None
 
     def _begin(self) -> None:
@@ -233,19 +249,37 @@ class OptimizerHooks:
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the closure's place."""
         loss = closure(*args, **kwargs) if self._watch is None else self._watch.evaluate(closure, *args, **kwargs)
-        if not self._has_begun:
-            self._has_begun = True
-            if self._step.is_open:
-                self._begin()
+        try:
+            if not self._has_begun:
+                self._has_begun = True
+                if self._step.is_open:
+                    self._begin()
+        except Exception as error:
+            self._narrator.give_up(error)
         return loss
 
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._step.is_open:
-            self.has_stepped = True
-            if len(args) > 1 or kwargs:
-                self._end_with_closure(args, kwargs)
-            if not self._own.is_quiet:
-                self._narrator.end("optimizer_step")
+        try:
+            if self._step.is_open:
+                self.has_stepped = True
+                if len(args) > 1 or kwargs:
+                    self._end_with_closure(args, kwargs)
+                if not self._own.is_quiet:
+                    self._narrator.end("optimizer_step")
+        except Exception as error:
+            self._fail(error, self._after, optimizer._optimizer_step_post_hooks, self._ends)
+
+    def _fail(
+        self, error: Exception, ours: Sequence[Hook], hooks: dict[int, Callable[..., Any]], own: Callable[..., Any]
+    ) -> None:
+        """Give up inside one of the hooks, over which torch is iterating."""
+        self._kept = ours
+        try:
+            self._narrator.give_up(error)
+        finally:
+            self._kept = ()
+        for hook in ours:
+            _remove_after_calls(hooks, own, hook.remove)
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
@@ -260,7 +294,27 @@ class OptimizerHooks:
     def remove(self) -> None:
         """Leave the optimizer as it was."""
         for hook in (*self._before, *self._after):
-            hook.remove()
+            if hook not in self._kept:
+                hook.remove()
+
+
+def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
+    """Call `remove` when torch has called the last of `hooks`: until then it iterates over them, and a key may not be removed."""
+    last = next(reversed(hooks))
+    theirs = hooks[last]
+    if theirs == own:
+        remove()
+        return
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return theirs(*args, **kwargs)
+        finally:
+            if last in hooks:
+                hooks[last] = theirs
+            remove()
+
+    hooks[last] = called  # replacing a value is allowed
 
 
 class BackwardWatch:
@@ -328,34 +382,45 @@ class BackwardWatch:
             if self.total is None:
                 self.total = earlier
             elif self._before_closure is not None:
-                self.total = self._before_closure + self.total
+                try:
+                    self.total = self._before_closure + self.total
+                except Exception as error:
+                    self._narrator.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's and somebody listens; whether it was."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
-        scaler, is_heard, scale, told = self._scaler, not self._backward.is_quiet, None, loss
-        if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
-            scale = scaler._scale
-            told = loss / scale
+        is_heard, given = not self._backward.is_quiet, loss
+        try:
+            scaler, scale, told = self._scaler, None, loss
+            if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
+                scale = scaler._scale
+                told = loss / scale
+            if is_heard:
+                narrator, ctx = self._narrator, self._ctx
+                if self._backward.is_open:
+                    return False
+                if narrator.is_open("microbatch"):
+                    narrator.start("loss")
+                    ctx.loss = told
+                    narrator.start("backward")  # which ends the loss
+                    if ctx.loss is not told:
+                        told = ctx.loss
+                        given = told if scale is None else told * scale
+                elif not self.is_in_closure:
+                    return False
+            value = told.detach()
+            self.total = value if self.total is None else self.total + value
+        except Exception as error:
+            self._narrator.give_up(error)
+            return False
+        _backward(given, *args, **options)
         if is_heard:
-            narrator, ctx = self._narrator, self._ctx
-            if self._backward.is_open:
-                return False
-            if narrator.is_open("microbatch"):
-                narrator.start("loss")
-                ctx.loss = told
-                narrator.start("backward")  # which ends the loss
-                if ctx.loss is not told:
-                    told = ctx.loss
-                    loss = told if scale is None else told * scale
-            elif not self.is_in_closure:
-                return False
-        value = told.detach()
-        self.total = value if self.total is None else self.total + value
-        _backward(loss, *args, **options)
-        if is_heard:
-            self._narrator.end("backward")
+            try:
+                self._narrator.end("backward")
+            except Exception as error:
+                self._narrator.give_up(error)
         return True
 
 

@@ -26,7 +26,7 @@ from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
-from callsheet.errors import NotCarried, RequestRefused
+from callsheet.errors import NotCarried, RequestRefused, mark_as_users
 from callsheet.manager import CallbackManager
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
@@ -190,6 +190,11 @@ class AcceleratedRun(AttachedRun):
             self._is_inside = False
             self._instead.end()
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._is_inside = False
+        self._instead.end()
+
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
         super().evaluated(results)
@@ -205,16 +210,18 @@ class AcceleratedRun(AttachedRun):
         """
         if self._is_iterating:
             raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
-        if self._is_over:
+        if self._is_over or not self._begin_epoch():
             return
-        self._catch_up(goes_on=True)
         run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
         self._is_iterating, is_whole = True, False
-        narrator.start("epoch")
+        batches: Iterator[Any] | None = None
         try:
-            batches = iter(self._left_of(dataloader))
-            while not self._is_over:
-                batch = self._fetch(batches)
+            if not self._has_given_up:
+                narrator.start("epoch")
+                batches = self._iterate(dataloader)
+            while not self._is_over and not self._has_given_up:
+                self._group = []
+                batch = self._fetch(batches)  # type: ignore[arg-type]
                 if batch is None:
                     is_whole = True
                     break
@@ -227,17 +234,39 @@ class AcceleratedRun(AttachedRun):
                     ctx.microbatch = batch
                     narrator.start("microbatch")
                     batch = ctx.microbatch
+                self._group = []
                 yield batch
+                if self._has_given_up:
+                    break  # type: ignore[unreachable]  # a hook may have given up
                 self._backward.is_on = False
                 self._end_microbatch()
-            if self._microbatches:  # the accelerator did not step at the end of the data
-                self._end_step()
-            if is_whole:
-                self._taken = 0
-            self._is_over |= run.end_epoch(is_whole=is_whole)
-            self._may_tell_save = True
+            if not self._has_given_up:
+                if self._microbatches:  # the accelerator did not step at the end of the data
+                    self._end_step()
+                if is_whole:
+                    self._taken = 0
+                self._is_over |= run.end_epoch(is_whole=is_whole)
+                self._may_tell_save = True
+        except Exception as error:
+            self._give_up(error)
         finally:
             self._is_iterating = self._backward.is_on = False
+        if self._has_given_up and not self._is_over:
+            # A step is counted where the accelerator synchronises gradients: of the batch in hand here, of the next ones in `_go_on`.
+            was_in_step, self._was_in_step = self._was_in_step, False
+            if was_in_step and not self._group and self._ends_step(1):
+                self._count_step()
+            yield from self._go_on(self._iterate(dataloader) if batches is None else batches, self._group, 0)
+
+    def _iterate(self, dataloader: Any) -> Iterator[Any]:
+        try:
+            return iter(self._left_of(dataloader))
+        except Exception as error:
+            mark_as_users(error)  # without data there is no training
+            raise
+
+    def _ends_step(self, given: int) -> bool:
+        return bool(self._accelerator.sync_gradients)
 
     def _epoch_is_left(self) -> None:
         self._taken = 0
@@ -254,7 +283,7 @@ class AcceleratedRun(AttachedRun):
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or None. One at a time, since the accelerator looks at where the dataloader is; of a step the first is told."""
         if self._microbatches:
-            return next(batches, None)
+            return self._next(batches)
         run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
         self._may_tell_save = False
         if narrator.listen():
@@ -264,14 +293,24 @@ class AcceleratedRun(AttachedRun):
             self._backward.listen(narrator.is_loss_read)
         if is_heard := self._hears_fetch:
             narrator.start("fetch")
-        ctx.batch = next(batches, None)
+        ctx.batch = batch = self._next(batches)
         if is_heard:
             narrator.end("fetch")
-        batch = ctx.batch
+            batch = ctx.batch
         if batch is not None:
             run.counted = (0, 0)
             self._optimizer_hooks.has_stepped, self._backward.total = False, None
             narrator.start_step()
+        return batch
+
+    def _next(self, batches: Any) -> Any:
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            mark_as_users(error)
+            raise
+        if batch is not None:
+            self._group.append(batch)  # the loop is given it, also if something fails before
         return batch
 
     def _end_microbatch(self) -> None:
@@ -305,26 +344,43 @@ class AcceleratedRun(AttachedRun):
     def _clip(self, clips: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of `accelerator.clip_grad_norm_`."""
         run = self._run
-        if not self._backward.is_on or not self._accelerator.sync_gradients:
+        if self._has_given_up or not self._backward.is_on or not self._accelerator.sync_gradients:
             return clips(*args, **kwargs)
-        run.narrator.start("clip_gradients")
-        run.grad_norm = norm = clips(*args, **kwargs)
-        run.narrator.end("clip_gradients")
-        if norm is not None:
-            run.ctx.log({"train/grad_norm": norm}, over="mean", across="same")
+        try:
+            run.narrator.start("clip_gradients")
+        except Exception as error:
+            self._give_up(error)
+        norm = clips(*args, **kwargs)
+        if self._has_given_up:
+            return norm  # type: ignore[unreachable]
+        try:
+            run.grad_norm = norm
+            run.narrator.end("clip_gradients")
+            if norm is not None:
+                run.ctx.log({"train/grad_norm": norm}, over="mean", across="same")
+        except Exception as error:
+            self._give_up(error)
         return norm
 
     def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         """In the place of `accelerator.save_state`: the step that the optimizer has made is over, and what was written is told."""
-        if self._is_iterating and self._optimizer_hooks.has_stepped:
-            self._end_microbatch()
+        try:
+            if self._is_iterating and not self._has_given_up and self._optimizer_hooks.has_stepped:
+                self._end_microbatch()
+        except Exception as error:
+            self._give_up(error)
         may_tell, self._may_tell_save = self._may_tell_save or self._saves, False
         self._is_kept = False
         folder = saves(*args, **kwargs)
+        if self._has_given_up:
+            return folder
         if not self._is_kept:
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
-        if may_tell:
-            self._run.tell_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
+        try:
+            if may_tell:
+                self._run.tell_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
+        except Exception as error:
+            self._give_up(error)
         return folder
 
     def _save_as_asked(self) -> None:
@@ -344,6 +400,8 @@ class AcceleratedRun(AttachedRun):
         self._is_kept = True
         if self._loaded is not None:
             return dict(self._loaded)
+        if self._has_given_up:
+            return {}  # what the run knew when it gave up is not of this checkpoint
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -359,7 +417,7 @@ class AcceleratedRun(AttachedRun):
         if self._resume is not None and not self._is_inside:
             self._accelerator.load_state(self._resume)
         loaded, self._loaded = self._loaded, None
-        if loaded is None:
+        if not loaded:
             if self._resume is not None:
                 logger.warning(
                     "no states of callbacks were loaded from %s: accelerator.register_for_checkpointing(run) does", self._resume

@@ -132,6 +132,7 @@ class IgniteHost:
         hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader
+        run.fails_by(lambda error: me._give_up(error))
         run.mends = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_TOLD + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)

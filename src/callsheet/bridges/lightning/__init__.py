@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
         run.losses = watch.reader
+        me = weakref.ref(self)
+        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]
         self._forward = StepHooks(run.narrator, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]

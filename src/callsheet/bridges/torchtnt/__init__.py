@@ -163,6 +163,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
+        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]
         self._has_given_up = False
         self._is_checked = False  # whether the first step has told all that is heard
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
