@@ -2,7 +2,7 @@
 
 The event is one of the step's path. Handlers of other events, such as `on_log`, are timed at every call, which adds two reads of the clock.
 
-python benchmarks/dispatch.py [--turns 60]
+python benchmarks/dispatch.py [--turns 20]
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def subjects(listeners: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=20)
     turns = parser.parse_args().turns
     print(f"{machine()}; the best of {turns} turns of {TIMES:,}, a loop's own cost taken off\n")
     print("| | figure | promise |\n| --- | --- | --- |")

@@ -27,7 +27,7 @@ def main() -> int:
         ("saving", ["saving.py", "--raw", str(HERE / "results" / "saving.jsonl")]),
         ("scale", ["scale.py"]),
         ("monitors", ["monitors.py"]),
-        ("lanes", ["lanes.py"]),
+        ("lanes", "lane_loss", ["lanes.py"]),
         ("recipes", ["recipes.py"]),
         ("bridges", ["bridges.py", "--anew", "--raw", str(HERE / "results" / "bridges.jsonl")]),
         ("guests", ["guests.py"]),
