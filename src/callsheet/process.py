@@ -23,6 +23,7 @@ from callsheet.snapshot import Snapshot
 
 logger = logging.getLogger("callsheet")
 
+_START_SECONDS = 120.0  # for a process to import the callback's module and make it; it is killed when it does not
 _ANSWER_SECONDS = 1.0  # for one that is not at work; it is killed when it does not answer
 
 _started: weakref.WeakSet[Process] = weakref.WeakSet()  # in this process
@@ -206,6 +207,8 @@ class Process(Background):
         spec = CallbackSpec.of(self.callback)
         state = self._state if self._state is not None else spec.state
         self._connection.send_bytes(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))))
+        if not self._connection.poll(_START_SECONDS):
+            raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s")
         what, value = pickle.loads(self._connection.recv_bytes())
         if what == "failed":
             self._hang_up()
