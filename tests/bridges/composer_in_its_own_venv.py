@@ -96,6 +96,26 @@ class Ends(Callback):
 # --- the host ---
 
 
+def test_a_host_that_fails_gives_up_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
+    from callsheet.bridges.composer.hosts import ComposerHost
+
+    handled = ComposerHost._batch_end
+
+    def unforeseen(self: ComposerHost, state: Any) -> None:
+        if int(state.timestamp.batch) == 3:
+            raise TypeError("unforeseen")
+        handled(self, state)
+
+    monkeypatch.setattr(ComposerHost, "_batch_end", unforeseen)
+    failing = fit(POINTS, tmp_path / "failing", [ends, EMA(half_life=2)])
+    assert ends.outcomes == ["failed"]
+    assert "callsheet cannot follow Composer's Trainer" in caplog.text
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(failing), strict=True))
+
+
 def test_the_forty_events_are_composer_s_in_its_order() -> None:
     assert [event.value for event in OurEvent] == [event.value for event in composer.Event]
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == {event.value for event in composer.Event}

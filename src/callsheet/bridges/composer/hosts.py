@@ -80,7 +80,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of them is in force
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Told by Composer at every event. An error of a callback fails the run."""
+        """Handle an event of Composer's. An error of a callback fails the run; where the host itself fails, training goes on without it."""
         handler = self._handlers.get(event._value_)  # an event's own hash is computed each time
         if handler is None:
             return
@@ -90,10 +90,13 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             else:
                 handler(state)
         except BaseException as error:
-            if self._run is not None:
-                self._run.fail(error)
+            run = self._run
+            if run is None:
+                raise
+            try:
+                run.leave(error)  # which raises what the user has to know of
+            finally:
                 self._let_go()
-            raise
 
     # --- the run ---
 
