@@ -116,8 +116,7 @@ over one (`benchmarks/dispatch.py`)."""
 class Dispatcher(Protocol):
     """What dispatches events: it knows the one that it dispatches now.
 
-    A dispatch restores the outer event from here, not from `ctx.event`: `Context.__getattr__` makes each read of a field five times as slow as
-    the read of a plain attribute.
+    A dispatch restores the outer event from here, not from `ctx.event`: a class with a `__getattr__`, such as `Context`, has slower attribute reads.
     """
 
     current: Event | None
