@@ -21,6 +21,7 @@ from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger
 from callsheet.testing import Recorder, check_events, run_ranks
+from callsheet.trainer.agreement import LONGEST_PERIOD
 
 BATCHES = 5
 
@@ -486,7 +487,7 @@ def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
     rank = torch.distributed.get_rank()
     model, optimizer, _ = parts()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(40)]
+    data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(3 * LONGEST_PERIOD)]
 
     class One(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -494,7 +495,7 @@ def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
                 ctx.control.stop("one rank is enough")
 
     recorder = Recorder()
-    saver = CheckpointSaver(save_interval="4ba")
+    saver = CheckpointSaver(save_interval="100ba")
     with attach(
         model=wrapped, optimizer=optimizer, callbacks=[One(), recorder, saver], run_name="run", runs_folder=folder
     ) as run:
@@ -512,10 +513,10 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert one == other
     assert outcome == its_outcome == "stopped"
     assert step == its_step
-    assert 5 <= step < 40
+    assert 5 <= step <= 5 + 2 * LONGEST_PERIOD  # one period until the request is sent, one until the answer is read
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert saved  # of both ranks together; earlier ones have gone
-    assert all(int(name.removeprefix("ep0-ba")) in (*range(4, 40, 4), step) for name in saved)
+    assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)
 
 
 def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
