@@ -44,6 +44,11 @@ class Lifetime:
         self._closers: list[Callable[[], object]] = []
 
     @property
+    def has_started(self) -> bool:
+        """Whether `on_run_start` has been fired."""
+        return self._started
+
+    @property
     def has_ended(self) -> bool:
         """`on_run_end` has been told."""
         return self._ended

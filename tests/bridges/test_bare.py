@@ -8,13 +8,14 @@ import logging
 import os
 import pickle
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, NotCarried, RequestRefused, attach, every
 from callsheet.bridges.bare import AttachedRun
@@ -801,3 +802,18 @@ def test_what_is_no_model_or_optimizer_of_torch_s_is_refused_with_what_to_give(g
     whole: Any = {"model": model, "optimizer": optimizer, "callbacks": []} | given
     with pytest.raises(ConfigError, match=message):
         attach(**whole)
+
+
+def test_a_dataloader_without_a_length(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.ones(8, 3))
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model=model, optimizer=optimizer, callbacks=None, run_name="small", runs_folder=tmp_path) as run:
+        for _ in run.epochs(2):
+            for batch in run.steps(DataLoader(Stream(), batch_size=2)):
+                model(batch).sum().backward()
+                optimizer.step()
+    assert run.ctx.state.timestamp.batch == 8

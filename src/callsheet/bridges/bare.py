@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from signal import Signals
 from time import perf_counter
@@ -18,8 +17,10 @@ with needed_by("callsheet.attach"):
     from torch import nn
     from torch.optim import Optimizer
 
+from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.place import length_of
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Context, Outcome
@@ -207,12 +208,12 @@ class AttachedRun:
         self._is_checked = False
         self._hears_fetch = self._hears_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
+        self._backward: Any = None  # a BackwardWatch, within the `with` block
         self._has_given_up = False
         self._was_in_step = False  # when it gave up
         self._epoch: int | None = None  # that the last call of `steps` trains
         self._group: list[Any] = []  # the batches of the step in hand
-        me = weakref.ref(self)
-        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]  # it is entered, so it is there
+        run.fails_by(self._give_up)
 
     @property
     def ctx(self) -> Context:
@@ -271,7 +272,7 @@ class AttachedRun:
         """
         if self._is_iterating:
             raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
-        if not self._hooks:
+        if not self._hooks and not self._has_given_up:
             raise RequestRefused("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
         if self._is_over:
             return
@@ -324,7 +325,7 @@ class AttachedRun:
         finally:
             self._is_iterating = False
         if self._has_given_up and not self._is_over:
-            yield from self._go_on(place.begin(dataloader) if batches is None else batches, self._group, given)
+            yield from self._go_on(place.go_on(dataloader) if batches is None else batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
         """The loop begins to iterate over an epoch; whether there is one to train."""
@@ -393,7 +394,7 @@ class AttachedRun:
             raise error
         run = self._run
         was_in_step = run.narrator.is_open("train_step")
-        run.give_up(error)  # which raises what the user has to know of
+        give_up(run, error)  # which raises what the user has to know of
         self._has_given_up, self._was_in_step = True, was_in_step
         self._is_over |= run.signals.received is not None  # else nobody would answer it
         self._let_go()
@@ -469,18 +470,29 @@ class AttachedRun:
         run = self._run
         run.is_busy = lambda: True  # until the block is left
         try:
-            run.begin(self._resume)
-            self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)
-            self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
-            self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer, watch=self._backward)
-            self._hooks = [self._model_hooks, self._optimizer_hooks, self._backward]
-            run.losses = self._backward.reader
-            run.signals.__enter__()
+            try:
+                self._begin()
+            except Exception as error:
+                if self._resume is not None:  # training may not go on as if nothing had been asked for
+                    raise
+                self._give_up(error)
         except BaseException as error:
             run.fail(error)
+            self._let_go()
             raise
         self._is_over = run.boundaries.is_over
         return self
+
+    def _begin(self) -> None:
+        run = self._run
+        run.begin(self._resume)
+        self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)
+        self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
+        self._hooks = [self._model_hooks, self._backward]
+        self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer, watch=self._backward)
+        self._hooks.append(self._optimizer_hooks)
+        run.losses = self._backward.reader
+        run.signals.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         run = self._run
@@ -521,19 +533,25 @@ class _Place:
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The epoch's batches, without those that were taken before a resume."""
-        try:
-            return self._begin(loader)
-        except Exception as error:
-            mark_as_users(error)  # without data there is no training
-            raise
-
-    def _begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         self._loader, self.is_exhausted = loader, False
-        self._length = len(loader) if isinstance(loader, Sized) else None
-        if restored is None or restored["epoch_began"] is None:
+        try:
+            self._length = length_of(loader)
             if restored is not None:
-                restore_random_state(restored["now"])
+                return self._restore(loader, restored)
+        except Exception as error:
+            mark_as_users(error)  # of the loader, or the resume would be another than was asked for
+            raise
+        self._epoch_began = random_state()
+        return _iterator(loader)
+
+    def go_on(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The same, where the host has given up."""
+        return _iterator(loader) if self._restored is None else self.begin(loader)
+
+    def _restore(self, loader: Iterable[Any], restored: Mapping[str, Any]) -> Iterator[Any]:
+        if restored["epoch_began"] is None:
+            restore_random_state(restored["now"])
             self._epoch_began = random_state()
             return iter(loader)
         self.taken, self._epoch_began = restored["taken"], restored["epoch_began"]
@@ -572,3 +590,11 @@ class _Place:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next epoch goes on from there."""
         self._restored = state
+
+
+def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
+    try:
+        return iter(loader)
+    except Exception as error:
+        mark_as_users(error)  # without data there is no training
+        raise

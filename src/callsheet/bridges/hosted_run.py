@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from callsheet.background import inner
+from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.narrator import Narrator
 from callsheet.bridges.reads import reads_of, writes_to_run_folder
@@ -22,7 +21,7 @@ from callsheet.callback import Callback, label_of
 from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import CallsheetError, FieldNotTold, HostError, NotCarried, is_users
+from callsheet.errors import NotCarried, mark_as_users
 from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
@@ -36,23 +35,6 @@ from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.world import World
-
-logger = logging.getLogger("callsheet")
-
-Observed = TypeVar("Observed", bound=Callable[..., Any])
-
-
-def observing(method: Observed) -> Observed:
-    """Have a host give up observing where this method of its fails: its `_give_up` gets the error. A step's methods catch it themselves."""
-
-    @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self._give_up(error)
-
-    return called  # type: ignore[return-value]  # of the same shape
 
 
 class HostedRun:
@@ -214,6 +196,14 @@ class HostedRun:
         Raises:
             RunInUseError: another process trains in the run's folder.
         """
+        try:
+            self._begin(resume, data_is_made=data_is_made)
+        except Exception as error:
+            if resume is not None:
+                mark_as_users(error)  # training may not go on as if no resume had been asked for
+            raise
+
+    def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
         ctx = self.ctx
         is_writing = self._writes_checkpoints or any(writes_to_run_folder(each) for each in self.manager.callbacks)
         if self._has_own_name and is_writing:
@@ -262,43 +252,14 @@ class HostedRun:
     def fail(self, error: BaseException) -> None:
         """An exception leaves the loop: tell it, and the end."""
         self.narrator.forget()
+        self.eval_narrator.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
-    def give_up(self, error: Exception) -> None:
-        """Stop observing, since the host itself has failed with `error`: fire `on_exception` and `on_run_end`, and let training go on.
-
-        For a host's `except Exception`, which then removes its hooks. What the user has to know of is raised: an error of a callback or of
-        another function of the user's, one that callsheet raises on purpose, and a file that cannot be written.
-        """
-        is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotTold)
-        if is_users(error) or is_on_purpose:
-            raise error
-        if self.lifetime.has_ended:  # by an earlier error, which was logged
-            return
-        message = (
-            f"callsheet cannot follow {self.host} after step {self.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
-            "are called no more in this run, which is recorded as failed. Training goes on. Please report this with the traceback"
-        )
-        logger.error("%s", message, exc_info=error)
-        given_up = HostError(message)
-        given_up.__cause__ = error
-        self.eval_narrator.forget()
-        self.fail(given_up)
-
-    def leave(self, error: BaseException) -> None:
-        """End the run because `error` left a method of the host. Raise it if the user has to know of it, else give up; see `give_up`."""
-        try:
-            if not isinstance(error, Exception):
-                raise error
-            self.give_up(error)
-        except BaseException:
-            self.fail(error)
-            raise
-
-    def fails_by(self, give_up: Callable[[Exception], None]) -> None:
-        """Have the hooks that observe this run call `give_up` with an error of their own, instead of raising it in the user's computation."""
-        self.narrator.give_up = self.eval_narrator.give_up = give_up
+    def fails_by(self, leave: Callable[[Exception], None]) -> None:
+        """Have the hooks that observe this run call `leave`, a method of the host, with an error of their own. It raises what the user has
+        to know of; else the hooks go on in the user's computation. The host is not kept alive."""
+        self.narrator.give_up = self.eval_narrator.give_up = weakly(leave)
 
     # --- after a step and an epoch ---
 

@@ -8,6 +8,14 @@ from typing import Any
 from callsheet.randomness import random_state, restore_random_state
 
 
+def length_of(loader: Any) -> int | None:
+    """Return how many batches an epoch has, or None: a `DataLoader` has a length only if its dataset has one."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 class Place:
     """Counts the batches of the epoch. A run that is resumed in its midst passes over `to_skip` of them, from the random states in which
     the epoch began, and goes on in those in which the checkpoint was written."""

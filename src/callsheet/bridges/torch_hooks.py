@@ -212,6 +212,7 @@ class OptimizerHooks:
         self._asks = asks
         self._watch = watch
         self._is_given_closures = self._has_begun = False
+        self._is_removed = False
         self._kept: Sequence[Hook] = ()  # torch is iterating over the hooks that these are among
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
         self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
@@ -276,10 +277,16 @@ class OptimizerHooks:
         self._kept = ours
         try:
             self._narrator.give_up(error)
+        except BaseException:  # torch iterates no further
+            if self._is_removed:
+                for hook in ours:
+                    hook.remove()
+            raise
+        else:
+            for hook in ours:
+                _remove_after_calls(hooks, own, hook.remove)
         finally:
             self._kept = ()
-        for hook in ours:
-            _remove_after_calls(hooks, own, hook.remove)
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
@@ -293,6 +300,7 @@ class OptimizerHooks:
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
+        self._is_removed = True
         for hook in (*self._before, *self._after):
             if hook not in self._kept:
                 hook.remove()

@@ -21,6 +21,7 @@ with needed_by(__name__):
 
 from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
 from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
+from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
@@ -175,13 +176,16 @@ class AcceleratedRun(AttachedRun):
         self._is_kept = False  # in the checkpoint that was written last
 
     def __enter__(self) -> Self:
-        run = self._run
-        run.checkpoints.loads = self._load
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
         super().__enter__()
         self._is_inside = True
-        self._instead.begin()
+        if not self._has_given_up:
+            self._instead.begin()
         return self
+
+    def _begin(self) -> None:
+        self._run.checkpoints.loads = self._load
+        self._run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        super()._begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
@@ -250,7 +254,9 @@ class AcceleratedRun(AttachedRun):
         except Exception as error:
             self._give_up(error)
         finally:
-            self._is_iterating = self._backward.is_on = False
+            self._is_iterating = False
+            if self._backward is not None:
+                self._backward.is_on = False
         if self._has_given_up and not self._is_over:
             # A step is counted where the accelerator synchronises gradients: of the batch in hand here, of the next ones in `_go_on`.
             was_in_step, self._was_in_step = self._was_in_step, False
@@ -282,28 +288,17 @@ class AcceleratedRun(AttachedRun):
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or None. One at a time, since the accelerator looks at where the dataloader is; of a step the first is told."""
-        if self._microbatches:
-            return self._next(batches)
+        is_first = not self._microbatches
         run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
-        self._may_tell_save = False
-        if narrator.listen():
-            self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
-            self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen(narrator.is_read)
-            self._backward.listen(narrator.is_loss_read)
-        if is_heard := self._hears_fetch:
-            narrator.start("fetch")
-        ctx.batch = batch = self._next(batches)
-        if is_heard:
-            narrator.end("fetch")
-            batch = ctx.batch
-        if batch is not None:
-            run.counted = (0, 0)
-            self._optimizer_hooks.has_stepped, self._backward.total = False, None
-            narrator.start_step()
-        return batch
-
-    def _next(self, batches: Any) -> Any:
+        if is_first:
+            self._may_tell_save = False
+            if narrator.listen():
+                self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
+                self._model_hooks.listen(self._hears_microbatch)
+                self._optimizer_hooks.listen(narrator.is_read)
+                self._backward.listen(narrator.is_loss_read)
+            if self._hears_fetch:
+                narrator.start("fetch")
         try:
             batch = next(batches, None)
         except Exception as error:
@@ -311,6 +306,15 @@ class AcceleratedRun(AttachedRun):
             raise
         if batch is not None:
             self._group.append(batch)  # the loop is given it, also if something fails before
+        if is_first:
+            ctx.batch = batch
+            if self._hears_fetch:
+                narrator.end("fetch")
+                batch = ctx.batch
+            if batch is not None:
+                run.counted = (0, 0)
+                self._optimizer_hooks.has_stepped, self._backward.total = False, None
+                narrator.start_step()
         return batch
 
     def _end_microbatch(self) -> None:
@@ -435,7 +439,7 @@ class _Instead:
     def __init__(self, accelerator: Accelerator, run: AcceleratedRun) -> None:
         self._accelerator = accelerator
         self._run = weakref.proxy(run)
-        self._tracker = _Tracker(run.ctx)
+        self._tracker = _Tracker(run.ctx, weakly(run._give_up))
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -454,8 +458,8 @@ class _Instead:
             else:
                 setattr(self._accelerator, name, before)
         self._before.clear()
-        if self._tracker in self._accelerator.trackers:
-            self._accelerator.trackers.remove(self._tracker)
+        # A new list: `accelerator.log` may be iterating over this one.
+        self._accelerator.trackers = [each for each in self._accelerator.trackers if each is not self._tracker]
 
 
 def _before(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -469,13 +473,19 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are 
     requires_logging_directory = False
     main_process_only = False
 
-    def __init__(self, ctx: Context) -> None:
-        self.tracker = ctx
+    def __init__(self, ctx: Context, give_up: Callable[[Exception], None]) -> None:
+        self.tracker, self._give_up = ctx, give_up
         super().__init__()  # which looks for what has just been set
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.tracker.log_hyperparameters(values)
+        try:
+            self.tracker.log_hyperparameters(values)
+        except Exception as error:
+            self._give_up(error)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        if found := numbers(values):
-            self.tracker.log({f"accelerate/{name}": value for name, value in found.items()}, across="same")
+        try:
+            if found := numbers(values):
+                self.tracker.log({f"accelerate/{name}": value for name, value in found.items()}, across="same")
+        except Exception as error:
+            self._give_up(error)

@@ -21,6 +21,7 @@ with needed_by(__name__):
 from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
@@ -103,7 +104,7 @@ def host(
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as AutoModel calls it, and given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
+    """Called as AutoModel calls it, and given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
 
     @functools.wraps(method)
     def told(self: AutoModelHost, recipe: Any, **given: Any) -> None:
@@ -114,7 +115,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, recipe, run=run, **given)
         except BaseException as error:
-            self._leave(run, error)
+            self._leave(error)
         finally:
             self._called.is_deaf = False
 
@@ -153,7 +154,7 @@ class _Asks:
         setattr(self._scheduler, name, self._scheduler.step + 1)
 
 
-class AutoModelHost(AutoModelCallback):
+class AutoModelHost(GivesUp, AutoModelCallback):
     """See `host`."""
 
     def __init__(
@@ -169,15 +170,18 @@ class AutoModelHost(AutoModelCallback):
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
+        self._asks: Any = None  # an _Asks, once a run has begun
         self._is_due_told = False  # since the last step or epoch, and before an evaluation
         self._on_its_way: CheckpointInfo | None = None  # to the disk, in the background
 
     # --- the run ---
 
+    @observing
     def on_train_start(self, recipe: Any, **_: Any) -> None:
         """Begin a run."""
         if self._run is not None:  # one that an exception had left
             self._let_go()
+        self._has_given_up = False
         if getattr(recipe, "pp", None) is not None:
             raise NotCarried(
                 "AutoModel's pipeline parallelism is not carried: its stages do not show a step's parts; train without"
@@ -216,16 +220,11 @@ class AutoModelHost(AutoModelCallback):
         self._watch = watch = BackwardWatch(run.narrator, run.ctx)
         run.losses = watch.reader
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.narrator, optimizer, asks=False), sets)
-        host, run_now = weakref.proxy(self), weakref.proxy(run)
-        self._called.leave = lambda error: host._leave(run_now, error)
+        run.fails_by(self._leave)
         self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
-        try:
-            run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
-            run.begin()
-            run.narrator.start("round")
-        except BaseException as error:
-            self._leave(run, error)
-            return
+        run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
+        run.begin()
+        run.narrator.start("round")
         if run.control.stop_requested is not None:
             asks.stop(now=True)
 
@@ -250,20 +249,13 @@ class AutoModelHost(AutoModelCallback):
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
             self._run.fail(error)
-            self._asks.take_back()
-            self._let_go()
-
-    def _leave(self, run: HostedRun, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
-        try:
-            run.leave(error)
-        finally:
-            self._asks.take_back()
             self._let_go()
 
     def _let_go(self) -> None:
-        self._ends()
-        self._run = self._on_its_way = None
+        if self._asks is not None:
+            self._asks.take_back()
+        super()._let_go()
+        self._on_its_way = None
 
     # --- steps ---
 

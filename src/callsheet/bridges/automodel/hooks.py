@@ -53,17 +53,11 @@ class CalledModel(StaysBehind):
         self._is_training = False
         self._hears_forward = True
         self._optimizer = optimizer
-        self.leave: Callable[[BaseException], None] = self._raise
-        """Called with an error of a hook; raises it if the user has to know of it."""
         self.is_deaf = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
-
-    @staticmethod
-    def _raise(error: BaseException) -> None:
-        raise error
 
     def wrap(self, recipe: Any) -> WrappedMethods:
         """Have the recipe's methods say when it trains and validates, where it has them."""
@@ -98,8 +92,8 @@ class CalledModel(StaysBehind):
             return None
         try:
             return self._report(model, args, kwargs)
-        except BaseException as error:
-            self.leave(error)
+        except Exception as error:
+            self._run.narrator.give_up(error)
             return None
 
     def _report(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -171,8 +165,8 @@ class CalledModel(StaysBehind):
                 run.ctx.outputs = outputs
                 run.narrator.start("loss")  # which ends the forward
                 return run.ctx.outputs
-        except BaseException as error:
-            self.leave(error)
+        except Exception as error:
+            self._run.narrator.give_up(error)
         return outputs
 
     def _evaluates(self, batch: Any, args: Any) -> Any:

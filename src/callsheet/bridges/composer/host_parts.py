@@ -44,13 +44,18 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
     """What is logged to Composer's Logger goes into our records too."""
 
     def __init__(self, run: HostedRun) -> None:
-        self._records, self._log = run.records, run.ctx.log
+        self._records, self._log, self._narrator = run.records, run.ctx.log, run.narrator
         self._names: dict[str, str] = {}  # Composer's, and ours; the empty one is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Numbers by name; those of times and evaluations are told in their own ways."""
-        if not self._records.are_read:
-            return
+        if self._records.are_read:
+            try:
+                self._take(metrics)
+            except Exception as error:
+                self._narrator.give_up(error)
+
+    def _take(self, metrics: dict[str, Any]) -> None:
         names = self._names
         for name, value in metrics.items():
             ours = names.get(name)

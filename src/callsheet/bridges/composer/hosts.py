@@ -14,6 +14,7 @@ from torch import Tensor
 
 from callsheet.bridges.composer import NOT_TOLD
 from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
+from callsheet.bridges.giving_up import GivesUp, is_for_user
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook
@@ -43,7 +44,7 @@ _LOSS = ("after_loss",)
 """What is not where nobody reads the loss, in records or of a checkpoint."""
 
 
-class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
+class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
     """See `callsheet.bridges.composer.host`."""
 
     def __init__(
@@ -68,6 +69,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._is_standalone = False
         self._has_stepped = self._is_checked = False
         self._hook: Hook | None = None
+        self._fault: Exception | None = None
         self._listener: Listener | None = None
         self._idle = {Event.AFTER_LOAD.value: self._begin}
         self._all: dict[Any, Callable[..., None]] = {
@@ -90,13 +92,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
             else:
                 handler(state)
         except BaseException as error:
-            run = self._run
-            if run is None:
-                raise
-            try:
-                run.leave(error)  # which raises what the user has to know of
-            finally:
-                self._let_go()
+            self._leave(error)
 
     # --- the run ---
 
@@ -106,6 +102,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         self._seen = [each.last_checkpoint_batch for each in self._savers]
         optimizer = state.optimizers[0] if state.optimizers else None
         self._state, self._logger, self._is_checked = state, logger_, False
+        self._has_given_up, self._fault = False, None
         self._run = run = HostedRun(
             self.manager,
             model=state.model,
@@ -124,6 +121,7 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
         run.evaluation.asks = self._wishes.ask
         run.checkpoints.loads = self._loads
         run.losses = self._mean_loss
+        run.fails_by(self._leave)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
         run.begin()
         self._hook = Hook(optimizer.register_step_post_hook) if optimizer is not None else None
@@ -290,10 +288,15 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
 
     def _stepped(self, *_: Any) -> None:
         self._has_stepped = True
-        if self._run is not None:
-            self._run.step_skipped = False
-            if not self._run.narrator.parts["optimizer_step"].is_quiet:
-                self._run.narrator.end("optimizer_step")
+        try:
+            if self._run is not None:
+                self._run.step_skipped = False
+                if not self._run.narrator.parts["optimizer_step"].is_quiet:
+                    self._run.narrator.end("optimizer_step")
+        except Exception as error:
+            if is_for_user(error):
+                self._leave(error)
+            self._fault = error  # torch is iterating over the hooks that giving up removes
 
     def _mean_loss(self) -> Tensor | None:
         parts = self._parts
@@ -304,6 +307,8 @@ class ComposerHost(ComposerCallback):  # type: ignore[misc]  # Composer's types 
 
     def _batch_end(self, state: Any) -> None:
         run, self._handlers = self._run, self._all
+        if self._fault is not None:
+            raise self._fault
         run.step_skipped = not self._has_stepped
         run.narrator.end_step()
         self._ask_for_evaluation()

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ with needed_by(__name__):
 
     from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
 from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.place import length_of
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.callback import Callback
 from callsheet.context import Outcome
@@ -113,7 +115,7 @@ _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as the Trainer calls it, and given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
+    """Called as the Trainer calls it, and given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
 
     @functools.wraps(method)
     def told(self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -124,7 +126,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, run, args, state, given)  # which is much, so that it is handed on as it is
         except BaseException as error:
-            self._leave(run, error)
+            self._leave(error)
 
     return told
 
@@ -146,7 +148,7 @@ class _Asks:
         self.control.should_evaluate = True
 
 
-class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """See `host`."""
 
     def __init__(
@@ -172,6 +174,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
     # --- the run ---
 
+    @observing
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, optimizer: Any = None,
         lr_scheduler: Any = None, train_dataloader: Any = None, **_: Any,
@@ -179,6 +182,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """Begin a run."""
         if self._run is not None:  # one that an exception had left
             self._let_go()
+        self._has_given_up = False
         trainer = find_trainer(state, sys._getframe())
         if not isinstance(model, Module):  # SetFit's, which is more than what is trained
             model = getattr(trainer, "model", model)
@@ -207,22 +211,19 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         run.evaluation.asks = self._asks.evaluate
         datasets = getattr(trainer, "eval_dataset", None)
         run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
-        if isinstance(train_dataloader, Sized):
-            run.state.epoch_batches = -(-len(train_dataloader) // args.gradient_accumulation_steps)
+        if (length := length_of(train_dataloader)) is not None:
+            run.state.epoch_batches = -(-length // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = StepWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
+        run.fails_by(self._leave)
         self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
         methods = self._wrap_methods(trainer) if trainer is not None else None
         self._ends = weakref.finalize(self, _end, run, watch, hooks, methods)
-        try:
-            run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
-            run.begin()
-            if state.global_step:
-                self._resume(args, state)
-        except BaseException as error:
-            self._leave(run, error)
-            return
+        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.begin()
+        if state.global_step:
+            self._resume(args, state)
         self._asks.control = control
         if trainer is None:
             self._warn("the Trainer was not found among the callers: neither batches nor the steps of evaluations are reported")
@@ -233,8 +234,6 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
         methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
-        run_now = weakref.proxy(self._run)
-        hooks.leave = lambda error: host._leave(run_now, error)
 
         def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return host._evaluate(trainer_now, method, args, kwargs)
@@ -263,17 +262,6 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         """End it."""
         run.finish()
         self._let_go()
-
-    def _leave(self, run: HostedRun, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
-        try:
-            run.leave(error)
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._ends()
-        self._run = None
 
     # --- epochs and steps ---
 
@@ -415,7 +403,7 @@ class HuggingFaceHost(TrainerCallback):  # type: ignore[misc]  # transformers' t
         try:
             act(run, *given)
         except BaseException as error:
-            self._leave(run, error)
+            self._leave(error)
 
     def _evaluated(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
         self._asks.control = trainer.control

@@ -55,8 +55,6 @@ class ForwardHooks(StaysBehind):
         self.inputs: Any = None
         """What `training_step` was given."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
-        self.leave: Callable[[BaseException], None] = self._raise
-        """Called with an error of a hook; raises it if the user has to know of it."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.stand(True, self._begins)
         self._after = Hook(model.register_forward_hook)
@@ -64,10 +62,6 @@ class ForwardHooks(StaysBehind):
     def listen(self, is_heard: bool) -> None:
         """Listen to the model's outputs, or not."""
         self._after.stand(is_heard, self._ends)
-
-    @staticmethod
-    def _raise(error: BaseException) -> None:
-        raise error
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer trains on a microbatch."""
@@ -117,8 +111,8 @@ class ForwardHooks(StaysBehind):
             else:
                 return None
             return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
-        except BaseException as error:
-            self.leave(error)
+        except Exception as error:
+            self._run.narrator.give_up(error)
             return None
 
     def _begin_microbatch(self, batch: Any) -> Any:
@@ -169,8 +163,8 @@ class ForwardHooks(StaysBehind):
                 run.ctx.outputs = outputs
                 run.narrator.start("loss")
                 return run.ctx.outputs
-        except BaseException as error:
-            self.leave(error)
+        except Exception as error:
+            self._run.narrator.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -191,8 +185,8 @@ class StepWatch(BackwardWatch):
         if self.hooks.expected and self._listens and not loss.dim():
             try:
                 self.hooks.begin_without_forward()
-            except BaseException as error:
-                self.hooks.leave(error)
+            except Exception as error:
+                self._narrator.give_up(error)
         return super().run(loss, *args, **options)
 
 

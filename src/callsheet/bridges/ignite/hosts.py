@@ -13,8 +13,9 @@ from ignite.handlers import Checkpoint, ModelCheckpoint
 from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, observing
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
@@ -28,7 +29,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 
-class IgniteHost:
+class IgniteHost(GivesUp):
     """See `host`. In the `to_save` of an Ignite `Checkpoint`, it is the callbacks' states."""
 
     def __init__(
@@ -108,6 +109,7 @@ class IgniteHost:
 
     # --- the run ---
 
+    @observing
     def _started(self, trainer: Engine) -> None:
         if self._run is not None:  # one that was interrupted, and is not gone on with
             self._let_go()
@@ -132,7 +134,7 @@ class IgniteHost:
         hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader
-        run.fails_by(lambda error: me._give_up(error))
+        run.fails_by(self._leave)
         run.mends = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_TOLD + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
@@ -191,19 +193,9 @@ class IgniteHost:
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # nobody else would have kept it from coming out
             raise error
 
-    def _give_up(self, error: Exception) -> None:
-        """The host itself has failed: training goes on without it."""
-        run = self._run
-        if run is not None:
-            run.give_up(error)  # which raises what the user has to know of
-            self._let_go()
-        elif not self._has_given_up:
-            raise error
-        self._has_given_up = True
-
-    def _let_go(self) -> None:
-        self._ends()
-        self._run = None
+    def _leave(self, error: BaseException) -> None:
+        super()._leave(error)
+        self._last = None  # what it knew is not of the checkpoints that follow
 
     def _stop_if_asked(self, run: HostedRun) -> None:
         if run.control.stop_requested is not None or run.boundaries.is_making_way:
@@ -239,7 +231,7 @@ class IgniteHost:
                 narrator.start("fetch")
                 run.ctx.batch = None
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _get_batch_completed(self, trainer: Engine) -> None:
         try:
@@ -251,7 +243,7 @@ class IgniteHost:
             if run.ctx.batch is not batch:
                 trainer.state.batch = run.ctx.batch
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _iteration_started(self, trainer: Engine) -> None:
         try:
@@ -279,7 +271,7 @@ class IgniteHost:
                 if narrator.parts["microbatch"].is_open and ctx.microbatch is not batch:
                     trainer.state.batch = ctx.microbatch
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _iteration_completed(self, trainer: Engine) -> None:
         try:
@@ -300,7 +292,7 @@ class IgniteHost:
             if run.control.pending or run.boundaries.is_making_way:
                 self._stop_if_asked(run)
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _check_first(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:

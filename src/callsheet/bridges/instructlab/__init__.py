@@ -21,6 +21,7 @@ from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
 from callsheet.lanes import LaneOptions
 from callsheet.manager import CallbackManager
+from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import TimeUnit
 
 EVENT_MAP: Mapping[str, str] = {
@@ -56,7 +57,12 @@ NOT_SEEN: tuple[str, ...] = (
 """Events of every step whose moment passes without a hook: no callback may hear them."""
 
 
-def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool = True) -> Any:
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> Any:
     """The callbacks as one of InstructLab's, for `TrainingArgs(callbacks=[host([...])])` or a `CallbackManager` of its own.
 
     InstructLab tells its callbacks on a thread of its own, where training does not wait for them and nothing of it can be reached. So do
@@ -67,13 +73,15 @@ def host(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, s
 
     Args:
         strict: whether it is an error that a callback needs what is not there; else a warning.
+        lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with `RunInUseError`, and
+            InstructLab's training continues.
 
     Raises:
         NotCarried: a callback hears what is not told, reads the model or the like, or asks for something; see `strict`.
     """
     from callsheet.bridges.instructlab.hosts import host_of  # which imports InstructLab, where it is installed
 
-    return host_of(callbacks, strict=strict)
+    return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 def guest(

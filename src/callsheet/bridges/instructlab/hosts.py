@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from callsheet.background import inner
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.instructlab import NOT_SEEN, NOT_TOLD, names
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
@@ -29,6 +30,7 @@ from callsheet.distributed import read_ranks
 from callsheet.errors import NotCarried
 from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.manager import CallbackManager, normalize_callbacks
+from callsheet.trainer.run_guard import checked_lock_timeout
 from callsheet.transport.payload import open_payload, pack
 
 logger = logging.getLogger("callsheet")
@@ -39,13 +41,15 @@ _WITHOUT_HOOK = frozenset({"loss", "backward"})
 _REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.accumulate", "control.load")
 
 
-def host_of(callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> Any:
+def host_of(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+) -> Any:
     """See `callsheet.bridges.instructlab.host`."""
     try:
         base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
     except ImportError:  # it is not there, or not all that it needs: then nobody imports it
         base = names.TrainerCallback
-    return _class_over(base)(Teller(callbacks, strict=strict))
+    return _class_over(base)(Teller(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 
 
 @functools.cache
@@ -109,32 +113,30 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
 
 
 def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Callable[[Any, TrainingContext], None]:
-    """Nothing where there is no run. An error of a callback fails the run."""
+    """Nothing where there is no run. An error ends the run; see `GivesUp._leave`."""
 
+    @observing
     @functools.wraps(method)
     def told(self: Teller, context: TrainingContext) -> None:
-        if (run := self._run) is None:
-            return
-        try:
-            method(self, run, context)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        if self._run is not None:
+            method(self, self._run, context)
 
     return told
 
 
-class Teller:
+class Teller(GivesUp):
     """Hears InstructLab's hooks, and tells the lifecycle. A run is from one `on_train_begin` to its `on_train_end`."""
 
-    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
+        self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
         self._run: HookedRun | None = None
         self._saved: TrainingContext | None = None  # after an epoch's last step, until the epoch is over
         self._is_between = False  # two steps
         self._is_checked = False  # whether the first step has told what is heard
-        self._let_go: Callable[[], object] = lambda: None
         self._refuse()
 
     # --- on their way to the ranks ---
@@ -149,7 +151,8 @@ class Teller:
                         f"the function {getattr(each, '__name__', each)} is not sent to ranks; make it a method of a Callback"
                     )
         before = dict(os.environ)
-        with pack(self.manager.callbacks, extra={"strict": self._strict}).post() as variables:
+        extra = {"strict": self._strict, "lock_timeout_seconds": self._lock_timeout_seconds}
+        with pack(self.manager.callbacks, extra=extra).post() as variables:
             os.environ.update(variables)
             try:
                 yield
@@ -163,7 +166,8 @@ class Teller:
     def arrived(cls) -> Teller:
         """On a rank: what was sent."""
         arrived = open_payload(os.environ)
-        return cls(arrived.callbacks, strict=bool(arrived.extra["strict"]))
+        extra: Any = arrived.extra
+        return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
 
     # --- what cannot be carried ---
 
@@ -205,17 +209,15 @@ class Teller:
 
     # --- InstructLab's hooks ---
 
+    @observing
     def on_train_begin(self, context: TrainingContext) -> None:
         """Begin a run."""
         self._let_go()  # one that an exception had left
-        self._is_checked = False
-        self._run = run = HookedRun(self.manager, context, is_strict=self._strict)
-        self._let_go = weakref.finalize(self, _end, run)
-        try:
-            run.begin(context)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        self._is_checked = self._has_given_up = False
+        self._saved = None
+        self._run = run = HookedRun(self.manager, context, is_strict=self._strict, lock_timeout=self._lock_timeout_seconds)
+        self._ends = weakref.finalize(self, _end, run)
+        run.begin(context)
 
     @_in_a_run
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
@@ -301,14 +303,7 @@ class Teller:
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
         """Training is over; in the midst of an epoch InstructLab was asked to make way."""
         run.finish(context)
-        self._run = None
         self._let_go()
-
-    def _fail(self, error: BaseException) -> None:
-        if self._run is not None:
-            self._run.fail(error)
-            self._run = None
-            self._let_go()
 
 
 def _hears_all(listener: Any) -> bool:

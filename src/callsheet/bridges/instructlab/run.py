@@ -24,7 +24,7 @@ from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
 from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog
-from callsheet.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
+from callsheet.run_lock import RunLock
 from callsheet.time import Time
 
 logger = logging.getLogger("callsheet")
@@ -41,7 +41,9 @@ NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs"
 class HookedRun:
     """The run behind the host, from one `on_train_begin` to its `on_train_end`; see the module."""
 
-    def __init__(self, manager: CallbackManager, context: TrainingContext, *, is_strict: bool) -> None:
+    host = HOST
+
+    def __init__(self, manager: CallbackManager, context: TrainingContext, *, is_strict: bool, lock_timeout: float) -> None:
         output, ranks = Path(context.output_dir or "runs/instructlab").absolute(), read_ranks()
         config = {"model_name_or_path": context.model_name_or_path, "max_epochs": context.max_epochs, "output_dir": str(output)}
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +53,7 @@ class HookedRun:
         given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.tell_loggers}
         self.ctx = _Seen(info, control=_Deaf(is_strict=is_strict), **given)
         self.lifetime = Lifetime(manager, self.ctx)
-        self._lock = RunLock(output)
+        self._lock, self._lock_timeout = RunLock(output), lock_timeout
         self.lifetime.at_end(self._lock.release)
         quiet = LogRanks("zero", ranks)
         self.lifetime.at_end(quiet.end)
@@ -88,7 +90,7 @@ class HookedRun:
         """
         ctx = self.ctx
         if ctx.run.is_world_process_zero and any(writes_to_run_folder(each) for each in self.manager.callbacks):
-            self._lock.acquire(LOCK_TIMEOUT_SECONDS)
+            self._lock.acquire(self._lock_timeout)
         self.lifetime.start()
         with self.spans.checkpoint_load:
             ctx.checkpoint = self._load(context)
@@ -120,6 +122,7 @@ class HookedRun:
     def fail(self, error: BaseException) -> None:
         """A callback's error ends the run, and not InstructLab's."""
         self.narrator.forget()
+        self.eval_narrator.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 

@@ -16,6 +16,7 @@ with needed_by(__name__):
     from torch import nn
 
 from callsheet.bridges.copies import replace
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
@@ -93,23 +94,10 @@ def host(
     )  # fmt: skip
 
 
-def _ends_the_run(method: Callable[..., None]) -> Callable[..., None]:
-    """An error ends the run; see `HostedRun.leave`."""
-
-    @functools.wraps(method)
-    def told(self: KerasHost, *args: Any, **named: Any) -> None:
-        try:
-            method(self, *args, **named)
-        except BaseException as error:
-            self._leave(error)
-
-    return told
-
-
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Given the run; nothing where there is none. An error ends the run; see `HostedRun.leave`."""
+    """Given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
 
-    @_ends_the_run
+    @observing
     @functools.wraps(method)
     def told(self: KerasHost, *args: Any, **named: Any) -> None:
         if self._run is not None:
@@ -118,7 +106,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
     """See `host`."""
 
     def __init__(
@@ -134,17 +122,17 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
         self._module = model
-        self._resume = resume
+        self._resume_path = resume
         self._settings = settings
         self._run: HostedRun | None = None
-        self._has_given_up = False  # in this `fit`: what it evaluates is no run of its own
-        self._ends: Callable[[], object] = lambda: None
+        self._is_in_fit = False
 
     # --- the run ---
 
     def _begin(self, *, is_training: bool) -> HostedRun:
         if self._run is not None:  # one that an exception had left
             self._let_go()
+        self._has_given_up = False
         model, optimizer = self.model, self.model.optimizer if is_training else None
         if is_training and model.jit_compile:
             raise NotCarried(
@@ -184,32 +172,17 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
         run.losses = watch.reader
+        run.fails_by(self._leave)
         self._is_epoch_open = self._is_checked = False
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, self._hooks)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
-        run.begin(self._resume if is_training else None)
+        run.begin(self._resume_path if is_training else None)
         return run
 
     def _finish(self, run: HostedRun) -> None:
         run.finish()
         self._let_go()
-
-    def _leave(self, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
-        run = self._run
-        if run is None:
-            raise error
-        is_training = run.narrator.is_open("train") or run.narrator.is_open("data_init")
-        try:
-            run.leave(error)
-            self._has_given_up = is_training
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._ends()
-        self._run = None
 
     def _stand_in(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
         """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
@@ -217,10 +190,10 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
 
     # --- training ---
 
-    @_ends_the_run
+    @observing
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a run."""
-        self._has_given_up = False
+        self._is_in_fit = True
         run = self._begin(is_training=True)
         self._stand_in("train_function", self._begin_step, self._end_step)
         run.narrator.start("round")
@@ -308,20 +281,20 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         if run.control.stop_requested is not None or run.boundaries.is_making_way:
             self.model.stop_training = True
 
-    @_ends_the_run
+    @observing
     def on_train_end(self, logs: Any = None) -> None:
         """End the run."""
-        self._has_given_up = False
+        self._is_in_fit = False
         self.model._initial_epoch = None
         if self._run is not None:
             self._finish(self._run)
 
     # --- evaluation and prediction ---
 
-    @_ends_the_run
+    @observing
     def on_test_begin(self, logs: Any = None) -> None:
         """An evaluation begins, which is a run of its own outside training."""
-        if self._has_given_up:
+        if self._has_given_up and self._is_in_fit:  # what a `fit` evaluates is no run of its own
             return
         run = self._run
         if run is None or not run.narrator.is_open("train"):
@@ -357,10 +330,10 @@ class KerasHost(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's type
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
 
-    @_ends_the_run
+    @observing
     def on_predict_begin(self, logs: Any = None) -> None:
         """A run that predicts; one within training is not told."""
-        if self._has_given_up or (self._run is not None and self._run.narrator.is_open("train")):
+        if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.narrator.is_open("train")):
             return
         self._begin(is_training=False).narrator.start("predict")
         self._predict_hooks.listen(True)

@@ -24,14 +24,20 @@ class Steps:
         def applied(*args: Any, **named: Any) -> Any:
             if not step.is_open:
                 return apply(*args, **named)
-            if not clip.is_quiet:
-                narrator.tell("clip_gradients")  # which Keras does within `apply`
-            if narrator.is_read:
-                narrator.start("optimizer_step")
+            try:
+                if not clip.is_quiet:
+                    narrator.tell("clip_gradients")  # which Keras does within `apply`
+                if narrator.is_read:
+                    narrator.start("optimizer_step")
+            except Exception as error:
+                narrator.give_up(error)
             result = apply(*args, **named)
             self.has_stepped = True
-            if not own.is_quiet:
-                narrator.end("optimizer_step")
+            try:
+                if not own.is_quiet:
+                    narrator.end("optimizer_step")
+            except Exception as error:
+                narrator.give_up(error)
             return result
 
         optimizer.apply = applied

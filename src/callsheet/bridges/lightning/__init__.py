@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ with needed_by(__name__):
     from torch import Tensor
 
 from callsheet import distributed
+from callsheet.bridges.giving_up import GivesUp, is_for_user, observing
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, observing
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.fabric_run import fabric
 from callsheet.bridges.lightning.guests import LightningGuest, guest
 from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
@@ -24,6 +24,7 @@ from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
+from callsheet.errors import mark_as_users
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
@@ -96,7 +97,7 @@ def host(
     return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
-class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """See `host`."""
 
     def __init__(
@@ -104,7 +105,6 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
-        self._has_given_up = False
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # HostedRun, between the first hook of a run and its last
         self._trained: HostedRun | None = None  # the latest `fit`: checkpoints may be written after it, too
@@ -115,6 +115,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     def _begin(self, trainer: Any, module: Any, **options: Any) -> HostedRun:
         """A run around what Lightning is about to do."""
+        self._has_given_up = False
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
             self.manager,
@@ -131,7 +132,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self._steps = StepHooks(run.eval_narrator, run.eval_ctx, module)
         self._hooks = [self._steps]
         self._is_first = self._is_first_judged = True
-        self._has_given_up = False
+        self._fault: Exception | None = None
+        run.fails_by(self._leave)
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
         run.begin()
@@ -140,16 +142,6 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def _finish(self) -> None:
         self._run.finish()
         self._let_go()
-
-    def _give_up(self, error: Exception) -> None:
-        """The host itself has failed: training goes on without it."""
-        run = self._run
-        if run is not None:
-            run.give_up(error)  # which raises what the user has to know of
-            self._let_go()
-        elif not self._has_given_up:
-            raise error
-        self._has_given_up = True
 
     def _let_go(self) -> None:
         self._run = None
@@ -189,6 +181,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     # --- training ---
 
+    @observing
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run: everything is there, and loaded."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
@@ -214,8 +207,6 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
         run.losses = watch.reader
-        me = weakref.ref(self)
-        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]
         self._forward = StepHooks(run.narrator, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]
@@ -234,7 +225,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     @observing
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """An epoch begins."""
-        self._start_epoch(trainer)
+        if self._run is not None:
+            self._start_epoch(trainer)
 
     def _start_epoch(self, trainer: Any) -> None:
         """Also without the hook, which Lightning leaves out where it goes on within an epoch."""
@@ -249,8 +241,10 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch, on the device, of a step that may take several."""
+        run = self._run
+        if run is None:
+            return
         try:
-            run = self._run
             narrator, ctx, watch = run.narrator, run.ctx, self._watch
             samples, tokens = counts_of(batch)
             ctx.batch = batch
@@ -279,10 +273,12 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
                 given = ctx.microbatch
             self._forward.replaced = [given] if given is not batch else None
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The gradients are there, unscaled, and not yet clipped."""
+        if self._run is None:
+            return
         try:
             watch = self._watch
             if self._is_moving:  # again in this step: a closure that the optimizer evaluates several times, or another optimizer
@@ -295,7 +291,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             if not self._clip.is_on:
                 self._clipped()
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _keep_last_loss(self, watch: BackwardWatch) -> None:
         """Of the evaluations of a closure, the last one's."""
@@ -304,24 +300,39 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             watch.total = None
 
     def _clipped(self) -> None:
-        narrator, parts = self._run.narrator, self._run.narrator.parts
-        if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
-            if not parts["clip_gradients"].is_quiet:
-                narrator.end("clip_gradients")
-            if narrator.is_read:
-                narrator.start("optimizer_step")
+        run = self._run
+        if run is None:
+            return
+        try:
+            narrator, parts = run.narrator, run.narrator.parts
+            if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
+                if not parts["clip_gradients"].is_quiet:
+                    narrator.end("clip_gradients")
+                if narrator.is_read:
+                    narrator.start("optimizer_step")
+        except Exception as error:
+            self._leave(error)
 
     def _stepped(self, *_: Any) -> None:
         run = self._run
-        if run is not None and self._is_moving and run.step_skipped:
-            run.step_skipped = False
-            if not run.narrator.parts["optimizer_step"].is_quiet:
-                run.narrator.end("optimizer_step")
+        try:
+            if run is not None and self._is_moving and run.step_skipped:
+                run.step_skipped = False
+                if not run.narrator.parts["optimizer_step"].is_quiet:
+                    run.narrator.end("optimizer_step")
+        except Exception as error:
+            if is_for_user(error):
+                self._leave(error)
+            self._fault = error  # torch is iterating over the hooks that giving up removes
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is through, and with it perhaps the step."""
+        run = self._run
+        if run is None:
+            return
         try:
-            run = self._run
+            if self._fault is not None:
+                raise self._fault
             narrator, watch = run.narrator, self._watch
             watch.is_on = watch.is_in_closure = False
             if self._is_moving:
@@ -344,13 +355,13 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
             if run.control.pending:
                 self._stop_if_asked(trainer, run)
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     @observing
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The epoch is over, or left."""
         run = self._run
-        if not run.narrator.is_open("epoch"):
+        if run is None or not run.narrator.is_open("epoch"):
             return
         if run.manager.heard.on_log:
             self._log(trainer)
@@ -362,6 +373,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run."""
         run = self._run
+        if run is None:
+            return
         if trainer.should_stop and run.control.stop_requested is None:
             run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
         self._finish()
@@ -410,9 +423,9 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """A batch of an evaluation, perhaps the first of its dataset."""
-        if trainer.sanity_checking:
-            return
         run = self._run
+        if trainer.sanity_checking or run is None:
+            return
         if dataloader_idx != self._dataset:
             run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
             self._next_dataset(run, dataloader_idx)
@@ -429,6 +442,8 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     def _end_batch(self, step: str) -> None:
         run = self._run
+        if run is None:
+            return
         run.eval_narrator.end(step)
         if self._is_first_judged:
             self._is_first_judged = False
@@ -437,9 +452,9 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """The evaluation is over, and what it found is known."""
-        if trainer.sanity_checking:
+        run = self._run
+        if trainer.sanity_checking or run is None:
             return
-        run: Any = self._run
         run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
         run.end_evaluation()
         self._steps.remove()
@@ -458,6 +473,7 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
 
     # --- test and prediction ---
 
+    @observing
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """A run of its own."""
         self._begin_apart(trainer, pl_module, "test")
@@ -465,8 +481,9 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     @observing
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """A batch of the test, or of a prediction."""
-        self._run.eval_ctx.batch = batch
-        self._run.eval_narrator.start("test_step" if trainer.testing else "predict_step")
+        if self._run is not None:
+            self._run.eval_ctx.batch = batch
+            self._run.eval_narrator.start("test_step" if trainer.testing else "predict_step")
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -479,12 +496,15 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         """The test is over, and what it found is known."""
         run, found = self._run, self._found(trainer, "test")
+        if run is None:
+            return
         run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval_narrator.end("test")
         run.records.tell(run.ctx)
         self._finish()
 
+    @observing
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """A run of its own."""
         self._begin_apart(trainer, pl_module, "predict")
@@ -492,8 +512,9 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
     @observing
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """All is predicted."""
-        self._run.eval_narrator.end("predict")
-        self._finish()
+        if self._run is not None:
+            self._run.eval_narrator.end("predict")
+            self._finish()
 
     def _begin_apart(self, trainer: Any, module: Any, what: str) -> None:
         run = self._begin(trainer, module, able=())
@@ -513,20 +534,38 @@ class LightningHost(LightningCallback):  # type: ignore[misc]  # Lightning's typ
         run = self._trained
         if run is None or not self._may_tell_save:
             return save(path, *args, **given)
-        self._may_tell_save = False
-        return run.tell_checkpoint(str(path), lambda info: save(path, *args, **given))
+        self._may_tell_save = is_written = False
+
+        def write(info: Any) -> None:
+            nonlocal is_written
+            is_written = True
+            try:
+                save(path, *args, **given)
+            except BaseException as error:
+                mark_as_users(error)
+                raise
+
+        try:
+            run.tell_checkpoint(str(path), write)
+        except BaseException as error:
+            self._leave(error)
+            if not is_written:
+                save(path, *args, **given)
 
     def state_dict(self) -> dict[str, Any]:
         """The callbacks' states, each rank's own: a collective, as saving is."""
         run = self._trained
         if run is None:
             return dict(self._loaded or {})
+        if self._has_given_up:  # what the run knew then is not of this checkpoint
+            distributed.gather({})
+            return {}
         own = own_state(run)
         return {"state": own.pop("state"), "ranks": distributed.gather(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Taken back when training begins."""
-        self._loaded = state_dict
+        self._loaded = state_dict or None
 
     def _resume(self, trainer: Any, run: HostedRun) -> None:
         loaded, self._loaded = self._loaded, None

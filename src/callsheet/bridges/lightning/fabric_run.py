@@ -42,12 +42,15 @@ def fabric(
     with attached as run:
 
         def logs(log: Any, metrics: Mapping[str, Any], step: int | None = None) -> None:
-            run.log(
-                {
-                    f"fabric/{name}": value.detach() if isinstance(value, torch.Tensor) else value
-                    for name, value in metrics.items()
-                }
-            )
+            try:
+                run.log(
+                    {
+                        f"fabric/{name}": value.detach() if isinstance(value, torch.Tensor) else value
+                        for name, value in metrics.items()
+                    }
+                )
+            except Exception as error:
+                run._give_up(error)
             log(metrics, step)
 
         methods.replace("log_dict", logs)

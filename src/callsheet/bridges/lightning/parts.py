@@ -82,12 +82,15 @@ class StepHooks(StaysBehind):
         if not self._is_inside or self._caller is not None:
             return
         kind, narrator = self._kind, self._narrator
-        if narrator.is_open(f"{kind}_step" if kind else "microbatch"):
-            self._caller = module
-            if kind:
-                narrator.start(f"{kind}_forward")
-            else:
-                start_forward(narrator, self._ctx)
+        try:
+            if narrator.is_open(f"{kind}_step" if kind else "microbatch"):
+                self._caller = module
+                if kind:
+                    narrator.start(f"{kind}_forward")
+                else:
+                    start_forward(narrator, self._ctx)
+        except Exception as error:
+            narrator.give_up(error)
 
     def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if self._caller is not module:
@@ -96,13 +99,16 @@ class StepHooks(StaysBehind):
         if not self._is_inside:
             return outputs
         kind, narrator, ctx = self._kind, self._narrator, self._ctx
-        if narrator.is_open(f"{kind}_forward" if kind else "forward"):
-            ctx.outputs = outputs
-            if kind:
-                narrator.end(f"{kind}_forward")
-            else:
-                narrator.start("loss")  # which ends the forward
-            return ctx.outputs
+        try:
+            if narrator.is_open(f"{kind}_forward" if kind else "forward"):
+                ctx.outputs = outputs
+                if kind:
+                    narrator.end(f"{kind}_forward")
+                else:
+                    narrator.start("loss")  # which ends the forward
+                return ctx.outputs
+        except Exception as error:
+            narrator.give_up(error)
         return outputs
 
     def remove(self) -> None:

@@ -21,14 +21,16 @@ with needed_by(__name__):
     import torch
     from torch import Tensor
 
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, MODULE, NEVER, MegatronBridgeGuest
-from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, StepHooks, torch_optimizers
+from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
 from callsheet.bridges.megatron_bridge.state import GlobalState
+from callsheet.bridges.torch_hooks import OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
@@ -120,7 +122,7 @@ def guest(
 
 
 def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
-    """Called as Megatron calls it, and given the run, which begins with the first event. An error ends it; see `HostedRun.leave`."""
+    """Called as Megatron calls it, and given the run, which begins with the first event. An error ends it; see `GivesUp._leave`."""
 
     @functools.wraps(method)
     def told(self: MegatronBridgeHost, context: CallbackContext) -> None:
@@ -134,7 +136,7 @@ def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Calla
     return told
 
 
-class MegatronBridgeHost:
+class MegatronBridgeHost(GivesUp):
     """See `host`. Not of Megatron's base class: its manager takes what has methods of these names, and need not be there."""
 
     def __init__(
@@ -145,8 +147,6 @@ class MegatronBridgeHost:
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
         self._has_trained = False  # in the run in hand
-        self._has_given_up = False  # so that no run begins until Megatron trains again
-        self._ends: Callable[[], object] = lambda: None
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
             self.on_data_init_start = self._on_data_init_start  # with it, Megatron refuses to count in epochs
 
@@ -185,27 +185,20 @@ class MegatronBridgeHost:
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_told = self._is_checked = self._has_trained = self._hears_forward = False
         self._states: dict[int, Any] = {}  # of steps whose checkpoints are still being written
-        host = weakref.ref(self)
-
-        def leave(error: BaseException) -> None:
-            if (owner := host()) is not None:
-                owner._leave(error)
-
-        self._forward = ForwardHooks(run, chunks[0], leave)
-        self._steps = StepHooks(run, torch_optimizers(context.optimizer), leave)
+        run.fails_by(self._leave)
+        self._forward = ForwardHooks(run, chunks[0])
+        self._steps = OptimizerHooks(run.narrator, *torch_optimizers(context.optimizer), asks=False)
         self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
         run.refuse(_never_told(), strict=self._strict, logger=logger)
         run.begin(data_is_made=data_is_made)
         return run
 
+    @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
         """Begin a run; the data is about to be made."""
-        try:
-            self._let_go()  # of one that an exception had left
-            self._has_trained = self._has_given_up = False
-            self._begin(context, data_is_made=False)
-        except BaseException as error:
-            self._leave(error)
+        self._let_go()  # of one that an exception had left
+        self._has_trained = self._has_given_up = False
+        self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run, if it has not begun."""
@@ -236,22 +229,6 @@ class MegatronBridgeHost:
         if self._run is not None:
             self._run.fail(error)
             self._let_go()
-
-    def _leave(self, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
-        run = self._run
-        if run is None:
-            raise error
-        try:
-            run.leave(error)
-            self._has_given_up = True
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._run is not None:
-            self._ends()
-            self._run = None
 
     def __enter__(self) -> Self:
         return self
@@ -421,7 +398,7 @@ class MegatronBridgeHost:
         self._is_due_told = False
 
 
-def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: StepHooks) -> None:
+def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: OptimizerHooks) -> None:
     """Also when the program ends, or the host is forgotten: then training was left by an exception, or by a signal."""
     settings.restore()
     forward.remove()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import Hook, OptimizerHooks, StaysBehind
+from callsheet.bridges.torch_hooks import Hook, StaysBehind
 
 Told = TypeVar("Told", bound=Callable[..., Any])
 
@@ -23,8 +23,8 @@ def _ends_the_run(hook: Told) -> Told:
     def called(self: Any, *args: Any) -> Any:
         try:
             return hook(self, *args)
-        except BaseException as error:
-            self._leave(error)  # a hook that returns None changes nothing
+        except Exception as error:
+            self._run.narrator.give_up(error)  # a hook that returns None changes nothing
 
     return called  # type: ignore[return-value]  # of the same shape
 
@@ -37,9 +37,8 @@ class ForwardHooks(StaysBehind):
     hears either, nor the microbatch's end, the microbatch ends with what follows it.
     """
 
-    def __init__(self, run: HostedRun, model: nn.Module, leave: Callable[[BaseException], None]) -> None:
+    def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run = run
-        self._leave = leave
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
         self._told_with_it = run.spans.loss, run.spans.backward, run.spans.microbatch
@@ -112,17 +111,6 @@ class ForwardHooks(StaysBehind):
     @_ends_the_run
     def _backward_ends(self) -> None:
         self._run.narrator.end("microbatch")
-
-
-class StepHooks(OptimizerHooks):
-    """Of Megatron's optimizer, which wraps one of torch or several: from the first one's step to the last one's."""
-
-    def __init__(self, run: HostedRun, optimizers: list[Optimizer], leave: Callable[[BaseException], None]) -> None:
-        self._leave = leave
-        super().__init__(run.narrator, *optimizers, asks=False)
-
-    _begins = _ends_the_run(OptimizerHooks._begins)
-    _ends = _ends_the_run(OptimizerHooks._ends)
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -18,8 +18,9 @@ with needed_by(__name__):
     from torchtnt.framework.state import EntryPoint, State
     from torchtnt.utils.progress import estimated_steps_in_epoch
 
+from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import own_state, take_back
-from callsheet.bridges.hosted_run import HostedRun, observing
+from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
@@ -96,7 +97,7 @@ def host(
     )  # fmt: skip
 
 
-class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
     """See `host`."""
 
     def __init__(
@@ -110,9 +111,8 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     ) -> None:
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
-        self._has_given_up = False
         self._metrics = metrics
-        self._resume = resume
+        self._resume_path = resume
         self._settings = settings
         self._run: HostedRun | None = None
         self._restored: dict[str, Any] | None = None
@@ -123,6 +123,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     def _begin(self, state: State, unit: Any) -> HostedRun:
         if self._run is not None:  # one that an exception had left of which torchtnt tells nobody
             self._let_go()
+        self._has_given_up = False
         module = one_of_unit(unit.tracked_modules(), "module")
         if module is None:
             raise NotCarried(
@@ -163,8 +164,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        run.fails_by(lambda error: me()._give_up(error))  # type: ignore[union-attr]
-        self._has_given_up = False
+        run.fails_by(self._leave)
         self._is_checked = False  # whether the first step has told all that is heard
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
@@ -175,7 +175,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
-        run.begin(self._resume if self._restored is None else None)
+        run.begin(self._resume_path if self._restored is None else None)
         if self._restored is not None:
             self._take_back(run, unit)
         return run
@@ -185,20 +185,6 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             self._run.finish()
             self._let_go()
 
-    def _give_up(self, error: Exception) -> None:
-        """The host itself has failed: training goes on without it."""
-        run = self._run
-        if run is not None:
-            run.give_up(error)  # which raises what the user has to know of
-            self._let_go()
-        elif not self._has_given_up:
-            raise error
-        self._has_given_up = True
-
-    def _let_go(self) -> None:
-        self._ends()
-        self._run = None
-
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         """The run has failed."""
         if self._run is not None:
@@ -207,6 +193,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
 
     # --- training ---
 
+    @observing
     def on_train_start(self, state: State, unit: Any) -> None:
         """Begin a run."""
         run = self._begin(state, unit)
@@ -220,7 +207,8 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         """An epoch begins."""
         run = self._run
-        assert run is not None
+        if run is None:
+            return
         self._place.begin()
         self._is_exhausted = False
         run.narrator.start("epoch")
@@ -228,13 +216,29 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """What the unit's `get_next_train_batch` gives, or what a callback puts in its place."""
         run, place = self._run, self._place
-        assert run is not None
-        narrator, ctx = run.narrator, run.ctx
+        if run is None:
+            return fetch(state, batches)
         while place.to_skip:
             fetch(state, batches)
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
+        is_told = self._begin_fetch(run)
+        try:
+            batch = fetch(state, batches)
+        except StopIteration:
+            self._is_exhausted = True
+            self._end_fetch(run, None, is_told=is_told)
+            raise
+        if batch is batches:
+            raise NotCarried("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
+        place.taken += 1
+        return self._end_fetch(run, batch, is_told=is_told)
+
+    @observing
+    def _begin_fetch(self, run: HostedRun) -> bool | None:
+        """Whether anybody listens to it."""
+        narrator = run.narrator
         is_told = not narrator.parts["train_step"].is_open
         if is_told:  # the further batches of a step come within it
             if narrator.listen():
@@ -246,20 +250,19 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             is_told = not narrator.parts["fetch"].is_quiet
             if is_told:
                 narrator.start("fetch")
-        ctx.batch = None
+        run.ctx.batch = None
+        return is_told
+
+    def _end_fetch(self, run: HostedRun, batch: Any, *, is_told: bool | None) -> Any:
+        """The batch, or what a callback puts in its place."""
         try:
-            ctx.batch = fetch(state, batches)
-        except StopIteration:
-            self._is_exhausted = True
+            run.ctx.batch = batch
             if is_told:
-                narrator.end("fetch")
-            raise
-        if ctx.batch is batches:
-            raise NotCarried("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
-        if is_told:
-            narrator.end("fetch")
-        place.taken += 1
-        return ctx.batch
+                run.narrator.end("fetch")
+            return run.ctx.batch
+        except BaseException as error:
+            self._leave(error)
+            return batch
 
     def _fetched_to_judge(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """What `get_next_eval_batch` or `get_next_predict_batch` gives."""
@@ -272,9 +275,10 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         """A batch is to be trained on: of a step the first, or a further one."""
+        run = self._run
+        if run is None:
+            return
         try:
-            run = self._run
-            assert run is not None
             narrator, ctx, watch = run.narrator, run.ctx, self._watch
             counted = counts_of(ctx.batch)
             if narrator.parts["train_step"].is_open:
@@ -290,13 +294,14 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
                 ctx.microbatch = ctx.batch
                 narrator.start("microbatch")
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         """The batch is through; with it the step, if the optimizer has stepped, or would have."""
+        run = self._run
+        if run is None:
+            return
         try:
-            run = self._run
-            assert run is not None
             self._watch.is_on = False
             progress, hooks = self._progress, self._optimizer_hooks
             self._steps_told = steps = progress.num_steps_completed
@@ -313,7 +318,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
             else:
                 self._end_step(run, state)
         except Exception as error:
-            self._give_up(error)
+            self._leave(error)
 
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
@@ -328,8 +333,10 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
     @observing
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         """The epoch is over, or left."""
-        run, place, train = self._run, self._place, state.train_state
-        assert run is not None
+        run, train = self._run, state.train_state
+        if run is None:
+            return
+        place = self._place
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
         )
@@ -367,6 +374,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
         evaluate(unit, loop.dataloader, max_steps_per_epoch=loop.max_steps_per_epoch, callbacks=[self], timer=state.timer)
         return {}
 
+    @observing
     def on_eval_start(self, state: State, unit: Any) -> None:
         """An evaluation begins, which is a run of its own outside training."""
         run = self._run
@@ -425,6 +433,7 @@ class TorchTNTHost(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types 
 
     # --- prediction ---
 
+    @observing
     def on_predict_start(self, state: State, unit: Any) -> None:
         """A run that predicts; one within training is not told."""
         if self._run is not None and self._run.narrator.is_open("train"):

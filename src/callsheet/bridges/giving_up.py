@@ -1,0 +1,123 @@
+"""What a host does with an error: the user's are raised; after one of the host itself training continues without the host."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from callsheet.context import TrainState
+from callsheet.errors import CallsheetError, FieldNotTold, HostError, is_users
+from callsheet.lifetime import Lifetime
+
+logger = logging.getLogger("callsheet")
+
+Observed = TypeVar("Observed", bound=Callable[..., Any])
+
+
+class ObservedRun(Protocol):
+    """A run of a host, as far as it is needed to end it."""
+
+    host: str
+    state: TrainState
+    lifetime: Lifetime
+
+    def fail(self, error: BaseException) -> None:
+        """Fire `on_exception` and `on_run_end`, if they have not been fired."""
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Return whether the user has to know of the error: one of a callback or of another function of the user's, one that callsheet raises on
+    purpose, a file that cannot be written, or no `Exception`. Other errors are faults of a host."""
+    is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotTold)
+    return not isinstance(error, Exception) or is_users(error) or is_on_purpose
+
+
+def give_up(run: ObservedRun, error: Exception) -> None:
+    """End the run because of a fault of its host: log it, fire `on_exception` and `on_run_end`. The caller removes the host's hooks.
+
+    Raises:
+        the error: the user has to know of it. The run has not ended then.
+    """
+    if is_for_user(error):
+        raise error
+    if run.lifetime.has_ended:  # by an earlier error, which was logged
+        return
+    message = (
+        f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
+        "are called no more in this run, which is recorded as failed. Training goes on. Please report this with the traceback"
+    )
+    logger.error("%s", message, exc_info=error)
+    given_up = HostError(message)
+    given_up.__cause__ = error
+    run.fail(given_up)
+
+
+class GivesUp:
+    """The base class of hosts: `_leave` ends the run in hand because of an error."""
+
+    _run: Any = None
+    """The run in hand."""
+    _has_given_up = False
+    """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
+    _ends: Callable[[], object] = staticmethod(lambda: None)
+    """Removes the run's hooks, and ends the run as failed if it has not ended."""
+    _resume_path: str | None = None
+    """What the host loads when a run begins."""
+
+    def _leave(self, error: BaseException) -> None:
+        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        run = self._run
+        is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
+        try:
+            if is_for_user(error) or not is_loaded:
+                if run is not None:
+                    run.fail(error)
+                raise error
+            assert isinstance(error, Exception)
+            if run is not None:
+                give_up(run, error)
+            elif not self._has_given_up:
+                logger.error(
+                    "callsheet cannot begin a run (%s: %s). The callbacks are not called. Training goes on. Please report this with the "
+                    "traceback",
+                    *(type(error).__name__, error),
+                    exc_info=error,
+                )
+            self._has_given_up = True
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget the run in hand."""
+        self._ends()
+        self._run = None
+
+
+def observing(method: Observed) -> Observed:
+    """Have an error that leaves this method of a host end the run; see `GivesUp._leave`. A step's methods catch errors themselves."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._leave(error)
+
+    return called  # type: ignore[return-value]  # of the same shape
+
+
+def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
+    """Return a function that calls the method `leave` of a host, and does not keep the host alive.
+
+    A host that was forgotten has ended its run and removed its hooks: an error of a hook that was being called then is dropped.
+    """
+    method = weakref.WeakMethod(leave)
+
+    def called(error: Exception) -> None:
+        if (bound := method()) is not None:
+            bound(error)
+
+    return called

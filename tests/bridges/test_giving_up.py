@@ -1,0 +1,94 @@
+"""A host that fails at any part of a step logs it once, and training continues to the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callsheet import Callback, Context
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.instructlab.run import HookedRun
+from callsheet.errors import HostError
+
+from .homes import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
+from .homes import keras as keras_home
+from .homes.job import POINTS
+
+HOMES = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_home, lightning, megatron_bridge, torchtnt)
+TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
+EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
+
+
+class Breaks(Callback):
+    """After the third step, makes the host fail wherever it starts or ends the span; notes how the run ends."""
+
+    def __init__(self, span: str, edge: str) -> None:
+        self.span, self.edge = span, edge
+        self.run: Any = None
+        self.faults = 0
+        self.ends: list[Any] = []
+
+    def on_event(self, ctx: Context) -> None:
+        if ctx.event == "on_train_step_end" and ctx.step == 3:
+            for narrator in (self.run.narrator, self.run.eval_narrator):
+                self.break_narrator(narrator)
+        elif ctx.event == "on_exception":
+            self.ends.append(type(ctx.exception))
+        elif ctx.event == "on_run_end":
+            self.ends.append(ctx.run.outcome)
+
+    def break_narrator(self, narrator: Any) -> None:
+        method = getattr(narrator, self.edge)
+
+        def called(name: str) -> None:
+            if name == self.span:
+                self.faults += 1
+                raise RuntimeError("a fault of the host")
+            method(name)
+
+        setattr(narrator, self.edge, called)
+        if self.span == "train_step":  # the short ways
+            name = f"{self.edge}_step"
+            setattr(narrator, name, lambda: called("train_step"))
+
+
+def weights(home: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:
+    model = home.train(POINTS, folder, callbacks, strict=False)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module", params=HOMES, ids=lambda home: home.NAME)
+def home_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[torch.Tensor]]:
+    return request.param, weights(request.param, tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.mark.parametrize("edge", ["start", "end"])
+@pytest.mark.parametrize("span", TRAINED + EVALUATED)
+def test_a_fault_at_a_part_of_a_step(
+    home_and_weights: tuple[Any, list[torch.Tensor]],
+    span: str,
+    edge: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home, expected = home_and_weights
+    breaks = Breaks(span, edge)
+    for kind in (HostedRun, HookedRun):
+        begin: Any = kind.begin
+
+        def begun(self: Any, *args: Any, begin: Any = begin, **given: Any) -> Any:
+            breaks.run = self
+            return begin(self, *args, **given)
+
+        monkeypatch.setattr(kind, "begin", begun)
+    found = weights(home, tmp_path, [breaks])
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert caplog.text.count("callsheet cannot follow") == bool(breaks.faults)
+    assert breaks.ends == ([HostError, "failed"] if breaks.faults else ["finished"])
+    if span == "train_step":
+        assert breaks.faults
