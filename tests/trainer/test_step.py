@@ -27,6 +27,7 @@ from callsheet import (
     RegistrationError,
     RequestRefused,
     RunEndedError,
+    Time,
     Trainer,
 )
 from callsheet.testing import Recorder
@@ -729,3 +730,56 @@ def test_a_loss_function_makes_a_supervised_task() -> None:
         trainer.fit("2ep")
     assert torch.equal(one.weight, other.weight)
     assert one.weight.item() == pytest.approx(0.5 * 0.8 * 0.8)
+
+
+class Samples(Callback):
+    """Notes the samples that the timestamp counts, at every step's start."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_step_start(self, ctx: Context) -> None:
+        self.seen.append(ctx.state.timestamp.sample)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_counts_settle_at_log_boundaries_whether_or_not_anybody_reads_the_record(reads: bool) -> None:
+    samples = Samples()
+    readers = [Recorder()] if reads else []
+    data = [(column(1.0, 2.0), column(1.0, 2.0))] * 7
+    with trainer_of(linear(), data, samples, *readers, log_interval="3ba", max_duration="1ep") as trainer:
+        trainer.fit()
+        assert samples.seen == [0, 0, 0, 6, 6, 6, 12]
+        assert trainer.state.timestamp.sample == 14
+
+
+@pytest.mark.parametrize(("max_duration", "steps"), [("9sp", 6), ("5ba", 5), ("2ep", 14)])
+def test_training_ends_at_the_same_step_where_nobody_reads_records(max_duration: str, steps: int) -> None:
+    data = [(column(1.0, 2.0), column(1.0, 2.0))] * 7
+    with trainer_of(linear(), data, log_interval="3ba", max_duration=max_duration) as trainer:
+        trainer.fit()
+        assert trainer.state.timestamp.batch == steps
+
+
+def test_an_unread_log_boundary_carries_out_what_was_requested_since() -> None:
+    class Stops(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 3:
+                ctx.control.stop("enough")
+
+    data = [(column(1.0, 2.0), column(1.0, 2.0))] * 7
+    with trainer_of(linear(), data, Stops(), log_interval="3ba", max_duration="1ep") as trainer:
+        trainer.fit()
+        assert trainer.state.timestamp.batch == 3
+
+
+def test_a_duration_that_a_callback_shortens_ends_training_at_the_next_unread_log_boundary() -> None:
+    class Shortens(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 4:
+                ctx.state.max_duration = Time("2ba")
+
+    data = [(column(1.0, 2.0), column(1.0, 2.0))] * 14
+    with trainer_of(linear(), data, Shortens(), log_interval="3ba", max_duration="1ep") as trainer:
+        trainer.fit()
+        assert trainer.state.timestamp.batch == 6

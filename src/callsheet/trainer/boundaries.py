@@ -15,7 +15,7 @@ from callsheet.disk_thread import finish_deletions
 from callsheet.events import Event
 from callsheet.lifetime import Lifetime, stop_reason
 from callsheet.manager import CallbackManager
-from callsheet.time import TimeUnit
+from callsheet.time import Interval, TimeUnit
 from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.checkpoints import Checkpoints
 from callsheet.trainer.evaluation import Evaluation, Undone
@@ -23,6 +23,8 @@ from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
+
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # these units move at log boundaries
 
 
 class Boundaries:
@@ -52,6 +54,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
+        self._next_due = 0  # the step after which more than a log boundary can be due
         self.is_making_way = False
         """A signal asked the run to leave, and `on_preempt` has been told."""
 
@@ -64,6 +67,7 @@ class Boundaries:
         """The next step after which something can be due; units but batches only move at log boundaries and the ends of epochs."""
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
+        self._next_due = 0
         if self._evaluation.due(ctx, is_over=False):  # a crash left it undone: the first step is a boundary
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with others the agreement's word tells when it is over
@@ -71,19 +75,34 @@ class Boundaries:
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
         steps = [self._agreement.next_step, self._manager.next_step, self._checkpoints.next_step]
+        moves_at_logs = longest is not None and longest.unit in _SETTLED
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))
-        for due in (self._records.every, *(schedule.every for schedule in self._evaluation.schedules.values())):
-            if due is not None and due.every.unit is TimeUnit.DURATION:
-                return step + 1
-            if due is not None and due.every.unit is TimeUnit.BATCH:
-                steps.append(int((due.index(ctx.state.timestamp) + 1) * due.every.value))
-        return min(steps, default=sys.maxsize)
+        for schedule in self._evaluation.schedules.values():
+            if schedule.every is not None:
+                steps.append(self._next_of(schedule.every))
+                moves_at_logs = moves_at_logs or schedule.every.every.unit in _SETTLED
+        if not moves_at_logs:
+            self._next_due = min(steps)
+        return min(*steps, self._next_of(self._records.every))
+
+    def _next_of(self, every: Interval) -> int:
+        """Return the next step at which the interval can be due, as far as log boundaries do not move its unit."""
+        unit, now = every.every.unit, self._ctx.state.timestamp
+        if unit is TimeUnit.BATCH:
+            return int((every.index(now) + 1) * every.every.value)
+        return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
 
     def reach(self, boundary: str) -> bool:
         """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
+        if boundary == "step" and ctx.step < self._next_due and self._is_unread:
+            self._manager.catch_up(ctx)
+            records.tally.settle(ctx.state)
+            records.tell(ctx)
+            self.tell_checkpoint_due(boundary)
+            return False
         if boundary == "step":
             agreement.look(ctx.step)
         else:
@@ -186,6 +205,11 @@ class Boundaries:
         """Save for these requests, or by hand where there are none."""
         val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
+
+    @property
+    def _is_unread(self) -> bool:
+        """Nobody reads the record of the log boundary that is reached, and nothing has been requested since it was scheduled."""
+        return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
         """The evaluations that are due, also where a signal keeps them from being made: it does not make them due itself."""

@@ -71,14 +71,15 @@ class Records:
     def tell(self, ctx: Context) -> None:
         """Tell the record of what was logged since the last one, if anything was; the counts must have been settled: a collective."""
         self._passed = self.every.index(ctx.state.timestamp)
+        if not self.are_read:
+            self._told_at, self.learning_rate = ctx.step, None
+            self.tally.since_record()
+            self.metrics.clear()  # nobody waits for the device, and neither do we
+            return
         if self._told_at == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # nothing more on any rank
             return
         self._told_at = ctx.step
         samples, tokens, seconds = self.tally.since_record()
-        if not self.are_read:
-            self.metrics.clear()  # nobody waits for the device, and neither do we
-            self.learning_rate = None
-            return
         now = ctx.state.timestamp
         logged: dict[str, float] = {"train/learning_rate": self.learning_rate} if self.learning_rate is not None else {}
         if tokens and seconds:
