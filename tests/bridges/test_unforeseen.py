@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -304,6 +305,75 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
 
     recorder = Recorder()
     held(recorder, trained(None), trained(recorder))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_automodel_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(name: str, recorder: Recorder | None) -> nn.Module:
+        torch.manual_seed(3)
+        hosted: list[Any] = []
+        if recorder is not None:
+            hosted = [automodel_host([*(make() for make in OBSERVERS), recorder], strict=False)]
+            Confused(hosted[0], ("on_train_batch_end", "on_validation_end", "on_save_checkpoint"), seed)
+        recipe = automodel_home.Recipe(POINTS, tmp_path / name, hosted, num_epochs=3, val_every_steps=4, ckpt_every_steps=4)
+        recipe.setup()
+        recipe.run_train_validation_loop()
+        assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
+        assert recipe.step_scheduler.step == 18
+        model: nn.Module = recipe.model_parts[0]
+        return model
+
+    recorder = Recorder()
+    held(recorder, trained("plain", None), trained("observed", recorder))
+    assert "cannot follow" not in caplog.text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(recorder: Recorder | None) -> Any:
+        torch.manual_seed(3)
+        model = keras_home.compiled(POINTS)
+        hosted: list[Any] = []
+        if recorder is not None:
+            observers = [*(make() for make in OBSERVERS), recorder]
+            hosted = [keras_host(observers, strict=False, run_name="small", runs_folder=tmp_path, log_interval=1)]
+            Confused(hosted[0], ("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"), seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = {"validation_data": POINTS.validation_batches(), "epochs": 4}
+            history = model.fit(POINTS.batches(), callbacks=hosted, verbose=0, **data)
+        assert len(history.history["loss"]) == 4
+        assert "apply" not in vars(model.optimizer)
+        return model
+
+    recorder = Recorder()
+    held(recorder, trained(None), trained(recorder))
+    assert "cannot follow" not in caplog.text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(name: str, recorder: Recorder | None) -> nn.Module:
+        cfg = megatron_home.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
+        hosted: list[Any] = []
+        if recorder is not None:
+            hosted = [megatron_host([*(make() for make in OBSERVERS), recorder], strict=False)]
+            steps = ("on_train_step_start", "on_train_step_end", "on_checkpoint_save")
+            judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
+            tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # the end of the test ends the run
+            confused = Confused(hosted[0], (), seed)
+            for name in (*steps, *judged, *tested):  # Megatron's manager takes methods alone
+                call = confused.around(getattr(hosted[0], name))
+                setattr(hosted[0], name, MethodType(lambda self, context, call=call: call(context), hosted[0]))
+        loop = megatron_home.Loop(cfg, POINTS, hosted or None, names=megatron_names)
+        model = loop.run()
+        assert loop.state.train_state.step == 12
+        assert cfg.checkpoint.save_interval == 3
+        return model
+
+    recorder = Recorder()
+    held(recorder, trained("plain", None), trained("observed", recorder))
+    assert "cannot follow" not in caplog.text
 
 
 class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read

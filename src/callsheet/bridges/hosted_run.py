@@ -331,6 +331,14 @@ class HostedRun:
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
+        if not self._may_come("S"):
+            self.narrator.say_once(
+                f"{self.host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
+                "between two steps. Its events are not fired; training goes on."
+            )
+            ctx.close("on_checkpoint_published")
+            write(info)
+            return info
         with self.spans.checkpoint_save:
             write(info)
         ctx.close("on_checkpoint_save_end")
@@ -474,7 +482,7 @@ class HostedRun:
     def _is_barred(self, name: str) -> bool:
         """Whether an evaluation, a test or a prediction may not begin where training is now."""
         if len(self._judging) > 1:  # another one, whose end was not reported
-            self._leave_evaluation()
+            self.leave_evaluation()
         inside = self.narrator.innermost
         if inside == "run" or (name == "eval_all" and self._may_come("E")):
             return False
@@ -484,7 +492,7 @@ class HostedRun:
         )
         return True
 
-    def _leave_evaluation(self) -> None:
+    def leave_evaluation(self) -> None:
         """The framework goes on, and has not said that the evaluation is over: end it, so that the weights are those that are trained."""
         narrator = self.eval_narrator
         self.narrator.say_once(
@@ -498,8 +506,8 @@ class HostedRun:
             narrator.end(span)
 
     def _may_come(self, what: str) -> bool:
-        """Whether a record, an evaluation or a due checkpoint may come where the loop is; then it does. Within a training a boundary has one
-        of each, before and after its evaluation, in the lifecycle's order."""
+        """Whether a record, an evaluation, a due checkpoint or its save may come where the loop is; then it does. Within a training a boundary
+        has one of each, before and after its evaluation, in the lifecycle's order."""
         inside = self.narrator.innermost
         if len(self._judging) > 1:
             return False
@@ -512,7 +520,7 @@ class HostedRun:
 
     def _train_goes_on(self) -> None:
         if len(self._judging) > 1:
-            self._leave_evaluation()
+            self.leave_evaluation()
         self._boundary = None
 
     def _reach_boundary(self) -> None:
@@ -527,7 +535,7 @@ class HostedRun:
 
     def _step_begins(self) -> None:
         if len(self._judging) > 1:
-            self._leave_evaluation()
+            self.leave_evaluation()
         self._boundary = None
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
@@ -615,10 +623,13 @@ class _Boundaries(Boundaries):
 _AT_BOUNDARIES = frozenset(
     whole[:length]
     for record in ("", "L")
-    for whole in (f"{record}ELD", f"{record}ED", f"{record}D", f"{record}DELD", f"{record}DED")
+    for first in ("D", "DS")
+    for last in ("D", "DS")
+    for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
     for length in range(1, len(whole) + 1)
 )
-"""`lifecycle.BOUNDARY`, up to where it may break off: a record (L), an evaluation (E), a checkpoint that is due (D)."""
+"""`lifecycle.BOUNDARY`, up to where it may break off: a record (L), an evaluation (E), a checkpoint that is due (D), its
+save (S)."""
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 

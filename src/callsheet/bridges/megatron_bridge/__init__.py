@@ -247,6 +247,8 @@ class MegatronBridgeHost(GivesUp):
     def on_train_step_start(self, run: HostedRun, context: Any) -> None:
         """A step begins; it is told with its first forward, where somebody hears that or the data being fetched."""
         settings, narrator = self._settings, run.narrator
+        if not settings.is_training:  # it is over
+            return
         interval, step = settings.save_interval, settings.step
         settings.restore_interval()
         settings.loss = None
@@ -269,6 +271,8 @@ class MegatronBridgeHost(GivesUp):
     def on_train_step_end(self, run: HostedRun, context: Any) -> None:
         """The parameters have moved, and the scheduler."""
         settings, narrator = self._settings, run.narrator
+        if not settings.is_training:  # it is over
+            return
         self._forward.in_step = False
         if not narrator.parts["train_step"].is_open:
             narrator.made_up.add("fetch")
@@ -364,7 +368,7 @@ class MegatronBridgeHost(GivesUp):
 
     def _judge(self, run: HostedRun, kind: str) -> None:
         is_heard = run.hears_outputs(kind) and not self._is_pipelined
-        self._forward.listen(is_heard)
+        self._forward.listen(is_heard or self._settings.is_training)
         self._forward.judging = kind if is_heard else ""
 
     def _end_judging(self) -> None:

@@ -59,6 +59,10 @@ class ForwardHooks(StaysBehind):
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         batch = kwargs or (args[0] if len(args) == 1 else args)
+        if model.training and torch.is_grad_enabled() and run.eval_narrator.is_open("eval"):
+            # Megatron trains, and has reported neither the evaluation's end nor the step's start.
+            run.leave_evaluation()
+            self.judging = ""
         if self.judging:
             narrator, ctx = run.eval_narrator, run.eval_ctx
             if not narrator.is_open(f"{self.judging}_step"):
