@@ -92,7 +92,9 @@ NEED_SOMETHING = {
 }
 
 
-def probed(python: str, folder: Path, *, hidden: str = "", commands: list[list[str]]) -> dict[str, Any]:
+def probed(
+    python: str, folder: Path, *, hidden: str = "", commands: list[list[str]], keras_backend: str = "torch"
+) -> dict[str, Any]:
     """What became of every public name and of the commands in an interpreter that lacks packages."""
     run = folder / "here"
     run.mkdir()
@@ -103,7 +105,7 @@ def probed(python: str, folder: Path, *, hidden: str = "", commands: list[list[s
         text=True,
         cwd=folder,
         env={
-            "KERAS_BACKEND": "torch",
+            "KERAS_BACKEND": keras_backend,
             "PYTHONPATH": str(SOURCE.parent),
             "PATH": "/usr/bin:/bin",
             "HF_HUB_OFFLINE": "1",
@@ -171,6 +173,23 @@ def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -
     status, out, err = found["told"]["show pretrain"]
     assert (status, out) == (1, "")
     assert re.fullmatch(rf"callsheet: callsheet show needs {hidden}, .*: pip install 'callsheet\[(hf|train)\]'\n", err), err
+
+
+def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
+    """Keras takes TensorFlow if nobody names a backend, and its error then names neither torch nor the bridge."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "with").mkdir()
+    keras = "callsheet.bridges.keras"
+    missing = probed(sys.executable, tmp_path / "without", hidden="torch,tensorflow", commands=[], keras_backend="tensorflow")
+    assert missing["told"][keras] == [
+        "MissingPackage",
+        f"{keras} needs torch, which is not installed: pip install 'callsheet[train]'",
+    ]
+    other = probed(sys.executable, tmp_path / "with", hidden="tensorflow", commands=[], keras_backend="tensorflow")
+    kind, message = other["told"][keras]
+    assert kind == "ConfigError"
+    assert "KERAS_BACKEND=torch" in message
+    assert "\n" not in message
 
 
 def test_dir_lists_what_the_package_offers(bare: dict[str, Any]) -> None:

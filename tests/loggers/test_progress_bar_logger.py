@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import callsheet.loggers.progress_bar_logger
+import callsheet.loggers.silence_watch
 from callsheet import Callback, ConfigError, Context, Trainer
 from callsheet.loggers import ProgressBarLogger
+from callsheet.loggers.silence_watch import SilenceWatch
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
 
@@ -195,3 +198,64 @@ def test_evaluations_and_tests_count_their_batches(
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == [f"evaluating validation: batch {number}" for number in (1, 2, 3)]
     assert lines[4:6] == ["testing: batch 1", "testing: batch 2"]
+
+
+class Watched(io.StringIO):
+    """A terminal that says when a text has been written to it."""
+
+    def __init__(self, awaited: str) -> None:
+        super().__init__()
+        self._awaited, self.is_there = awaited, threading.Event()
+
+    def write(self, text: str) -> int:
+        if self._awaited in text:
+            self.is_there.set()
+        return super().write(text)
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_handler_that_takes_long_is_named_on_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Watched("(in Acts.on_train_step_end for 0 s)")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(callsheet.loggers.silence_watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
+    was_named = []
+    fit(tmp_path, ProgressBarLogger(bar=True), Acts(5, lambda ctx: was_named.append(terminal.is_there.wait(30))))
+    assert was_named == [True]
+    assert "callsheet-silence-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_evaluation_batch_that_takes_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Watched("(no news for 0 s)")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(callsheet.loggers.silence_watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
+
+    class Slow(nn.Linear):
+        was_seen = False
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.was_seen = terminal.is_there.wait(30)
+            return super().forward(input)
+
+    model = Slow(2, 1)
+    with Trainer(
+        model, nn.functional.mse_loss, None, DATA[:1], callbacks=[ProgressBarLogger(bar=True)], runs_folder=tmp_path, device="cpu"
+    ) as trainer:
+        trainer.evaluate()
+    assert model.was_seen
+
+
+def test_a_silence_is_over_when_the_terminal_is_gone() -> None:
+    def fail(text: str) -> None:
+        said.append(text)
+        raise OSError("the terminal is gone")
+
+    said: list[str] = []
+    watch = SilenceWatch(lambda: -100.0, fail, patience=0.0)
+    watch._thread.join(30)
+    assert not watch._thread.is_alive()
+    watch.stop()
+    assert len(said) == 1

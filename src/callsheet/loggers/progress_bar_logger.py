@@ -13,9 +13,11 @@ from callsheet.errors import ConfigError
 from callsheet.extras import load
 from callsheet.loggers.figures import clock, outcome, place, results, speeds
 from callsheet.loggers.logger import Logger
+from callsheet.loggers.silence_watch import SilenceWatch
 
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 5.0
+_SILENT_SECONDS = 2.0
 
 
 class ProgressBarLogger(Logger):
@@ -24,6 +26,7 @@ class ProgressBarLogger(Logger):
     The bar moves at most four times a second; a line is written for a record, at most every five seconds. Both show the epoch, the
     step, the loss, the speed and the time left as `ctx.state.elapsed` foretells it, and every evaluation, checkpoint and the outcome
     have lines of their own. The bar is taken down before an exception comes out, and when drawing it fails lines take its place.
+    If no step or batch ends for two seconds, the bar counts the seconds and names the handler that is being called, if there is one.
 
     Args:
         bar: whether to show a bar, which needs rich; `"auto"` where standard error is a terminal and rich is installed.
@@ -38,6 +41,8 @@ class ProgressBarLogger(Logger):
         self._wanted = bar
         self._bar: Any = None  # rich's, while it is on the screen
         self._shown = -math.inf
+        self._status = ""
+        self._watch: SilenceWatch | None = None  # while a bar is on the screen
         self._began = (0.0, 0.0)  # when, and the fraction that was completed by then
         self._figures = ""
         self._counted = 0  # batches of the evaluation in hand
@@ -53,7 +58,7 @@ class ProgressBarLogger(Logger):
         self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)
         self._shown, self._figures = -math.inf, ""
         if self._wants_bar():
-            self._bar = _start_bar(ctx.run.name)
+            self._start(ctx.run.name)
 
     def on_train_step_end(self, ctx: Context) -> None:
         """Move the bar, now and then."""
@@ -119,7 +124,7 @@ class ProgressBarLogger(Logger):
         self._counted, self._shown = 0, time.perf_counter()
         self._is_bar_of_evaluation = self._bar is None and self._wants_bar()
         if self._is_bar_of_evaluation:
-            self._bar = _start_bar(ctx.run.name, total=None)
+            self._start(ctx.run.name, total=None)
 
     def _count(self, what: str) -> None:
         self._counted += 1
@@ -130,6 +135,7 @@ class ProgressBarLogger(Logger):
             if self._bar is None:
                 self._write(text)
             else:
+                self._status = text
                 self._draw(lambda: self._bar.update(0, status=text, refresh=True))
 
     def _end_counting(self) -> None:
@@ -151,7 +157,8 @@ class ProgressBarLogger(Logger):
         if self._bar is None:
             self._write("  ".join(texts if elapsed is None else [f"{min(elapsed, 1.0):4.0%}", *texts]))
         else:
-            self._draw(lambda: self._bar.update(0, completed=elapsed or 0.0, status="  ".join(texts), refresh=True))
+            self._status = "  ".join(texts)
+            self._draw(lambda: self._bar.update(0, completed=elapsed or 0.0, status=self._status, refresh=True))
 
     def _write(self, line: str) -> None:
         if self._bar is None:
@@ -166,13 +173,26 @@ class ProgressBarLogger(Logger):
             self._stop()
             raise
 
+    def _start(self, name: str, *, total: float | None = 1.0) -> None:
+        self._bar = bar = _new_bar(name, total=total)
+        self._status = ""
+        began = time.perf_counter()  # `_shown` is older than all time until the first step, which is then shown at once
+        self._watch = SilenceWatch(
+            lambda: max(self._shown, began),
+            lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),
+            patience=_SILENT_SECONDS,
+        )
+
     def _stop(self) -> None:
+        watch, self._watch = self._watch, None
         bar, self._bar = self._bar, None
+        if watch is not None:
+            watch.stop()
         if bar is not None:
             bar.stop()
 
 
-def _start_bar(name: str, *, total: float | None = 1.0) -> Any:
+def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
     load("rich.progress", extra="train", wanted_by="ProgressBarLogger")  # which keeps random states: rich draws as it is imported
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -184,7 +204,7 @@ def _start_bar(name: str, *, total: float | None = 1.0) -> Any:
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
         transient=total is None,  # an evaluation's bar goes when its results are there
-        auto_refresh=False,  # no thread beside the training's: the loop's own events draw
+        auto_refresh=False,  # the loop's own events draw
         redirect_stdout=sys.stdout.isatty(),  # what is printed appears above the bar; a file gets it as ever
     )
     bar.add_task(name, total=total, status="")

@@ -9,11 +9,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from callsheet.errors import ConfigError, NotCarried
 from callsheet.extras import needed_by
 
 with needed_by(__name__):
-    import keras
-    from torch import nn
+    from torch import nn  # before Keras, which asks for the package of another backend if it is not told to use torch
+
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name == "keras" or os.environ.get("KERAS_BACKEND") == "torch":
+            raise
+        raise ConfigError(
+            f"Keras cannot be imported: {error}. callsheet.bridges.keras needs Keras on torch: set KERAS_BACKEND=torch before keras is imported"
+        ) from None
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.giving_up import GivesUp, observing
@@ -24,7 +33,6 @@ from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks
 from callsheet.callback import Callback
 from callsheet.context import Outcome
-from callsheet.errors import ConfigError, NotCarried
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
