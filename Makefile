@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow matrix ranks oracle resume restarts test-gpu lint format generate docs bench clean help
+.PHONY: demo test slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and la
 
 resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere; the table goes to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
+
+behavior: $(READY)  ## what a user can observe, compared with another checkout: make behavior OLD=DIR; about fifteen minutes
+	$(BIN)/python tools/behavior.py $(OLD)
 
 test-gpu: $(READY)  ## the tests that need CUDA devices
 	$(BIN)/python -m pytest tests/gpu
