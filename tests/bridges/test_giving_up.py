@@ -20,6 +20,8 @@ from .homes.job import POINTS
 HOMES = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_home, lightning, megatron_bridge, torchtnt)
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
+ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
+"""One span for each way in which hosts fire events: from the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
 class Breaks(Callback):
@@ -67,7 +69,9 @@ def home_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("edge", ["start", "end"])
-@pytest.mark.parametrize("span", TRAINED + EVALUATED)
+@pytest.mark.parametrize(
+    "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
+)
 def test_a_fault_at_a_part_of_a_step(
     home_and_weights: tuple[Any, list[torch.Tensor]],
     span: str,

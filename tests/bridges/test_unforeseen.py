@@ -28,6 +28,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface import HuggingFaceHost
 from callsheet.bridges.huggingface import host as huggingface_host
 from callsheet.bridges.ignite import host as ignite_host
+from callsheet.bridges.instructlab import host as instructlab_host
 from callsheet.bridges.lightning import host as lightning_host
 from callsheet.bridges.megatron_bridge import host as megatron_host
 from callsheet.bridges.megatron_bridge import names as megatron_names
@@ -39,6 +40,7 @@ from callsheet.testing import Recorder, check_events
 
 from .homes import automodel as automodel_home
 from .homes import huggingface as huggingface_home
+from .homes import instructlab as instructlab_home
 from .homes import keras as keras_home
 from .homes import lightning as lightning_home
 from .homes import megatron_bridge as megatron_home
@@ -305,6 +307,28 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
 
     recorder = Recorder()
     held(recorder, trained(None), trained(recorder))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(name: str, recorder: Recorder | None) -> nn.Module:
+        torch.manual_seed(3)
+        manager = instructlab_home.API.CallbackManager()
+        if recorder is not None:
+            hosted = instructlab_host([History(), recorder], strict=False)
+            steps = ("step_begin", "before_forward", "after_backward", "pre_optimizer_step", "optimizer_step", "log", "step_end")
+            between = ("epoch_begin", "epoch_end", "evaluate", "save")
+            Confused(hosted.teller, tuple(f"on_{name}" for name in (*steps, *between)), seed)
+            manager.add_callback(hosted)
+        loop = instructlab_home.Training(POINTS, manager, tmp_path / name, epochs=3, steps_an_epoch=4, evaluate=True)
+        loop.save_samples, loop.checkpoint_at_epoch, loop.save_last = 8, True, True
+        loop.run()
+        return loop.model
+
+    recorder = Recorder()
+    held(recorder, trained("plain", None), trained("observed", recorder))
+    assert "cannot follow" not in caplog.text
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize("seed", SEEDS)

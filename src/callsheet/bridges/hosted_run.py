@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from callsheet.background import inner
+from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.narrator import Narrator
@@ -121,7 +122,6 @@ class HostedRun:
             self.lifetime.at_end(close)
         self._log_ranks.start()
         self.spans = self.manager.spans(ctx)
-        ctx.excuse = self._excuse
         self.eval_ctx = ctx.sibling()
         self.eval_spans = self.manager.spans(self.eval_ctx)
         self.checkpoints: Any = (
@@ -146,8 +146,8 @@ class HostedRun:
                 "on_train_start": self._train_goes_on,
                 "on_round_start": self._train_goes_on,
                 "on_epoch_start": self._epoch_begins,
-                "on_epoch_end": self._reach_boundary,
-                "on_round_end": self._reach_boundary,
+                "on_epoch_end": lambda: self._order.reach(),
+                "on_round_end": lambda: self._order.reach(),
                 "on_fetch_start": self._train_goes_on,
                 "on_train_step_start": self._step_begins,
                 "on_forward_backward_end": self._gradients_are_there,
@@ -162,9 +162,10 @@ class HostedRun:
         )
         self.eval_narrator = Narrator(self.eval_spans, {})
         self.eval_narrator.is_barred = self._is_barred
-        self.records.may_come = self.boundaries.may_come = self._may_come
+        self._order = BoundaryOrder(host, self.narrator, self.eval_narrator)
+        self.records.may_come = self.boundaries.may_come = self._order.may_come
+        ctx.excuse = self.eval_ctx.excuse = self._order.excuse
         self._judging = self.eval_narrator.opened
-        self._boundary: str | None = None  # what has been fired at the boundary in hand; None where there is none
         self._found: dict[str, dict[str, float]] = {}
         self.losses: Callable[[], Tensor | None] = lambda: None
         """The step's mean loss, or None; the host says how it is found."""
@@ -331,11 +332,8 @@ class HostedRun:
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
-        if not self._may_come("S"):
-            self.narrator.say_once(
-                f"{self.host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
-                "between two steps. Its events are not fired; training goes on."
-            )
+        if not self._order.may_come("S"):
+            self._order.warn_of_checkpoint()
             ctx.close("on_checkpoint_published")
             write(info)
             return info
@@ -474,23 +472,11 @@ class HostedRun:
 
     # --- where the framework does what the host did not foresee ---
 
-    def _excuse(self, what: str) -> None:
-        self.narrator.say_once(
-            f"{what}, and {self.host} has not provided it there. The handler is not called at this event; training goes on."
-        )
-
     def _is_barred(self, name: str) -> bool:
         """Whether an evaluation, a test or a prediction may not begin where training is now."""
         if len(self._judging) > 1:  # another one, whose end was not reported
             self.leave_evaluation()
-        inside = self.narrator.innermost
-        if inside == "run" or (name == "eval_all" and self._may_come("E")):
-            return False
-        self.narrator.say_once(
-            f"{self.host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
-            "events are not fired; training goes on."
-        )
-        return True
+        return self._order.is_barred(name)
 
     def leave_evaluation(self) -> None:
         """The framework goes on, and has not said that the evaluation is over: end it, so that the weights are those that are trained."""
@@ -505,26 +491,10 @@ class HostedRun:
         for span in ("test", "predict"):
             narrator.end(span)
 
-    def _may_come(self, what: str) -> bool:
-        """Whether a record, an evaluation, a due checkpoint or its save may come where the loop is; then it does. Within a training a boundary
-        has one of each, before and after its evaluation, in the lifecycle's order."""
-        inside = self.narrator.innermost
-        if len(self._judging) > 1:
-            return False
-        if inside not in ("train", "round", "epoch"):
-            return inside == "run"
-        if self._boundary is None or self._boundary + what not in _AT_BOUNDARIES:
-            return False
-        self._boundary += what
-        return True
-
     def _train_goes_on(self) -> None:
         if len(self._judging) > 1:
             self.leave_evaluation()
-        self._boundary = None
-
-    def _reach_boundary(self) -> None:
-        self._boundary = ""
+        self._order.leave()
 
     # --- what stands before an event ---
 
@@ -536,7 +506,7 @@ class HostedRun:
     def _step_begins(self) -> None:
         if len(self._judging) > 1:
             self.leave_evaluation()
-        self._boundary = None
+        self._order.leave()
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
 
@@ -585,7 +555,7 @@ class HostedRun:
 
     def _count_step(self) -> Tensor | None:
         """Count the step and what its batches held; gives its loss, where that is read."""
-        self._boundary = ""
+        self._order.reach()
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()
@@ -619,17 +589,6 @@ class _Boundaries(Boundaries):
         if self.may_come("D"):
             super().tell_checkpoint_due(boundary)
 
-
-_AT_BOUNDARIES = frozenset(
-    whole[:length]
-    for record in ("", "L")
-    for first in ("D", "DS")
-    for last in ("D", "DS")
-    for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
-    for length in range(1, len(whole) + 1)
-)
-"""`lifecycle.BOUNDARY`, up to where it may break off: a record (L), an evaluation (E), a checkpoint that is due (D), its
-save (S)."""
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 

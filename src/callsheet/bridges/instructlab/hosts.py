@@ -119,6 +119,7 @@ def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Call
     @functools.wraps(method)
     def told(self: Teller, context: TrainingContext) -> None:
         if self._run is not None:
+            self._run.context = context
             method(self, self._run, context)
 
     return told
@@ -263,7 +264,7 @@ class Teller(GivesUp):
     @_in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
         """The step's numbers are known: it ends here, and its record is told."""
-        run.end_step(context)
+        run.narrator.end_step()
         if not self._is_checked:
             self._is_checked = True
             self._check_carried(run)
@@ -293,8 +294,10 @@ class Teller(GivesUp):
     @_in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """The epoch is over."""
-        run.state.timestamp = run.state.timestamp.next_epoch()
-        run.narrator.end("epoch")
+        if run.narrator.is_open("epoch"):
+            run.narrator.end("train_step")  # one whose end was not reported counts in this epoch
+            run.state.timestamp = run.state.timestamp.next_epoch()
+            run.narrator.end("epoch")
         saved, self._saved = self._saved, None
         if saved is not None:
             run.tell_checkpoint(saved, "epoch")

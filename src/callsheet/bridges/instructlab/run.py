@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.foreign import NotOnTheList
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.narrator import Narrator
@@ -38,10 +39,15 @@ NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs"
 """Fields that no callback is given there."""
 
 
+_LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
+"""Events before which training leaves a boundary."""
+
+
 class HookedRun:
     """The run behind the host, from one `on_train_begin` to its `on_train_end`; see the module."""
 
     host = HOST
+    _order: BoundaryOrder
 
     def __init__(self, manager: CallbackManager, context: TrainingContext, *, is_strict: bool, lock_timeout: float) -> None:
         output, ranks = Path(context.output_dir or "runs/instructlab").absolute(), read_ranks()
@@ -64,12 +70,20 @@ class HookedRun:
         self.narrator = Narrator(
             self.spans,
             {
+                **dict.fromkeys(_LEAVING, lambda: self._order.leave()),
+                **dict.fromkeys(("on_epoch_end", "on_round_end"), lambda: self._order.reach()),
                 "on_forward_backward_end": self._loss_is_known,
                 "on_clip_gradients_end": self._clipped,
                 "on_optimizer_step_end": self._stepped,
+                "on_train_step_end": self._step_ends,
             },
         )
         self.eval_narrator = Narrator(manager.spans(self.eval_ctx), {})
+        self._order = BoundaryOrder(HOST, self.narrator, self.eval_narrator)
+        self.eval_narrator.is_barred = self._order.is_barred
+        self.ctx.excuse = self.eval_ctx.excuse = self._order.excuse
+        self.context = context
+        """What InstructLab has given with the latest hook."""
         self.loss: torch.Tensor | None = None
         """The step's, over all ranks."""
         self.has_stepped = False
@@ -77,6 +91,7 @@ class HookedRun:
         self.began = 0.0
         """When the step in hand did, by the clock of this thread."""
         self._totals = (context.total_samples, 0)
+        self._since = (0, 0, 0.0)  # the samples, tokens and seconds of the latest step
         self._found: dict[str, float] = {}
         self._hears_parts = True
 
@@ -110,7 +125,7 @@ class HookedRun:
         narrator = self.narrator
         self.lifetime.outcome = Outcome.PREEMPTED if narrator.is_open("epoch") else Outcome.FINISHED
         if narrator.is_open("train_step") and self.has_stepped:
-            self.end_step(context)
+            narrator.end_step()
         if narrator.is_open("train_step"):
             narrator.forget()
             self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} made way in the midst of a step"), "train_step"
@@ -142,23 +157,6 @@ class HookedRun:
             ctx.step = context.step
             self.manager.catch_up(ctx)
 
-    def end_step(self, context: TrainingContext) -> None:
-        """The step in hand is over, and counted."""
-        ctx, state = self.ctx, self.state
-        if self.loss is not None:
-            ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
-            if context.grad_norm is not None:
-                ctx.grad_norm = torch.tensor(context.grad_norm)
-            if context.learning_rate is not None:  # InstructLab says it where the local rank is 0
-                ctx.learning_rate = context.learning_rate
-        seconds = context.elapsed_time if context.elapsed_time is not None else time.perf_counter() - self.began
-        samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
-        self._totals = context.total_samples, context.total_tokens
-        state.previous_timestamp = state.timestamp
-        state.timestamp = state.timestamp.next_batch().settled(samples=samples, tokens=tokens, seconds=seconds)
-        self._since = samples, tokens, seconds
-        self.narrator.end_step()
-
     def listen(self) -> None:
         """Before a step: leave out what nobody hears."""
         if self.narrator.listen():
@@ -178,10 +176,29 @@ class HookedRun:
     def _stepped(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
 
+    def _step_ends(self) -> None:
+        """Count the step, and set the fields of its end."""
+        self._order.reach()
+        ctx, state, context = self.ctx, self.state, self.context
+        if self.loss is not None:
+            ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
+            if context.grad_norm is not None:
+                ctx.grad_norm = torch.tensor(context.grad_norm)
+            if context.learning_rate is not None:  # InstructLab says it where the local rank is 0
+                ctx.learning_rate = context.learning_rate
+        seconds = context.elapsed_time if context.elapsed_time is not None else time.perf_counter() - self.began
+        samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
+        self._totals = context.total_samples, context.total_tokens
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.next_batch().settled(samples=samples, tokens=tokens, seconds=seconds)
+        self._since = samples, tokens, seconds
+
     # --- records, evaluations, checkpoints ---
 
     def tell_record(self, context: TrainingContext) -> None:
-        """A step's record, with what callbacks have logged."""
+        """Fire the step's record, with what callbacks have logged, unless the lifecycle allows none here."""
+        if not self._order.may_come("L"):
+            return
         if not self.manager.heard.on_log:
             self._metrics.clear()
             self._end_record()
@@ -216,13 +233,17 @@ class HookedRun:
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         narrator.start("eval_all")
+        if not narrator.is_open("eval_all"):
+            ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")  # for the next record
+            return
         narrator.start("eval")
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
         narrator.end("eval")
         ctx.eval_results = {"validation": dict(found)}
         narrator.end("eval_all")
-        self._tell(self._metrics.take())
+        if self._order.may_come("L"):
+            self._tell(self._metrics.take())
 
     def tell_checkpoint(self, context: TrainingContext, boundary: str) -> None:
         """A checkpoint that InstructLab has written; what is kept here is added to it."""
@@ -231,19 +252,30 @@ class HookedRun:
         path = str(context.checkpoint_path)
         kind = "final" if boundary == "round" else "periodic"
         ctx.checkpoint = info = CheckpointInfo(path, now.batch, now.epoch, kind, train_loss=context.loss, val_losses=losses)
+        if not self._order.may_come("D"):
+            self._order.warn_of_checkpoint()
+            ctx.close("on_checkpoint_published")
+            self._write(context, info)
+            return
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
+        self._order.may_come("S")  # it follows the event above
         with self.spans.checkpoint_save:
-            local = {"callbacks": self.manager.state_dict(), "metrics": self._metrics.state_dict()}
-            told = {"run": ctx.run.name, "step": info.step, "samples": context.total_samples}
-            folder = _state_folder(path, ctx.run.rank)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, {"state": self.state.state_dict()}, local, told, overwrite=True)
+            self._write(context, info)
         ctx.close("on_checkpoint_save_end")
         ctx.checkpoint = info
         self.manager.fire("on_checkpoint_published", ctx)
         ctx.close("on_checkpoint_published")
+
+    def _write(self, context: TrainingContext, info: CheckpointInfo) -> None:
+        """Add the callbacks' states to a checkpoint of InstructLab's."""
+        run = self.ctx.run
+        local = {"callbacks": self.manager.state_dict(), "metrics": self._metrics.state_dict()}
+        told = {"run": run.name, "step": info.step, "samples": context.total_samples}
+        folder = _state_folder(info.path, run.rank)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder, {"state": self.state.state_dict()}, local, told, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
         """The states that stand in the checkpoint which training goes on from: the one of as many samples."""

@@ -1,0 +1,80 @@
+"""Which events a host may fire between two steps, epochs or rounds, whatever its framework does."""
+
+from __future__ import annotations
+
+from callsheet.bridges.narrator import Narrator
+
+
+class BoundaryOrder:
+    """Keeps records, evaluations and checkpoints of a host in the lifecycle's order.
+
+    Args:
+        host: the name of the framework in messages.
+        narrator: the narrator of the training.
+        eval_narrator: the narrator of the evaluations.
+    """
+
+    def __init__(self, host: str, narrator: Narrator, eval_narrator: Narrator) -> None:
+        self._host = host
+        self._narrator = narrator
+        self._evaluations = eval_narrator.opened
+        self._fired: str | None = (
+            None  # the letters of what has been fired at this boundary; None if training is not at a boundary
+        )
+
+    def reach(self) -> None:
+        """Note that a step, an epoch or a round has ended."""
+        self._fired = ""
+
+    def leave(self) -> None:
+        """Note that training continues."""
+        self._fired = None
+
+    def may_come(self, what: str) -> bool:
+        """Return whether a record (L), an evaluation (E), a due checkpoint (D) or its save (S) may be fired now, and count it as fired.
+
+        Within a training, a boundary has one of each before and after its evaluation, in the lifecycle's order.
+        """
+        inside = self._narrator.innermost
+        if len(self._evaluations) > 1:
+            return False
+        if inside not in ("train", "round", "epoch"):
+            return inside == "run"
+        if self._fired is None or self._fired + what not in _AT_BOUNDARIES:
+            return False
+        self._fired += what
+        return True
+
+    def is_barred(self, name: str) -> bool:
+        """Return whether an evaluation, a test or a prediction may not begin now; log it if so."""
+        if self._narrator.innermost == "run" or (name == "eval_all" and self.may_come("E")):
+            return False
+        self._narrator.say_once(
+            f"{self._host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
+            "events are not fired; training goes on."
+        )
+        return True
+
+    def warn_of_checkpoint(self) -> None:
+        """Log that the framework writes a checkpoint whose events cannot be fired now."""
+        self._narrator.say_once(
+            f"{self._host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
+            "between two steps. Its events are not fired; training goes on."
+        )
+
+    def excuse(self, what: str) -> None:
+        """Log that a handler reads a field which the framework has not provided."""
+        self._narrator.say_once(
+            f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training goes on."
+        )
+
+
+_AT_BOUNDARIES = frozenset(
+    whole[:length]
+    for record in ("", "L")
+    for first in ("D", "DS")
+    for last in ("D", "DS")
+    for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
+    for length in range(1, len(whole) + 1)
+)
+"""All beginnings of what `lifecycle.BOUNDARY` allows: a record (L), an evaluation (E), a due checkpoint (D), its save (S)."""
