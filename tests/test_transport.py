@@ -33,10 +33,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from callsheet import Background, Callback, Time
+from callsheet import Background, Callback, RunInfo, Time, Timestamp
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, SystemMetricsMonitor
 from callsheet.checkpoint.tensors import DTYPES
+from callsheet.control import Request
+from callsheet.distributed import Ranks
 from callsheet.launcher import worker
+from callsheet.snapshot import Said
 from callsheet.transport import Payload, TransportError, pack, unpack
 from callsheet.transport.data import decode, encode
 from callsheet.transport.payload import KEY, PAYLOAD, open_payload
@@ -227,6 +230,22 @@ def test_dataclasses_come_back_as_they_were_made() -> None:
     with pytest.raises(TransportError, match=r"it is a test_transport\.Mode; give plain data"):
         encode([Mode.FAST | Mode.SAFE], allow_pickle=False)
     assert decode(encode("\ud800", allow_pickle=False)) == "\ud800"
+
+
+def test_named_tuples_come_back_as_they_were_made() -> None:
+    request, seen = Request("stop", "enough", "Stopper", resumable=True), ["it"]
+    for made in (
+        request,
+        Ranks(1, 1, 0, 2),
+        RunInfo("run", ranks=Ranks(1, 1, 0, 2)),
+        Timestamp(batch=3),
+        Said("log", {"values": seen}),
+    ):
+        back = decode(encode(made, allow_pickle=False))
+        assert back == made
+        assert type(back) is type(made)
+    back, same = decode(encode((Said("log", {"values": seen}), seen), allow_pickle=False))
+    assert back.arguments["values"] is same
 
 
 def test_containers_that_hold_themselves_come_back_so() -> None:

@@ -399,7 +399,10 @@ class Context:
                 if not (keeps and name in self.kept):  # a listener wants it as long as can be
                     setattr(self, name, None)
                     delattr(self, name)
-        elif (shut := _SHUTS.get(event)) is not None:
+        else:
+            shut = _SHUTS.get(event)
+            if shut is None:
+                shut = _SHUTS[event] = _shutting(name for name, _ in _CLOSED_BY.get(event, ()))
             shut(self)
 
     def close_all(self, *, before: str = "") -> None:
@@ -443,9 +446,10 @@ def _shutting(names: Iterable[str]) -> Callable[[Context], None]:
     """Empties these slots, one after the other: every step does, and a loop over names takes twice as long."""
     empty = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # a slot that is empty cannot be emptied
     scope: dict[str, Any] = {}
-    exec(f"def shut(ctx):\n{empty}", scope)  # of names in the lifecycle's table
+    exec(f"def shut(ctx):\n{empty}    return", scope)  # of names in the lifecycle's table
     shut: Callable[[Context], None] = scope["shut"]
     return shut
 
 
-_SHUTS = {event: _shutting(name for name, _ in fields) for event, fields in _CLOSED_BY.items()}
+_SHUTS: dict[str, Callable[[Context], None]] = {}
+"""What empties the fields that an event closes; compiled when the event is first closed, which takes about 0.1 ms."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from callsheet.errors import ConfigError, RequestRefused, did_you_mean
 from callsheet.hooks import Hooks
@@ -21,8 +21,7 @@ SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 """Kinds of checkpoints; where several are asked for at one boundary, one is written, of the kind that stands last here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One request.
 
     `by` is the name that the asker gave, or else that of the callback that asked: its `name`, or its class. For a function outside a

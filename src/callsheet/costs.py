@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,8 +53,7 @@ PATH_EVENTS = _path_events()
 """Events whose handlers are timed in windows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What one callback has taken at one event, in seconds of this process; where `is_sampled`, in the windows alone."""
 
     callback: str
@@ -66,21 +64,19 @@ class Cost:
     is_sampled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
+class Failures(NamedTuple):
     """How often an isolated callback failed in this process, what it said last, whether it has been switched off, how many events its
     lane dropped, and how many the lane had not told when the end was."""
 
     callback: str
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple.count: nobody counts equal fields
     is_off: bool
     last: str
     dropped: int = 0
     undelivered: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CostReport:
+class CostReport(NamedTuple):
     """What this process has come to so far.
 
     `steps` were made in `seconds`, evaluations and saves included; of them `window_steps` were timed, which took `window_seconds`, from
@@ -102,7 +98,8 @@ class CostReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        costs, failures = ([each._asdict() for each in part] for part in (self.costs, self.failures))
+        return self._asdict() | {"costs": costs, "failures": failures}
 
 
 class Slice(NamedTuple):
@@ -115,8 +112,7 @@ class Slice(NamedTuple):
     callback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """A few steps in a row: `began` in seconds since 1970. `is_whole` is False where there was more than is kept."""
 
     first_step: int
@@ -128,30 +124,29 @@ class Window:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; a slice is the list of its fields."""
-        return asdict(self) | {"slices": [list(each) for each in self.slices]}
+        return self._asdict() | {"slices": [list(each) for each in self.slices]}
 
 
-@dataclass(slots=True)
 class _Cell:
     """What a handler has taken."""
 
-    callback: str
-    event: str
-    calls: int = 0
-    seconds: float = 0.0
-    worst: float = 0.0
-    window_seconds: float = 0.0  # of them, while a window was open
+    __slots__ = ("callback", "calls", "event", "seconds", "window_seconds", "worst")
+
+    def __init__(self, callback: str, event: str) -> None:
+        self.callback, self.event = callback, event
+        self.calls = 0
+        self.seconds = self.worst = 0.0
+        self.window_seconds = 0.0  # the part of `seconds` while a window was open
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     """A window that is being recorded: marks are (time, event, step), slices (begin, seconds, event, step, callback)."""
 
     first_step: int
     began: float
     start: float
-    marks: list[tuple[float, str, int]] = field(default_factory=list)
-    slices: list[tuple[float, float, str, int, str]] = field(default_factory=list)
+    marks: list[tuple[float, str, int]]
+    slices: list[tuple[float, float, str, int, str]]
 
 
 class Costs:
@@ -232,7 +227,7 @@ class Costs:
         """`step` has ended, with all that follows it: a window begins, or ends."""
         now = perf_counter()
         if self._open is None:
-            self._open = _Open(step + 1, time.time(), now)
+            self._open = _Open(step + 1, time.time(), now, [], [])
             self.next_step = step + WINDOW_STEPS
             return
         opened, self._open = self._open, None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from callsheet.errors import ConfigError, did_you_mean
 
@@ -16,8 +15,7 @@ RankGate = str | Collection[int]
 GATES = ("all", "zero", "local_zero")
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(NamedTuple):
     """Where this process stands among those of the run; a single process is rank 0 of 1."""
 
     rank: int = 0

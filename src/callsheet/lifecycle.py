@@ -406,7 +406,7 @@ def tree() -> str:
     return "\n".join([*lines, "anywhere: " + ", ".join(name for name in POINTS if name in ANYWHERE)])
 
 
-_PLACE = {event: place for place, event in enumerate(canonical_order())}
+_PLACE = {event: place for place, event in enumerate(EVENTS)}
 
 
 def is_available(field: str, event: str) -> bool:

@@ -35,8 +35,10 @@ _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
 _SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # "10steps": meant 'ba'
 
 # Both are loose about the numbers, which int() and float() then judge.
-_COUNT = re.compile(r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
-_CLOCK = re.compile(r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?", re.ASCII | re.IGNORECASE)
+# `re` compiles them at the first use and keeps them: an import that reads no time does not wait for it.
+_COUNT = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
+_CLOCK = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
+_LOOSE = re.ASCII | re.IGNORECASE
 
 
 def _unit(word: str) -> TimeUnit:
@@ -60,10 +62,10 @@ def _number(digits: str, unit: TimeUnit, text: str) -> float:
 def _read(text: str) -> tuple[float, TimeUnit]:
     """The number and the unit in `"10ba"`, `"0.5dur"` or `"1h30m"`; ConfigError for anything else."""
     bare = text.strip()
-    if bare and (clock := _CLOCK.fullmatch(bare)):
+    if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
         return 3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND
-    count = _COUNT.fullmatch(bare)
+    count = re.fullmatch(_COUNT, bare, _LOOSE)
     if count is None:
         raise ConfigError(f"{text!r} is no time; write a number and a unit, as in '10ba', '0.5dur' or '1h30m'")
     number, word = count.groups()

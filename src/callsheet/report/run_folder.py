@@ -11,10 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from callsheet.context import LogRecord, Outcome
 from callsheet.costs import Cost, CostReport, Failures, Slice, Window
@@ -311,7 +312,7 @@ def _report(line: dict[str, Any]) -> CostReport | None:
     try:
         costs = tuple(_built(Cost, cost) for cost in line["costs"])
         failures = tuple(_built(Failures, each) for each in line.get("failures") or ())
-        report: CostReport = replace(_built(CostReport, line | {"costs": (), "failures": ()}), costs=costs, failures=failures)
+        report: CostReport = _built(CostReport, line | {"costs": (), "failures": ()})._replace(costs=costs, failures=failures)
     except (KeyError, TypeError, ValueError, OverflowError):  # not what a report is made of
         return None
     return report
@@ -323,11 +324,11 @@ def _window(line: dict[str, Any]) -> Window | None:
             Slice(str(name), float(begin), float(seconds), int(step), str(callback))
             for name, begin, seconds, step, callback in line["slices"][:_MOST_SLICES]
         )
-        window = _built(Window, line | {"slices": ()})
+        window: Window = _built(Window, line | {"slices": ()})
         is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
     except (KeyError, TypeError, ValueError, OverflowError):  # not what a window is made of
         return None
-    return replace(window, slices=slices) if is_usable else None
+    return window._replace(slices=slices) if is_usable else None
 
 
 def _is_usable(part: Slice) -> bool:
@@ -339,12 +340,15 @@ def _whole_of(window: Window) -> Slice:
     return Slice("", window.began, window.seconds, window.first_step)
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
+@cache
+def _makers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """What makes each field's value of plain data."""
+    return {name: hint if hint in (str, int, float, bool) else tuple for name, hint in get_type_hints(kind).items()}
 
 
 def _built(kind: type[Any], told: dict[str, Any]) -> Any:
-    """A dataclass of plain fields, each made what it should be; what is missing has its default, what is unknown is passed by."""
-    return kind(**{each.name: _KINDS.get(str(each.type), tuple)(told[each.name]) for each in fields(kind) if each.name in told})
+    """Return a named tuple of plain fields. Each field gets its type; a missing one gets its default, and an unknown one is ignored."""
+    return kind(**{name: make(told[name]) for name, make in _makers(kind).items() if name in told})  # type: ignore[arg-type]  # a class can be hashed
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -104,6 +104,9 @@ class Freezing:
             return self._container(value, at)
         if kind is tuple:
             return tuple(self.frozen(item, f"{at}[{i}]") for i, item in enumerate(value))
+        if kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and (path := self._path(kind)):
+            items = [self.frozen(item, f"{at}.{name}") for name, item in zip(kind._fields, value, strict=True)]
+            return {"@namedtuple": [path, items]}
         if kind is frozenset:
             return {"@frozenset": [self.frozen(item, at) for item in value]}
         if kind is type(Path()):
@@ -268,6 +271,9 @@ class Thawing:
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.thawed(item))
                 return made
+            case "@namedtuple":
+                path, items = content
+                return tuple.__new__(find(path, self._script), map(self.thawed, items))
             case "@enum":
                 return find(content[0], self._script)[content[1]]
             case "@partial":
