@@ -249,27 +249,88 @@ def test_what_the_trainer_never_tells_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, [host([Hears()], strict=False)]).train()
 
 
-def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
-    class Ends(Callback):
-        phase = "report"
-        outcome = ""
+class Ends(Callback):
+    """Notes the error and how the run ends."""
 
-        def on_run_end(self, ctx: Context) -> None:
-            Ends.outcome = str(ctx.run.outcome)
+    phase = "report"
 
-    trained = trainer(tmp_path, [host([Fails(2), Ends()])])
-    with pytest.raises(ZeroDivisionError):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_exception(self, ctx: Context) -> None:
+        self.found.append(ctx.exception)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.found.append(str(ctx.run.outcome))
+
+
+def test_an_error_that_leaves_train_ends_the_run_at_once(tmp_path: Path) -> None:
+    ends = Ends()
+    trained = trainer(tmp_path, [host([Fails(2), ends])])
+    with pytest.raises(ZeroDivisionError) as by_callback:
         trained.train()
-    assert Ends.outcome == "failed"
-    Ends.outcome = ""
-    trained = trainer(tmp_path, [host([Ends()])])
-    trained.train_dataset.x = trained.train_dataset.x[:, :2]  # the model fails, and the Trainer tells nobody
-    with pytest.raises(RuntimeError):
+    assert ends.found == [by_callback.value, "failed"]
+    ends = Ends()
+    trained = trainer(tmp_path, [host([ends])])
+    trained.train()
+    rows = trained.train_dataset.x
+    trained.train_dataset.x = rows[:, :2]  # the model fails
+    with pytest.raises(RuntimeError, match="shapes") as by_model:
         trained.train()
-    assert Ends.outcome == ""
+    assert ends.found == ["finished", by_model.value, "failed"]
+    assert not getattr(by_model.value, "__notes__", [])
+    assert by_model.value.__cause__ is None
+    assert not {"training_step", "evaluate"} & set(vars(trained))
+    assert not trained.model._forward_pre_hooks
+    trained.train_dataset.x = rows
+    trained.train()
+    assert ends.found[3:] == ["finished"]
+
+
+def test_a_keyboard_interrupt_that_leaves_train_interrupts_the_run(tmp_path: Path) -> None:
+    class Interrupts(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    ends = Ends()
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        trainer(tmp_path, [host([ends]), Interrupts()]).train()
+    assert ends.found == [interrupted.value, "interrupted"]
+
+
+def test_an_error_before_training_begins_is_no_run_s(tmp_path: Path) -> None:
+    ends = Ends()
+    trained = trainer(tmp_path, [host([ends])])
+    with pytest.raises(ValueError, match="checkpoint"):
+        trained.train(resume_from_checkpoint=True)
+    assert not ends.found
+
+
+def test_a_copy_of_the_trainer_trains_itself(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, [host([NaNMonitor()])])
+    before = weights(trained)
+    assert "_inner_training_loop" in vars(trained)
+    copied = copy.copy(trained)
+    assert "_inner_training_loop" not in vars(copied)
+    deep = copy.deepcopy(trained)
+    assert "_inner_training_loop" not in vars(deep)
+    deep.train()
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(trained), strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(before, weights(deep), strict=True))
+
+
+def test_an_error_with_a_host_that_was_added_later(tmp_path: Path) -> None:
+    ends = Ends()
+    trained = trainer(tmp_path, [])
+    trained.add_callback(host([ends]))
+    trained.train_dataset.x = trained.train_dataset.x[:, :2]
+    with pytest.raises(RuntimeError, match="shapes"):
+        trained.train()
+    assert not ends.found
     del trained
     gc.collect()
-    assert Ends.outcome == "failed"
+    assert ends.found == ["failed"]
 
 
 def test_train_may_be_called_again(tmp_path: Path) -> None:

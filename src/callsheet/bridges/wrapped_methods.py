@@ -20,8 +20,11 @@ class WrappedMethods:
         self._owner: weakref.ref[Any] = weakref.ref(owner)
         self._wrapped: dict[str, Any] = {}
 
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Call `around(method, *args, **kwargs)` in the place of the method, whose `method` is the one that was there."""
+    def wrap(self, name: str, around: Callable[..., Any], put: Callable[[Any, str, Any], Any] = setattr) -> None:
+        """Call `around(method, *args, **kwargs)` in the place of the method, whose `method` is the one that was there.
+
+        `put` sets the attribute: `copies.replace` for a wrapper that is never removed, so that no copy of the object calls it.
+        """
         owner = self._owner()
         bound, own = getattr(owner, name), vars(owner).get(name)
         reference, method = self._owner, getattr(type(owner), name)
@@ -33,7 +36,7 @@ class WrappedMethods:
 
         del wrapper.__wrapped__  # the owner would refer to itself
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
-        setattr(owner, name, wrapper)
+        put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:

@@ -19,6 +19,7 @@ with needed_by(__name__):
 
     from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 
+from callsheet.bridges.copies import replace
 from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
@@ -70,7 +71,7 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
     "on_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
-    "an error of a callback": ("on_exception",),
+    "an error of a callback, or one that leaves train": ("on_exception",),
 }
 """The Trainer's moments, and ours that are told there; a step's last microbatch ends with `on_pre_optimizer_step`."""
 
@@ -93,8 +94,9 @@ def host(
     its checkpoints, and loaded where training goes on from one.
 
     What is not carried: gradient norms but in the records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
-    after the first, predictions, evaluations outside training or within a step, and exceptions, which the Trainer tells nobody: such a
-    run ends, as failed, when the host is forgotten or the program ends.
+    after the first, predictions, and evaluations outside training or within a step. An exception that leaves `train` fires `on_exception`
+    and ends the run as failed. If the host was added with `add_callback`, the run ends without `on_exception`: when `train` is called again,
+    the host is forgotten or the program ends.
 
     Args:
         eval_names: the names of the datasets that evaluations are going to have, where the Trainer's `eval_dataset` does not say them.
@@ -173,6 +175,29 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._skips: Any = None
 
     # --- the run ---
+
+    @observing
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have an error that leaves `Trainer.train` end the run before the caller gets it."""
+        trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
+        if not hasattr(trainer, "_inner_training_loop"):
+            return  # the run then ends as it does for a host that is added later
+
+        def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            earlier = _run_of(reference)  # one that this call has not begun is not its to end
+            try:
+                return method(*args, **kwargs)
+            except BaseException as error:
+                host = reference()
+                if host is not None and host._run is not None and host._run is not earlier:
+                    try:
+                        host._run.fail(error)
+                    finally:
+                        host._let_go()
+                raise
+
+        # `train` itself would need a wrapper that keeps the trainer alive: `Trainer(...).train()` forgets the trainer before the call.
+        WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
     def on_train_begin(
@@ -502,6 +527,11 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             "%s goes on from step %d, and no state of callbacks was found in %s", run.host, state.global_step, paths[-1]
         )
         go_on_without(run, state.global_step, int(state.epoch or 0))
+
+
+def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
+    found = host()
+    return None if found is None else found._run
 
 
 def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: WrappedMethods | None) -> None:
