@@ -24,8 +24,10 @@ from callsheet.bridges.instructlab import EVENT_MAP, NOT_SEEN, NOT_TOLD, guest, 
 from callsheet.bridges.instructlab import names as instructlab_names
 from callsheet.bridges.instructlab.names import HOOK_NAMES
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, Heartbeat, History, NaNMonitor, RuntimeEstimator
+from callsheet.errors import RunInUseError
 from callsheet.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
+from callsheet.run_lock import RunLock
 from callsheet.testing import Recorder, Subject, check_events, run_ranks
 
 from .homes import instructlab as home
@@ -98,6 +100,42 @@ def test_every_event_is_told_in_the_lifecycle_s_order(microbatches: int, tmp_pat
     assert saved[0].val_losses == {"validation": 0.25}
     steps = [told.batch for told, event in zip(recorder.told, recorder.events, strict=True) if event == "on_train_step_end"]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -> None:
+    class Ends(Callback):
+        started = False
+
+        def on_run_start(self, ctx: Context) -> None:
+            self.started = True
+
+    output = tmp_path / "out"
+    lock = RunLock(output, is_busy=lambda: True)
+    lock.acquire(0)
+    ends = Ends()
+    hosted = host([JSONLLogger(), ends], strict=False, lock_timeout_seconds=0.2)
+    context = instructlab_names.TrainingContext()
+    context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
+    failures: list[BaseException] = []
+
+    def begin() -> None:  # on a thread, as InstructLab does: within the owner's thread there is no waiting
+        try:
+            hosted.on_train_begin(context)
+        except RunInUseError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=begin)
+    began = time.monotonic()
+    thread.start()
+    thread.join(20)  # the default is 30
+    assert not thread.is_alive()
+    assert time.monotonic() - began >= 0.2
+    assert len(failures) == 1
+    assert not ends.started
+    lock.release()
+    hosted.on_train_begin(context)
+    assert ends.started
+    hosted.on_train_end(context)
 
 
 def test_training_does_not_notice(tmp_path: Path) -> None:
