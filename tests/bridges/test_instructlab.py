@@ -103,17 +103,11 @@ def test_every_event_is_told_in_the_lifecycle_s_order(microbatches: int, tmp_pat
 
 
 def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -> None:
-    class Ends(Callback):
-        started = False
-
-        def on_run_start(self, ctx: Context) -> None:
-            self.started = True
-
     output = tmp_path / "out"
     lock = RunLock(output, is_busy=lambda: True)
     lock.acquire(0)
-    ends = Ends()
-    hosted = host([JSONLLogger(), ends], strict=False, lock_timeout_seconds=0.2)
+    recorder = Recorder()
+    hosted = host([JSONLLogger(), recorder], strict=False, lock_timeout_seconds=0.2)
     context = instructlab_names.TrainingContext()
     context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
     failures: list[BaseException] = []
@@ -131,10 +125,10 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     assert not thread.is_alive()
     assert time.monotonic() - began >= 0.2
     assert len(failures) == 1
-    assert not ends.started
+    assert not recorder.events
     lock.release()
     hosted.on_train_begin(context)
-    assert ends.started
+    assert recorder.events[0] == "on_run_start"
     hosted.on_train_end(context)
 
 
