@@ -46,7 +46,7 @@ def subjects(listeners: int) -> dict[str, Any]:
     ctx = Context(RunInfo("benchmark"))
     manager = CallbackManager([OnBackwardEnd() for _ in range(listeners)])
     manager.add([OnForwardEnd() for _ in range(listeners)])
-    spans, heard, flag, null = manager.spans(ctx), manager.heard, Flag(), contextlib.nullcontext()
+    spans, heard, flag, null = manager.spans(ctx), manager.has_listeners, Flag(), contextlib.nullcontext()
     theirs = CallbackHandler([OnStepEnd() for _ in range(listeners)])
     bound = tuple(callback.on_backward_end for callback in manager.callbacks[:listeners])
 

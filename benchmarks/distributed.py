@@ -27,7 +27,7 @@ from callsheet.metrics import MetricLog
 from callsheet.signals import SignalWatch
 from callsheet.testing import run_ranks
 from callsheet.trainer.agreement import Agreement
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 from timing import machine
 
 STEPS = 40
@@ -110,7 +110,7 @@ def short(agreement: Agreement | None, metrics: MetricLog | None) -> float:
 
 def on_each_rank(turns: int) -> dict[str, list[float]]:
     distributed.init_process_group("gloo")
-    world = World(read_ranks(), torch.device("cpu"), 60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), 60)
 
     def agreed() -> Agreement:
         return Agreement(world, Control(is_shared=True), SignalWatch(()))

@@ -20,17 +20,17 @@ from timing import machine
 
 
 class Plain(Callback):
-    needs: tuple[str, ...] = ("learning_rate", "step_skipped")
+    snapshot_fields: tuple[str, ...] = ("learning_rate", "step_skipped")
 
     def on_train_step_end(self, ctx: Context) -> None: ...
 
 
 class Loss(Plain):
-    needs = ("loss",)
+    snapshot_fields = ("loss",)
 
 
 class LossDict(Plain):
-    needs = ("loss_dict",)
+    snapshot_fields = ("loss_dict",)
 
 
 class Clone(Callback):

@@ -50,7 +50,7 @@ COPIES_PROMISED, THEIRS_PROMISED = 3 / 8, 1 / 20  # of what these take
 class Given(Callback):
     """Hears every step's end, is given ten plain fields, and makes nothing of them."""
 
-    needs = ("learning_rate", "step_skipped")
+    snapshot_fields = ("learning_rate", "step_skipped")
 
     def on_train_step_end(self, ctx: Context) -> None: ...
 

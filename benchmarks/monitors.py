@@ -111,7 +111,7 @@ class Switch(Callback):
             state = next(self._states)
             self.stretches.append((state, []))
             self.manager.costs.mode = "all" if state == ALL_TAKEN else "off"
-            for member in self.manager._members:
+            for member in self.manager._registrations:
                 if member.thing in self.monitors:  # whose own mutes stay, and end
                     member.is_off = state == NOBODY
             self.manager._changed()

@@ -161,7 +161,7 @@ def measured(clock: Clock) -> dict[str, Any]:
     everything = [*clock.saves.values(), *clock.dcp_saves.values()]
     lasted = {step: (end[0] - begin[0], end[1] - begin[1]) for step, (begin, end) in steps.items()}
 
-    def is_quiet(step: int) -> bool:
+    def has_no_listeners(step: int) -> bool:
         return all(
             steps[step][1][0] <= begin or (step - SETTLING in steps and steps[step - SETTLING][0][0] >= end)
             for begin, end in everything
@@ -176,7 +176,7 @@ def measured(clock: Clock) -> dict[str, Any]:
         for at, (begin, end) in spans.items():
             during = [lasted[step] for step in steps if begin <= steps[step][0][0] and steps[step][1][0] <= end]
             near = range(max(SETTLING + 2, at - DCP_AT), at + ROUND)
-            quiet = [lasted[step] for step in near if step in steps and is_quiet(step)]
+            quiet = [lasted[step] for step in near if step in steps and has_no_listeners(step)]
             if during and quiet:
                 found.append({"during": during, "quiet": quiet})
         return found

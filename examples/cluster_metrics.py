@@ -43,7 +43,7 @@ class ClusterMetrics(Callback):
 
     phase = "report"
     lane = "background"
-    needs = ("loss", "grad_norm", "learning_rate")  # what is copied for it; nobody waits for the device
+    snapshot_fields = ("loss", "grad_norm", "learning_rate")  # what is copied for it; nobody waits for the device
 
     def __init__(self, address: str, *, cluster_id: str) -> None:
         self.address = address

@@ -5,7 +5,7 @@ python examples/own_loop.py
 
 import torch
 
-from callsheet import Callback, CallbackManager, Context, LogRecord, RunInfo
+from callsheet import Callback, CallbackManager, Context, MetricsRecord, RunInfo
 from callsheet.callbacks import LRMonitor
 from callsheet.metrics import MetricLog
 
@@ -48,7 +48,7 @@ def main() -> None:
             ctx.log({"train/loss": loss}, over="mean")
             optimizer.zero_grad()
             if ctx.step % 10 == 0:
-                ctx.record = LogRecord(ctx.step, metrics.take())
+                ctx.record = MetricsRecord(ctx.step, metrics.take())
                 manager.fire("on_log", ctx)
                 ctx.close("on_log")
     manager.close()

@@ -173,13 +173,13 @@ def test_loggers_in_a_lane_are_told_nothing_after_the_end(caplog: pytest.LogCapt
 
     tables = Tables()
     manager, ctx = opened(tables)
-    manager.tell_loggers("log_table", ctx, name="in time", columns=[], rows=[])
+    manager.notify_loggers("log_table", ctx, name="in time", columns=[], rows=[])
     manager.close()
-    manager.tell_loggers("log_table", ctx, name="too late", columns=[], rows=[])
+    manager.notify_loggers("log_table", ctx, name="too late", columns=[], rows=[])
     assert manager._lanes == {}
     assert "Tables is not told log_table: its lane has ended with the run" in caplog.text
     manager.open(ctx)
-    manager.tell_loggers("log_table", ctx, name="again", columns=[], rows=[])
+    manager.notify_loggers("log_table", ctx, name="again", columns=[], rows=[])
     manager.close()
     assert tables.tables == ["in time", "again"]
 
@@ -365,7 +365,7 @@ def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> No
     hangs = HangsWithState()
     manager, ctx = opened(Background(hangs, deadline=30))
     tell(manager, ctx, range(1, 4))
-    manager.hurry(1.5)
+    manager.limit_lane_waits(1.5)
     began = time.monotonic()
     manager.state_dict()
     seconds = time.monotonic() - began
@@ -412,7 +412,7 @@ def test_what_is_said_at_the_runs_end_reaches_the_loggers_before_they_close(
     closes, words = Closes(), Background(LastWords(tmp_path))
     taking = Background(closes) if is_in_lane else closes
     manager = CallbackManager([taking, words] if is_first else [words, taking])
-    ctx = Context(RunInfo("by hand"), loggers=manager.tell_loggers)
+    ctx = Context(RunInfo("by hand"), loggers=manager.notify_loggers)
     lifetime = Lifetime(manager, ctx)
     lifetime.start()
     lifetime.end()
@@ -428,7 +428,7 @@ def test_what_comes_too_late_for_the_loggers_is_counted_and_named(tmp_path: Path
             """A logger itself, which is told with the loggers."""
 
     manager = CallbackManager([Background(Late(tmp_path)), Closes()])
-    lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.tell_loggers))
+    lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.notify_loggers))
     lifetime.start()
     lifetime.end()
     assert "what Late said in its lane came too late for the loggers: log_file, 1 times" in caplog.text

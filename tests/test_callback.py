@@ -92,7 +92,7 @@ def test_a_callback_keeps_no_state_unless_it_says_so() -> None:
 def test_the_words_have_defaults_that_cost_nothing() -> None:
     plain = Plain()
     assert (plain.phase, plain.ranks, plain.lane, plain.on_error) == ("measure", "all", "inline", "")
-    assert (plain.collective, plain.samples, plain.keep, plain.needs) == (False, False, (), ())
+    assert (plain.collective, plain.draws_random, plain.keep_fields, plain.snapshot_fields) == (False, False, (), ())
 
 
 # --- decorators ---
@@ -124,14 +124,14 @@ def test_a_bare_number_counts_batches_and_at_end_is_kept() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "often", 0, "-1ba"])
-def test_an_interval_that_is_none_is_refused_where_it_is_written(given: str | int) -> None:
+def test_an_interval_that_is_none_is_rejected_where_it_is_written(given: str | int) -> None:
     def on_log(ctx: Context) -> None: ...
 
     with pytest.raises(RegistrationError, match=r"on_log, test_callback.py:\d+\)"):
         every(given)(on_log)
 
 
-def test_an_unknown_phase_is_refused_where_it_is_written() -> None:
+def test_an_unknown_phase_is_rejected_where_it_is_written() -> None:
     def on_log(ctx: Context) -> None: ...
 
     with pytest.raises(
@@ -215,7 +215,7 @@ def test_more_named_arguments_are_carried() -> None:
     assert made.all == {"first": 1, "x": 2, "y": 3}
 
 
-def test_more_positional_arguments_are_refused() -> None:
+def test_more_positional_arguments_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Many takes \*names, which a CallbackSpec cannot carry by name; make them a list"):
         CallbackSpec.of(Many("a", "b"))
     assert CallbackSpec.of(Many()).init_args == {}
@@ -246,7 +246,7 @@ def test_building_without_a_state_loads_none() -> None:
     assert made.count == 4
 
 
-def test_from_dict_refuses_what_it_does_not_know() -> None:
+def test_from_dict_rejects_what_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match=r"unknown key of a callback spec 'init_arg'; did you mean 'init_args'\?"):
         CallbackSpec.from_dict({"class_path": "a.B", "init_arg": {}})
 
@@ -261,12 +261,12 @@ def test_from_dict_takes_yamls_empty_values() -> None:
     assert CallbackSpec.from_dict({"class_path": "a.B", "init_args": None, "state": None, "name": None}) == CallbackSpec("a.B")
 
 
-def test_build_refuses_arguments_that_the_class_does_not_take() -> None:
+def test_build_rejects_arguments_that_the_class_does_not_take() -> None:
     with pytest.raises(ConfigError, match=r"test_callback\.Counter: .*'bye'.*; it takes start, by"):
         CallbackSpec(f"{__name__}.Counter", {"bye": 1}).build()
 
 
-def test_build_refuses_arguments_for_a_class_that_takes_none() -> None:
+def test_build_rejects_arguments_for_a_class_that_takes_none() -> None:
     with pytest.raises(ConfigError, match=r"test_callback\.Plain: .*'x'; it takes nothing$"):
         CallbackSpec(f"{__name__}.Plain", {"x": 1}).build()
 
@@ -279,7 +279,7 @@ def test_a_callback_without_a_constructor_takes_no_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", ["NotOne", "context"])
-def test_build_refuses_what_is_no_callback_class(name: str) -> None:
+def test_build_rejects_what_is_no_callback_class(name: str) -> None:
     with pytest.raises(NotACallbackError, match=rf"test_callback\.{name} is not a subclass of callsheet.Callback"):
         CallbackSpec(f"{__name__}.{name}").build()
 
@@ -293,7 +293,7 @@ def test_an_error_of_the_constructor_comes_out_as_it_is() -> None:
         Local()
 
 
-def test_positional_only_arguments_are_refused() -> None:
+def test_positional_only_arguments_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="Strict takes size by position only, which a CallbackSpec cannot carry; give it a name"
     ):
@@ -324,7 +324,7 @@ def test_import_path_says_when_there_is_no_module(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["", ".Thing", "callsheet.", "callsheet..Callback"])
-def test_import_path_refuses_what_is_no_dotted_path_in_its_own_words(path: str) -> None:
+def test_import_path_rejects_what_is_no_dotted_path_in_its_own_words(path: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{path!r} is no import path, such as 'package.module.Name'")):
         import_path(path)
 

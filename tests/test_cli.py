@@ -167,7 +167,7 @@ def test_help_explains_the_keys(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert "width of the residual stream" in printed
 
 
-def test_going_on_with_another_job_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_going_on_with_another_job_is_rejected(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
@@ -243,7 +243,7 @@ def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.Ca
         (["tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
     ],
 )
-def test_show_refuses_what_train_refuses(
+def test_show_rejects_what_train_rejects(
     recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert main(["show", *arguments]) == 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotTold, RequestRefused, RunInfo, TrainState
+from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotAvailable, RequestRejected, RunInfo, TrainState
 from callsheet.distributed import Ranks
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS
@@ -27,7 +27,7 @@ def test_what_every_event_tells_is_there_from_the_start(name: str) -> None:
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_field_that_is_not_told_names_its_window(name: str) -> None:
     ctx = context()
-    with pytest.raises(FieldNotTold) as caught:
+    with pytest.raises(FieldNotAvailable) as caught:
         getattr(ctx, name)
     message = str(caught.value)
     assert message.startswith(f"ctx.{name} is not told here: it can be read ")
@@ -40,15 +40,15 @@ def test_a_field_that_is_not_told_names_its_window(name: str) -> None:
 def test_the_message_names_the_event_at_which_it_was_read() -> None:
     ctx = context()
     ctx.event = Event.TRAIN_START
-    with pytest.raises(FieldNotTold, match=r"^ctx.record is not told at on_train_start: it can be read at on_log$"):
+    with pytest.raises(FieldNotAvailable, match=r"^ctx.record is not told at on_train_start: it can be read at on_log$"):
         _ = ctx.record
-    with pytest.raises(FieldNotTold, match=r"it can be read from on_clip_gradients_end to on_train_step_end$"):
+    with pytest.raises(FieldNotAvailable, match=r"it can be read from on_clip_gradients_end to on_train_step_end$"):
         _ = ctx.grad_norm
 
 
 def test_a_field_not_told_is_both_an_attribute_error_and_one_of_ours() -> None:
-    assert issubclass(FieldNotTold, AttributeError)
-    assert issubclass(FieldNotTold, CallsheetError)
+    assert issubclass(FieldNotAvailable, AttributeError)
+    assert issubclass(FieldNotAvailable, CallsheetError)
     assert getattr(context(), "batch", "default") == "default"
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_field_names_the_nearest() -> None:
     ctx: Any = context()
     with pytest.raises(AttributeError, match=r"the context has no field 'los'; did you mean 'loss'\?") as caught:
         _ = ctx.los
-    assert not isinstance(caught.value, FieldNotTold)
+    assert not isinstance(caught.value, FieldNotAvailable)
 
 
 def test_nothing_but_fields_can_be_set() -> None:
@@ -222,10 +222,10 @@ def test_gather_alone_gives_the_one_value() -> None:
     assert context().gather(3) == [3]
 
 
-def test_gather_is_refused_where_only_some_ranks_are() -> None:
+def test_gather_is_rejected_where_only_some_ranks_are() -> None:
     ctx = context()
     ctx.control.in_gate = True
-    with pytest.raises(RequestRefused, match="some ranks only"):
+    with pytest.raises(RequestRejected, match="some ranks only"):
         ctx.gather(3)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from callsheet.control import SAVE_KINDS, Control
-from callsheet.errors import ConfigError, RequestRefused
+from callsheet.errors import ConfigError, RequestRejected
 
-ALL = frozenset({"stop", "save", "evaluate", "accumulate", "load"})
+ALL = frozenset({"stop", "save", "evaluate", "set_gradient_accumulation", "load"})
 
 
 class Asker:
@@ -100,26 +100,26 @@ def test_an_unknown_kind_names_the_nearest_and_all() -> None:
         Control().save("x", kind="bets")
 
 
-def test_what_the_loop_cannot_do_is_refused_and_leaves_nothing() -> None:
+def test_what_the_loop_cannot_do_is_rejected_and_leaves_nothing() -> None:
     control = Control(frozenset({"save"}))
-    with pytest.raises(RequestRefused, match="this loop cannot stop on request here; it can save"):
+    with pytest.raises(RequestRejected, match=r"this loop does not support ctx\.control\.stop; it supports save"):
         control.stop("x")
-    with pytest.raises(RequestRefused, match="cannot evaluate"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate"):
         control.evaluate("x")
-    with pytest.raises(RequestRefused, match="cannot accumulate"):
-        control.accumulate(2)
-    with pytest.raises(RequestRefused, match="cannot load"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.set_gradient_accumulation"):
+        control.set_gradient_accumulation(2)
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.load"):
         control.load("x")
     assert (control.stop_requested, control.evaluate_requested, control.accumulation, control.load_path) == (None,) * 4
     control.save("x")
     assert control.save_requested is not None
 
 
-def test_a_replicated_request_is_refused_where_only_some_ranks_are() -> None:
+def test_a_replicated_request_is_rejected_where_only_some_ranks_are() -> None:
     control = Control()
     control.in_gate = True
     for ask in (control.stop, control.save, control.evaluate):
-        with pytest.raises(RequestRefused, match="the others would not ask; leave replicated out"):
+        with pytest.raises(RequestRejected, match="the others would not ask; leave replicated out"):
             ask("x", replicated=True)
     assert (control.stop_requested, control.save_requested, control.evaluate_requested) == (None, None, None)
     control.stop("from one rank")
@@ -134,13 +134,13 @@ def test_a_replicated_request_is_taken_on_all_ranks() -> None:
 
 def test_accumulation_and_loading() -> None:
     control = Control(ALL)
-    control.accumulate(1)
-    control.accumulate(4)
+    control.set_gradient_accumulation(1)
+    control.set_gradient_accumulation(4)
     control.load(Path("a") / "b")
     assert control.accumulation == 4
     assert control.load_path == "a/b"
     with pytest.raises(ConfigError, match="at least one batch, not 0"):
-        control.accumulate(0)
+        control.set_gradient_accumulation(0)
     assert control.accumulation == 4
 
 
@@ -154,7 +154,7 @@ def test_a_request_cannot_be_changed() -> None:
 def test_pending_says_whether_there_is_anything_to_look_at() -> None:
     control = Control(ALL)
     seen = [control.pending]
-    control.accumulate(2)
+    control.set_gradient_accumulation(2)
     control.load("x")
     seen.append(control.pending)
     assert seen == [False, False]
@@ -177,6 +177,6 @@ def test_a_misspelt_done_drops_no_stop() -> None:
     control.stop("x")
     with pytest.raises(ConfigError, match=r"there is no request 'saev'; did you mean 'save'\?"):
         control.done("saev")
-    with pytest.raises(ConfigError, match="there is no request 'accumulate'"):
-        control.done("accumulate")
+    with pytest.raises(ConfigError, match="there is no request 'set_gradient_accumulation'"):
+        control.done("set_gradient_accumulation")
     assert control.stop_requested is not None

@@ -88,7 +88,7 @@ def test_an_unknown_word_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("gate", [set(), [], 0, None, {-1}, {True}, {"0"}, {1.0}])
-def test_what_is_no_gate_is_refused(gate: object) -> None:
+def test_what_is_no_gate_is_rejected(gate: object) -> None:
     with pytest.raises(ConfigError, match=r"unknown ranks .*set of rank numbers like"):
         check_gate(gate)
 

@@ -170,7 +170,7 @@ def test_a_reporter_posts_what_the_run_does(tmp_path: Path, server: Server) -> N
     assert server.posts[-1] == {"event": "end", "run": "http-reporter", "step": 40, "outcome": "finished"}  # the last is not lost
 
 
-def test_an_endpoint_that_refuses_costs_records_and_not_the_run(
+def test_an_endpoint_that_rejects_costs_records_and_not_the_run(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answer = 503

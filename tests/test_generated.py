@@ -9,8 +9,8 @@ from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.events import Event
 from callsheet.hooks import Hooks
-from callsheet.lifecycle import EVENTS, FIELDS, SPANS, description, fields_told
-from callsheet.spans import Heard, Spans
+from callsheet.lifecycle import EVENTS, FIELDS, SPANS, description, fields_available
+from callsheet.spans import HasListeners, Spans
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,7 @@ def test_every_method_says_when_it_is_told_and_what_can_be_read() -> None:
     for event in EVENTS:
         text = inspect.getdoc(getattr(Hooks, event)) or ""
         assert text.startswith(description(event)), event
-        told = ", ".join(fields_told(event))
+        told = ", ".join(fields_available(event))
         assert (f"Told here: {told}." in text) if told else ("Told here" not in text), event
 
 
@@ -49,4 +49,4 @@ def test_the_contexts_annotations_are_the_fields() -> None:
 
 def test_the_spans_and_flags_are_the_tables() -> None:
     assert [name for name, kind in Spans.__annotations__.items() if kind == "Span"] == list(SPANS)
-    assert list(Heard.__annotations__) == list(EVENTS)
+    assert list(HasListeners.__annotations__) == list(EVENTS)

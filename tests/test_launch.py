@@ -495,7 +495,7 @@ def test_a_callback_that_cannot_be_made_on_a_rank_is_told_with_its_traceback(how
 def takes_nothing() -> None: ...
 
 
-def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, message in (
         ({"nproc_per_node": 0}, "nproc_per_node=0: give a whole number, at least 1"),
         ({"nproc_per_node": True}, "nproc_per_node=True"),
@@ -517,7 +517,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
         launch(takes_nothing)
 
 
-def test_a_script_without_a_guard_is_refused(tmp_path: Path, tmp: Path) -> None:
+def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None:
     (tmp_path / "job.py").write_text(
         "from callsheet import launch\ndef work(): return 1\nprint('begins', flush=True)\nlaunch(work)\n"
     )

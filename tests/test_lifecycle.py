@@ -17,7 +17,7 @@ from callsheet.lifecycle import (
     SPANS,
     canonical_order,
     description,
-    fields_told,
+    fields_available,
     names_in,
     tree,
 )
@@ -178,7 +178,7 @@ def test_windows_and_writable_events_are_events() -> None:
         for opens, closes in field.windows:
             assert EVENTS.index(opens) <= EVENTS.index(closes), field.name
         for event in field.writable:
-            assert field.name in fields_told(event), f"{field.name} is writable at {event}, where it cannot be read"
+            assert field.name in fields_available(event), f"{field.name} is writable at {event}, where it cannot be read"
         if field.kept_until:
             assert field.kept_until in EVENTS
 
@@ -189,7 +189,7 @@ def test_fields_declare_how_ranks_relate() -> None:
 
 def test_fields_without_a_window_are_told_always() -> None:
     assert ALWAYS == ("event", "run", "state", "step", "epoch", "model", "user_state", "control")
-    assert all(not set(fields_told(event)) & set(ALWAYS) for event in EVENTS)
+    assert all(not set(fields_available(event)) & set(ALWAYS) for event in EVENTS)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ def test_fields_without_a_window_are_told_always() -> None:
     ],
 )
 def test_fields_told(event: str, told: tuple[str, ...]) -> None:
-    assert fields_told(event) == told
+    assert fields_available(event) == told
 
 
 def test_the_step_end_tells_what_a_step_made() -> None:
     expected = {"optimizer", "scheduler", "batch", "loss", "loss_dict", "grad_norm", "learning_rate", "step_skipped"}
-    assert set(fields_told("on_train_step_end")) == expected
+    assert set(fields_available("on_train_step_end")) == expected
 
 
 def test_every_event_is_described_by_its_own_sentence() -> None:

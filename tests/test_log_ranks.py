@@ -127,6 +127,6 @@ def test_nothing_is_made_of_names_that_have_no_logger() -> None:
     assert dict(logging.Logger.manager.loggerDict) == before
 
 
-def test_a_choice_that_there_is_not_is_refused() -> None:
+def test_a_choice_that_there_is_not_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"unknown log_ranks 'zeros'; did you mean 'zero'"):
         LogRanks("zeros", Ranks())

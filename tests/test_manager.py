@@ -12,7 +12,7 @@ import pytest
 from callsheet import Callback, CallbackManager, Context, Event, RunInfo, normalize_callbacks, rank_zero_only, should_fire
 from callsheet.callback import label_of
 from callsheet.distributed import Ranks
-from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRefused, UnknownEventError
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected, UnknownEventError
 from callsheet.lifecycle import EVENTS
 
 
@@ -68,7 +68,7 @@ def test_fire_tells_in_the_order_of_addition_with_the_context() -> None:
     assert seen == [ctx]
 
 
-def test_fire_refuses_what_is_no_event() -> None:
+def test_fire_rejects_what_is_no_event() -> None:
     with pytest.raises(UnknownEventError, match=r"unknown event 'on_lgo'; did you mean 'on_log'\?"):
         CallbackManager().fire("on_lgo", context())
 
@@ -318,7 +318,7 @@ def test_lists_are_new_ones() -> None:
     assert manager.has_callbacks("on_log")
 
 
-def test_events_are_all_of_them_and_unknown_ones_are_refused_everywhere() -> None:
+def test_events_are_all_of_them_and_unknown_ones_are_rejected_everywhere() -> None:
     manager = CallbackManager()
     assert manager.events == frozenset(EVENTS)
     for ask in (manager.has_callbacks, manager.list_callbacks, lambda event: should_fire(manager, event)):
@@ -360,7 +360,7 @@ def test_a_lane_of_another_rank_hears_nothing_here() -> None:
     assert behind.heard == []
 
 
-def test_what_is_refused_in_the_midst_of_a_run_does_not_stay() -> None:
+def test_what_is_rejected_in_the_midst_of_a_run_does_not_stay() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -370,7 +370,7 @@ def test_what_is_refused_in_the_midst_of_a_run_does_not_stay() -> None:
     manager.fire("on_log", ctx)
 
 
-def test_a_run_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
     def tenth(ctx: Context) -> None: ...
@@ -435,7 +435,7 @@ def test_whether_anybody_hears_is_asked_for_this_rank_and_the_table_for_all() ->
     manager.register("on_log", lambda ctx: None, ranks="zero")
     manager.open(context(Ranks(rank=1, world_size=2)))
     assert not manager.has_callbacks("on_log")
-    assert not manager.heard.on_log
+    assert not manager.has_listeners.on_log
     assert len(manager.list_callbacks("on_log")) == 1
     assert len(manager.call_sheet().rows()) == 1
 
@@ -450,17 +450,17 @@ def test_the_ranks_of_a_run_are_forgotten_when_it_closes(monkeypatch: pytest.Mon
     assert manager.has_callbacks("on_log")
 
 
-def test_gather_and_replicated_requests_are_refused_in_a_gated_handler_only() -> None:
+def test_gather_and_replicated_requests_are_rejected_in_a_gated_handler_only() -> None:
     manager = CallbackManager()
     ctx = context()
-    refused: list[str] = []
+    rejected: list[str] = []
 
     def try_both(ctx: Context) -> None:
         for name, ask in (("gather", lambda: ctx.gather(1)), ("stop", lambda: ctx.control.stop("x", replicated=True))):
             try:
                 ask()
-            except RequestRefused:
-                refused.append(name)
+            except RequestRejected:
+                rejected.append(name)
 
     @manager.register("on_train_end")
     @rank_zero_only
@@ -470,11 +470,11 @@ def test_gather_and_replicated_requests_are_refused_in_a_gated_handler_only() ->
     manager.register("on_log", try_both, ranks="zero")
     manager.register("on_preempt", try_both)
     manager.fire("on_log", ctx)
-    assert refused == ["gather", "stop"]
+    assert rejected == ["gather", "stop"]
     manager.fire("on_train_end", ctx)
-    assert refused == ["gather", "stop"] * 2
+    assert rejected == ["gather", "stop"] * 2
     manager.fire("on_preempt", ctx)
-    assert len(refused) == 4
+    assert len(rejected) == 4
     assert ctx.control.stop_requested is not None
 
 
@@ -489,19 +489,19 @@ def test_the_gate_opens_again_after_a_gated_handler_failed() -> None:
 
 def test_after_a_nested_gated_handler_the_outer_one_is_still_gated() -> None:
     manager = CallbackManager()
-    refused: list[bool] = []
+    rejected: list[bool] = []
 
     def outer(ctx: Context) -> None:
         manager.fire("on_preempt", ctx)
         try:
             ctx.gather(1)
-        except RequestRefused:
-            refused.append(True)
+        except RequestRejected:
+            rejected.append(True)
 
     manager.register("on_log", outer, ranks="zero")
     manager.register("on_preempt", lambda ctx: None, ranks="zero")
     manager.fire("on_log", context())
-    assert refused == [True]
+    assert rejected == [True]
 
 
 # --- state ---
@@ -553,7 +553,7 @@ def test_a_callback_without_a_saved_state_starts_anew_and_unclaimed_state_is_nam
     assert keeps.value == 8
 
 
-def test_two_states_under_one_name_are_refused_with_the_mend() -> None:
+def test_two_states_under_one_name_are_rejected_with_the_mend() -> None:
     message = r"two callbacks would keep their state under the name 'Keeps' \(test_manager\.py:\d+ and test_manager\.py:\d+\); "
     with pytest.raises(
         RegistrationError, match=message + r"give one of them another before adding it: callback\.name = '\.\.\.'"
@@ -613,11 +613,11 @@ def test_loggers_are_told_where_they_have_the_method(caplog: pytest.LogCaptureFi
     manager = CallbackManager([Tables(told, True), Quiet(), Tables(told), away])
     ctx = context()
     manager.open(ctx)
-    manager.tell_loggers("log_table", ctx, name="t")
+    manager.notify_loggers("log_table", ctx, name="t")
     assert told == ["t"]
     assert caplog.records[0].getMessage().startswith("callback Tables (test_manager.py:")
     assert "failed at log_table, step 0, rank 0; training goes on: ConnectionError: the tracker is down" in caplog.text
-    manager.tell_loggers("log_table", ctx, name="u")
+    manager.notify_loggers("log_table", ctx, name="u")
     assert told == ["t", "u", "u"]
 
 
@@ -625,7 +625,7 @@ def test_a_logger_that_fails_three_times_in_a_row_is_switched_off(caplog: pytest
     told: list[str] = []
     manager = CallbackManager([Tables(told, *[True] * 3)])
     for i in range(5):
-        manager.tell_loggers("log_table", context(), name=str(i))
+        manager.notify_loggers("log_table", context(), name=str(i))
     assert told == []
     assert "callback Tables is switched off after 3 failures in a row" in caplog.text
 
@@ -634,7 +634,7 @@ def test_a_logger_that_fails_now_and_then_stays() -> None:
     told: list[str] = []
     manager = CallbackManager([Tables(told, *[True, False] * 4)])
     for i in range(10):
-        manager.tell_loggers("log_table", context(), name=str(i))
+        manager.notify_loggers("log_table", context(), name=str(i))
     assert told == ["1", "3", "5", "7", "8", "9"]
 
 
@@ -647,9 +647,9 @@ def test_a_gated_logger_may_not_gather(caplog: pytest.LogCaptureFixture) -> None
 
     gathered: list[Any] = []
     ctx = context()
-    CallbackManager([Gathers()]).tell_loggers("log_table", ctx, name="t")
+    CallbackManager([Gathers()]).notify_loggers("log_table", ctx, name="t")
     assert gathered == []
-    assert "RequestRefused: ctx.gather() in a handler that runs on some ranks only" in caplog.text
+    assert "RequestRejected: ctx.gather() in a handler that runs on some ranks only" in caplog.text
     assert not ctx.control.in_gate
 
 
@@ -657,7 +657,7 @@ def test_a_gated_logger_may_not_gather(caplog: pytest.LogCaptureFixture) -> None
 
 
 def heard(manager: CallbackManager) -> list[str]:
-    return [event for event in EVENTS if getattr(manager.heard, event)]
+    return [event for event in EVENTS if getattr(manager.has_listeners, event)]
 
 
 def test_flags_follow_the_call_sheet_while_a_loop_runs() -> None:
@@ -675,12 +675,12 @@ def test_flags_follow_the_call_sheet_also_in_a_loop_without_spans() -> None:
     manager = CallbackManager()
     manager.open(context())
     manager.register("on_log", lambda ctx: None)
-    assert manager.heard.on_log
+    assert manager.has_listeners.on_log
 
 
 def test_what_is_kept_is_known_when_the_run_opens() -> None:
     keeping = Quiet()
-    keeping.keep = ("outputs",)
+    keeping.keep_fields = ("outputs",)
     ctx = context()
     CallbackManager([Keeps(), keeping]).open(ctx)
     assert ctx.kept == {"outputs"}
@@ -692,7 +692,7 @@ def test_what_a_latecomer_keeps_is_known_too() -> None:
     manager.open(ctx)
     spans = manager.spans(ctx)
     keeping = Quiet()
-    keeping.keep = ("outputs",)
+    keeping.keep_fields = ("outputs",)
     manager.add(keeping)
     assert ctx.kept == {"outputs"}
     assert spans.ctx is ctx
@@ -749,7 +749,7 @@ def test_a_manager_serves_one_run_at_a_time() -> None:
     manager = CallbackManager()
     first, second = Context(RunInfo("first")), Context(RunInfo("second"))
     manager.open(first)
-    with pytest.raises(RequestRefused, match="serves the run 'first'; close that first"):
+    with pytest.raises(RequestRejected, match="serves the run 'first'; close that first"):
         manager.open(second)
     manager.close()
     manager.open(second)
@@ -777,8 +777,8 @@ class Hears(Callback):
 
 
 def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_ends() -> None:
-    hears = Hears()
-    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
+    listens_to = Hears()
+    manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
     spans = manager.spans(ctx)
 
@@ -787,19 +787,19 @@ def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_en
             pass
 
     step()
-    hears.told.clear()
-    hears.told.append("one")
+    listens_to.told.clear()
+    listens_to.told.append("one")
     step()  # mutes within its start: its end is told no more
-    assert hears.told == ["one", "start"]
-    assert not manager.heard.on_train_step_start
+    assert listens_to.told == ["one", "start"]
+    assert not manager.has_listeners.on_train_step_start
     step()
-    assert hears.told == ["one", "start"]
+    assert listens_to.told == ["one", "start"]
     manager.fire("on_log", ctx)
     step()
-    assert hears.told == ["one", "start", "log", "end"]
+    assert listens_to.told == ["one", "start", "log", "end"]
     manager.close()
     manager.open(Context(RunInfo("another")))
-    assert manager.heard.on_train_step_start
+    assert manager.has_listeners.on_train_step_start
 
 
 class Pauses(Callback):
@@ -889,25 +889,25 @@ def test_what_was_said_last_of_an_event_holds() -> None:
     assert not manager.has_callbacks("on_train_step_start")
 
 
-def test_muting_refuses_strangers_and_unknown_events() -> None:
-    hears = Hears()
-    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
+def test_muting_rejects_strangers_and_unknown_events() -> None:
+    listens_to = Hears()
+    manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
     with pytest.raises(RegistrationError, match="Hears is not on the call sheet"):
         ctx.mute(Hears(), "on_log")
     with pytest.raises(UnknownEventError, match="on_train_step_end"):
-        ctx.mute(hears, "on_train_step_ends")
-    assert manager.heard.on_log
+        ctx.mute(listens_to, "on_train_step_ends")
+    assert manager.has_listeners.on_log
 
 
 def test_a_sibling_context_mutes_too_and_one_without_a_manager_does_nothing() -> None:
-    hears = Hears()
-    manager, ctx = CallbackManager([hears]), Context(RunInfo("test"))
-    ctx.mute(hears, "on_log")
+    listens_to = Hears()
+    manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
+    ctx.mute(listens_to, "on_log")
     manager.open(ctx)
-    assert manager.heard.on_log
-    ctx.sibling().mute(hears, "on_log")
-    assert not manager.heard.on_log
+    assert manager.has_listeners.on_log
+    ctx.sibling().mute(listens_to, "on_log")
+    assert not manager.has_listeners.on_log
 
 
 def test_a_lane_cannot_mute() -> None:
@@ -923,4 +923,4 @@ def test_a_lane_cannot_mute() -> None:
     manager.drain(ctx)
     [failed] = manager.cost_report(1).failures
     manager.close()
-    assert "RequestRefused: the call sheet is the training thread's" in failed.last
+    assert "RequestRejected: the call sheet is the training thread's" in failed.last

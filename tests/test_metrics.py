@@ -192,7 +192,7 @@ def test_tensors_stay_where_they_are_until_the_boundary() -> None:
         (1j, "not a number"),
     ],
 )
-def test_what_is_no_scalar_is_refused_when_it_is_logged(value: Any, said: str) -> None:
+def test_what_is_no_scalar_is_rejected_when_it_is_logged(value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MetricLog().log({"a/x": value})
 

@@ -67,7 +67,7 @@ class Strange(Exception):
 class FarWitness(Callback):
     """Counts, and keeps what it heard of an exception, over there."""
 
-    needs = ("user_state", "exception")
+    snapshot_fields = ("user_state", "exception")
 
     def __init__(self) -> None:
         self.steps = self.pid = 0

@@ -11,7 +11,7 @@ import pytest
 from callsheet import Callback, CallbackManager, Context, at, every, rank_zero_only
 from callsheet.errors import CallsheetError, NotACallbackError, RegistrationError, UnknownEventError
 from callsheet.lifecycle import EVENTS, FIELDS
-from callsheet.registration import heard_by, is_inherited
+from callsheet.registration import handlers_of, is_inherited
 
 LINES = Path(__file__).read_text().splitlines()
 
@@ -22,7 +22,7 @@ def at_line(marker: str, *, above: int = 0) -> str:
     return f"{Path(__file__).name}:{line - above}"
 
 
-def refusal(kind: type[CallsheetError], given: Any) -> str:
+def rejection(kind: type[CallsheetError], given: Any) -> str:
     """The message with which a manager refuses `given`, of which nothing stays."""
     manager = CallbackManager()
     with pytest.raises(kind) as caught:
@@ -82,7 +82,7 @@ def worded(**words: Any) -> Callback:
 
 
 def test_an_unknown_event_names_the_callback_the_line_and_the_nearest() -> None:
-    assert refusal(UnknownEventError, Misspelt()) == (
+    assert rejection(UnknownEventError, Misspelt()) == (
         f"unknown event 'on_train_stepend'; did you mean 'on_train_step_end'? (callback Misspelt, {at_line('misspelt')})"
     )
 
@@ -90,13 +90,13 @@ def test_an_unknown_event_names_the_callback_the_line_and_the_nearest() -> None:
 def test_the_message_uses_the_name_that_the_callback_was_given() -> None:
     callback = Misspelt()
     callback.name = "mine"
-    assert "(callback mine, " in refusal(UnknownEventError, callback)
+    assert "(callback mine, " in rejection(UnknownEventError, callback)
 
 
 def test_an_unknown_event_on_the_instance_is_found() -> None:
     callback: Any = Logs()
     callback.on_strat = lambda ctx: None  # line: on_strat
-    message = refusal(UnknownEventError, callback)
+    message = rejection(UnknownEventError, callback)
     assert "unknown event 'on_strat'" in message
     assert at_line("on_strat") in message
 
@@ -108,7 +108,7 @@ def test_attributes_that_only_sound_like_events_are_left_alone() -> None:
 
 
 def test_a_method_that_misses_its_prefix_is_found() -> None:
-    message = refusal(RegistrationError, Prefixless())
+    message = rejection(RegistrationError, Prefixless())
     assert message == (
         f"hears nothing; did you mean on_train_start where it says train_start? (callback Prefixless, {at_line('prefixless')})"
     )
@@ -122,8 +122,8 @@ def test_a_callback_that_hears_nothing_and_means_nothing_may_be_added() -> None:
     assert CallbackManager([Store()]).call_sheet().rows() == []
 
 
-def test_on_event_beside_an_event_is_refused() -> None:
-    assert refusal(RegistrationError, Both()) == (
+def test_on_event_beside_an_event_is_rejected() -> None:
+    assert rejection(RegistrationError, Both()) == (
         f"overrides both on_event and on_log; on_event hears that too, keep one of them (callback Both, {at_line('both')})"
     )
 
@@ -132,12 +132,12 @@ def test_on_event_alone_hears_everything() -> None:
     class All(Callback):
         def on_event(self, ctx: Context) -> None: ...
 
-    assert list(heard_by(All())) == list(EVENTS)
+    assert list(handlers_of(All())) == list(EVENTS)
 
 
 def test_only_overridden_methods_are_heard() -> None:
     callback = Logs()
-    assert heard_by(callback) == {"on_log": callback.on_log}
+    assert handlers_of(callback) == {"on_log": callback.on_log}
     assert is_inherited(callback.on_run_start, "on_run_start")
     assert not is_inherited(callback.on_log, "on_log")
 
@@ -151,12 +151,12 @@ def test_methods_of_bases_mixins_and_instances_are_heard() -> None:
 
     callback: Any = Child()
     callback.on_train_end = lambda ctx: None
-    assert list(heard_by(callback)) == ["on_log", "on_train_end", "on_run_end"]
+    assert list(handlers_of(callback)) == ["on_log", "on_train_end", "on_run_end"]
 
 
 @pytest.mark.parametrize(("callback", "marker"), [(NoContext(), "no context"), (TwoArguments(), "two arguments")])
-def test_a_handler_that_cannot_take_the_context_alone_is_refused(callback: Callback, marker: str) -> None:
-    message = refusal(RegistrationError, callback)
+def test_a_handler_that_cannot_take_the_context_alone_is_rejected(callback: Callback, marker: str) -> None:
+    message = rejection(RegistrationError, callback)
     assert "cannot be called with the context alone: write `def on_log(ctx)`" in message
     assert message.endswith(f"(callback {type(callback).__name__}, {at_line(marker)})")
 
@@ -175,8 +175,8 @@ def test_more_arguments_with_defaults_are_no_mistake() -> None:
 @pytest.mark.parametrize(
     ("callback", "marker", "name"), [(Helper(), "helper", "Helper"), (PhasedHelper(), "phased helper", "PhasedHelper")]
 )
-def test_an_interval_or_a_phase_on_what_is_no_event_is_refused(callback: Callback, marker: str, name: str) -> None:
-    message = refusal(RegistrationError, callback)
+def test_an_interval_or_a_phase_on_what_is_no_event_is_rejected(callback: Callback, marker: str, name: str) -> None:
+    message = rejection(RegistrationError, callback)
     assert message == f"'help' has an interval or a phase and is no event (callback {name}, {at_line(marker)})"
 
 
@@ -206,19 +206,19 @@ def test_a_gated_helper_is_no_mistake() -> None:
     ],
 )
 def test_words_that_cannot_work_name_the_callback_and_the_classs_line(words: dict[str, Any], said: str) -> None:
-    message = refusal(RegistrationError, worded(**words))
+    message = rejection(RegistrationError, worded(**words))
     assert said in message
     assert message.endswith(f"(callback Logs, {at_line('logs')})")
 
 
-def test_a_collective_is_refused_when_one_method_is_gated() -> None:
+def test_a_collective_is_rejected_when_one_method_is_gated() -> None:
     class Gathers(Callback):
         collective = True
 
         @rank_zero_only
         def on_log(self, ctx: Context) -> None: ...  # line: gated collective
 
-    message = refusal(RegistrationError, Gathers())
+    message = rejection(RegistrationError, Gathers())
     assert "must run on all ranks, not on zero" in message
     # of a decorated function Python counts from its first decorator
     assert message.endswith(f"(callback Gathers, {at_line('gated collective', above=1)})")
@@ -236,7 +236,7 @@ def test_words_that_go_together_are_taken() -> None:
     ids=["keep", "needs"],
 )
 def test_unknown_fields_name_the_nearest(words: dict[str, Any], kind: str) -> None:
-    assert refusal(RegistrationError, worded(**words)) == (
+    assert rejection(RegistrationError, worded(**words)) == (
         f"{next(iter(words))}: the context has no {kind} called 'output'; did you mean 'outputs'? (callback Logs, {at_line('logs')})"
     )
 
@@ -247,34 +247,34 @@ def test_only_a_window_that_can_be_longer_is_kept(name: str) -> None:
     if FIELDS[name].kept_until:
         CallbackManager([callback])
     else:
-        assert f"keep: the context has no field that can be kept called {name!r}" in refusal(RegistrationError, callback)
+        assert f"keep: the context has no field that can be kept called {name!r}" in rejection(RegistrationError, callback)
 
 
 def test_a_name_must_be_a_string() -> None:
     callback: Any = Logs()
     callback.name = 3
-    assert "the name of a callback is a string, not 3" in refusal(RegistrationError, callback)
+    assert "the name of a callback is a string, not 3" in rejection(RegistrationError, callback)
 
 
 # --- what is no callback ---
 
 
-def test_a_class_is_refused_with_the_mend() -> None:
-    assert refusal(NotACallbackError, Logs) == f"Logs is a class ({at_line('logs')}); add an instance of it, Logs()"
-    assert refusal(NotACallbackError, int).startswith("int is a class")
+def test_a_class_is_rejected_with_the_mend() -> None:
+    assert rejection(NotACallbackError, Logs) == f"Logs is a class ({at_line('logs')}); add an instance of it, Logs()"
+    assert rejection(NotACallbackError, int).startswith("int is a class")
 
 
 def function(ctx: Context) -> None: ...  # line: function
 
 
-def test_a_function_is_refused_with_the_mend() -> None:
-    message = refusal(NotACallbackError, function)
+def test_a_function_is_rejected_with_the_mend() -> None:
+    message = rejection(NotACallbackError, function)
     assert message.endswith(f"is a function ({at_line('function')}); give it an event with manager.register(event, function)")
 
 
 @pytest.mark.parametrize("given", [None, 3, object(), "on_log", b"x", {"a": 1}])
-def test_anything_else_is_refused(given: Any) -> None:
-    message = refusal(NotACallbackError, given)
+def test_anything_else_is_rejected(given: Any) -> None:
+    message = rejection(NotACallbackError, given)
     assert repr(given) in message
     assert "is not a callback" in message
 
@@ -288,8 +288,8 @@ def test_errors_can_be_told_apart_in_the_usual_ways() -> None:
 # --- lanes ---
 
 
-def test_async_is_refused_inline() -> None:
-    message = refusal(RegistrationError, Async())
+def test_async_is_rejected_inline() -> None:
+    message = rejection(RegistrationError, Async())
     assert "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane" in message
     assert message.endswith(f"(callback Async, {at_line('async')})")
 
@@ -307,10 +307,10 @@ def test_async_behind_a_gate_is_seen() -> None:
         @rank_zero_only
         async def on_log(self, ctx: Context) -> None: ...
 
-    assert "it is async" in refusal(RegistrationError, Gated())
+    assert "it is async" in rejection(RegistrationError, Gated())
 
 
-def test_an_async_function_is_refused_inline() -> None:
+def test_an_async_function_is_rejected_inline() -> None:
     async def told(ctx: Context) -> None: ...
 
     manager = CallbackManager()
@@ -321,7 +321,7 @@ def test_an_async_function_is_refused_inline() -> None:
     assert manager.has_callbacks("on_log")
 
 
-def test_an_object_with_an_async_call_is_refused_inline() -> None:
+def test_an_object_with_an_async_call_is_rejected_inline() -> None:
     class Told:
         async def __call__(self, ctx: Context) -> None: ...
 
@@ -332,7 +332,7 @@ def test_an_object_with_an_async_call_is_refused_inline() -> None:
 # --- register ---
 
 
-def test_register_refuses_an_unknown_event_before_it_has_a_function() -> None:
+def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
     with pytest.raises(UnknownEventError, match=r"unknown event 'on_lgo'; did you mean 'on_log'\?"):
         CallbackManager().register("on_lgo")
 
@@ -405,7 +405,7 @@ def test_a_bound_method_too_is_registered_once_an_event() -> None:
 # --- holes ---
 
 
-def test_an_empty_set_of_ranks_is_refused() -> None:
+def test_an_empty_set_of_ranks_is_rejected() -> None:
     with pytest.raises(RegistrationError, match="unknown ranks"):
         CallbackManager().register("on_log", function, ranks=set())
 
@@ -436,10 +436,10 @@ def test_adding_reads_no_property() -> None:
     CallbackManager([Lazy()])
 
 
-def test_an_event_that_is_no_function_is_refused() -> None:
+def test_an_event_that_is_no_function_is_rejected() -> None:
     callback: Any = Logs()
     callback.on_train_end = None
-    message = refusal(RegistrationError, callback)
+    message = rejection(RegistrationError, callback)
     assert message == f"on_train_end is None, and should be a method (callback Logs, {at_line('logs')})"
 
 
@@ -453,7 +453,7 @@ def test_words_are_checked_also_where_no_event_is_heard(words: dict[str, str]) -
     for name, value in words.items():
         setattr(callback, name, value)
     ((name, value),) = words.items()
-    assert f"unknown {name} {value!r}" in refusal(RegistrationError, callback)
+    assert f"unknown {name} {value!r}" in rejection(RegistrationError, callback)
 
 
 def test_register_names_the_function_and_its_line_for_an_unknown_event() -> None:
@@ -463,7 +463,7 @@ def test_register_names_the_function_and_its_line_for_an_unknown_event() -> None
         CallbackManager().register("on_lgo", lambda ctx: None)
 
 
-def test_a_handler_whose_body_a_call_does_not_run_is_refused() -> None:
+def test_a_handler_whose_body_a_call_does_not_run_is_rejected() -> None:
     class Yields(Callback):
         def on_log(self, ctx: Context) -> Any:
             yield ctx

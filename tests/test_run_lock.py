@@ -60,12 +60,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
         holder.end()
 
 
-def test_a_second_process_is_refused_until_the_first_releases(start: Callable[..., Holder], tmp_path: Path) -> None:
+def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[..., Holder], tmp_path: Path) -> None:
     first = start()
     assert first.says() == "acquired"
-    refused = start().says()
-    assert refused.startswith(f"refused: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
-    assert refused.endswith("Use `--run_name` to start another run beside it.")
+    rejected = start().says()
+    assert rejected.startswith(f"refused: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
+    assert rejected.endswith("Use `--run_name` to start another run beside it.")
     assert first.asked("check") == "owner"
     assert first.asked("release") == "released"
     assert list(tmp_path.iterdir()) == []  # also the folder `runs` was made for the lock alone
@@ -114,14 +114,14 @@ def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Hold
     assert f"process {second.process.pid}" in first.asked("check")
     assert first.asked("release") == "released"
     assert second.asked("check") == "owner"
-    assert start().says().startswith("refused")
+    assert start().says().startswith("rejected")
 
 
 def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable[..., Holder]) -> None:
     first = start(machine="a")
     assert first.says() == "acquired"
     assert (
-        start(machine="b", timeout=1.5, stale=1).says().startswith("refused")
+        start(machine="b", timeout=1.5, stale=1).says().startswith("rejected")
     )  # it lives, although nobody has its process id there
     first.end()
     second = start(machine="b", timeout=60, stale=1)
@@ -138,12 +138,12 @@ def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
         assert "waiting" in waiter.process.stdout.readline()
     first.end()
     said = [waiter.says() for waiter in waiters]
-    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["refused"] * 5]
+    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["rejected"] * 5]
 
 
 def test_many_starts_at_once(start: Callable[..., Holder]) -> None:
     said = [holder.says() for holder in [start() for _ in range(6)]]
-    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["refused"] * 5]
+    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["rejected"] * 5]
 
 
 def test_a_run_takes_over_from_an_idle_one_of_its_process(tmp_path: Path) -> None:

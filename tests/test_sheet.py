@@ -190,7 +190,7 @@ NO_DURATION = r"^Halves \(test_sheet\.py:\d+\) wants on_train_step_end every 0\.
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
-def test_a_fraction_of_an_unknown_duration_is_refused_before_the_run_begins(on_error: str) -> None:
+def test_a_fraction_of_an_unknown_duration_is_rejected_before_the_run_begins(on_error: str) -> None:
     halves = Halves(on_error)
     manager = CallbackManager([halves])
     with pytest.raises(ConfigError, match=NO_DURATION):
@@ -202,7 +202,7 @@ def test_a_fraction_of_an_unknown_duration_is_refused_before_the_run_begins(on_e
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
-def test_a_fraction_of_an_unknown_duration_is_refused_also_in_the_midst_of_a_run(on_error: str) -> None:
+def test_a_fraction_of_an_unknown_duration_is_rejected_also_in_the_midst_of_a_run(on_error: str) -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -552,7 +552,7 @@ def test_everybody_is_told_the_end_also_when_one_leaves_on_the_way(
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_samples_leaves_the_random_states_as_they_were(name: str, fails: bool) -> None:
     class Samples(Callback):
-        samples = True
+        draws_random = True
         on_error = "isolate"
 
         def on_log(self, ctx: Context) -> None:
@@ -586,7 +586,7 @@ def test_checking_finds_one_that_samples_and_does_not_say_so(name: str) -> None:
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
     with pytest.raises(
         CallsheetError,
-        match=r"Sneaky \(test_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `samples = True`",
+        match=r"Sneaky \(test_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `draws_random = True`",
     ):
         CallbackManager([Sneaky()], checking=True).fire("on_log", context())
     after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
@@ -602,7 +602,7 @@ def test_what_means_to_change_training_may_draw(phase: str) -> None:
     manager.fire("on_log", context())
 
 
-def test_checking_refuses_also_an_isolated_sampler() -> None:
+def test_checking_rejects_also_an_isolated_sampler() -> None:
     manager = CallbackManager(checking=True)
     manager.register("on_log", lambda ctx: torch.rand(()), on_error="isolate")
     with pytest.raises(CallsheetError, match="drew random numbers"):

@@ -183,7 +183,7 @@ print(seen, watch.received.name)
 
 
 @pytest.mark.parametrize("given", ["SIGNOTHING", "TERM", 0, 10_000])
-def test_a_signal_that_does_not_exist_is_refused(given: str | int) -> None:
+def test_a_signal_that_does_not_exist_is_rejected(given: str | int) -> None:
     with pytest.raises(ConfigError, match=r"this system has no signal .*; write its name, such as 'SIGTERM' or 'SIGUSR1'"):
         SignalWatch([given])
 
@@ -241,7 +241,7 @@ def test_a_signal_that_is_named_twice_is_watched_once() -> None:
     assert ran.stdout == "SIGUSR1 True\n", ran.stderr
 
 
-def test_a_signal_that_cannot_be_caught_is_refused_before_anything_is_set() -> None:
+def test_a_signal_that_cannot_be_caught_is_rejected_before_anything_is_set() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in ("SIGKILL", signal.SIGSTOP):
         with pytest.raises(ConfigError, match=r"SIG(KILL|STOP) cannot be handled by any program"):

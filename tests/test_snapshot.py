@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRefused, RunInfo
+from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRejected, RunInfo
 from callsheet.context import TrainState
 from callsheet.control import Control, Request
-from callsheet.errors import FieldNotTold
+from callsheet.errors import FieldNotAvailable
 from callsheet.time import Timestamp
 
 READ = (
@@ -27,7 +27,7 @@ READ = (
     "load_path",
 )
 ASKED = {"stop": ("why",), "save": ("why",), "evaluate": ("why",)}
-REFUSED: dict[str, tuple[Any, ...]] = {"accumulate": (2,), "load": ("a/checkpoint",)}
+REJECTED: dict[str, tuple[Any, ...]] = {"set_gradient_accumulation": (2,), "load": ("a/checkpoint",)}
 OF_THE_LOOP = (
     *(
         "agree",
@@ -42,7 +42,7 @@ OF_THE_LOOP = (
         "switch_off",
         "switched_off",
     ),
-    *("take_wishes", "wishes"),
+    *("take_requests", "local_requests"),
 )
 
 
@@ -75,12 +75,12 @@ class ReadsFar(Callback):
 
 
 def filled() -> Control:
-    control = Control(("stop", "save", "evaluate", "accumulate", "load"))
+    control = Control(("stop", "save", "evaluate", "set_gradient_accumulation", "load"))
     control.stop("enough")
     control.save("now", kind="best", metric="loss")
     control.save("now and then", kind="periodic")
     control.evaluate("to see")
-    control.accumulate(4)
+    control.set_gradient_accumulation(4)
     control.load("a/checkpoint")
     return control
 
@@ -98,7 +98,7 @@ def tried(does: Any, control: Control) -> Any:
 
 def test_the_names_of_the_control_are_all_here() -> None:
     here = {name for name in dir(Control) if not name.startswith("_")}
-    assert here == {*READ, *ASKED, *REFUSED, *OF_THE_LOOP} | {"switch_off"}
+    assert here == {*READ, *ASKED, *REJECTED, *OF_THE_LOOP} | {"switch_off"}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -117,20 +117,22 @@ def test_what_can_be_asked_is_there_for_all_to_read(name: str) -> None:
     assert (request.what, request.why, request.by) == (name, "why", "Tries")
 
 
-@pytest.mark.parametrize(("name", "mend"), [("accumulate", "ask inline, on every rank alike"), ("load", "ask inline")])
-def test_what_cannot_work_says_why(name: str, mend: str) -> None:
-    control = Control(("stop", "accumulate", "load"))
-    error = tried(lambda lane: getattr(lane, name)(*REFUSED[name]), control)
-    assert isinstance(error, RequestRefused)
+@pytest.mark.parametrize(
+    ("name", "hint"), [("set_gradient_accumulation", "ask inline, on every rank alike"), ("load", "ask inline")]
+)
+def test_what_cannot_work_says_why(name: str, hint: str) -> None:
+    control = Control(("stop", "set_gradient_accumulation", "load"))
+    error = tried(lambda lane: getattr(lane, name)(*REJECTED[name]), control)
+    assert isinstance(error, RequestRejected)
     assert f"control.{name}(" in str(error)
-    assert mend in str(error)
+    assert hint in str(error)
     assert (control.accumulation, control.load_path) == (None, None)
 
 
 @pytest.mark.parametrize("name", sorted({*OF_THE_LOOP} - {"switch_off"}))
 def test_what_is_the_loops_says_so(name: str) -> None:
     error = tried(lambda lane: getattr(lane, name), Control())
-    assert isinstance(error, FieldNotTold)
+    assert isinstance(error, FieldNotAvailable)
     assert f"control.{name} is the loop's own" in str(error)
 
 

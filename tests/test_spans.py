@@ -9,7 +9,7 @@ import pytest
 
 from callsheet import Callback, CallbackManager, Context, Event, RunInfo
 from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.spans import Heard, Span, take_noted_span
+from callsheet.spans import HasListeners, Span, take_noted_span
 
 
 def context() -> Context:
@@ -291,10 +291,10 @@ def test_spans_have_no_other_names() -> None:
 
 
 def test_flags_are_false_until_somebody_hears() -> None:
-    heard = Heard()
+    heard = HasListeners()
     assert not any(getattr(heard, event) for event in EVENTS)
     manager = CallbackManager()
     spans = manager.spans(context())
     noted(manager, "on_log", "on_train_end")
-    assert {event for event in EVENTS if getattr(manager.heard, event)} == {"on_log", "on_train_end"}
+    assert {event for event in EVENTS if getattr(manager.has_listeners, event)} == {"on_log", "on_train_end"}
     assert spans is not None

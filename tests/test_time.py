@@ -120,7 +120,7 @@ def test_what_a_string_means(text: str, value: float, unit: TimeUnit) -> None:
         ("1e999sec", "inf is no number of 'sec'; give a finite one"),
     ],
 )
-def test_a_string_that_is_no_time_is_refused_with_the_mend(text: str, message: str) -> None:
+def test_a_string_that_is_no_time_is_rejected_with_the_mend(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         Time(text)
     assert str(error.value).startswith(message)
@@ -134,7 +134,7 @@ def test_an_int_counts_the_default_unit() -> None:
         Time.parse(3)
 
 
-def test_what_is_no_number_of_the_unit_is_refused() -> None:
+def test_what_is_no_number_of_the_unit_is_rejected() -> None:
     with pytest.raises(ConfigError, match="True is no number of 'ba'"):
         Time.parse(True, TimeUnit.BATCH)
     with pytest.raises(ConfigError, match=r"2\.0 ba is no whole number"):
@@ -493,7 +493,7 @@ def test_the_elapsed_fraction_counts_the_unit_of_the_duration() -> None:
 
 
 @pytest.mark.parametrize("duration", ["1dur", "0ep", "-1ba"])
-def test_a_duration_that_has_no_fractions_is_refused(duration: str) -> None:
+def test_a_duration_that_has_no_fractions_is_rejected(duration: str) -> None:
     with pytest.raises(ConfigError, match=f"max_duration cannot be '{duration}'"):
         elapsed_fraction(Timestamp(), Time(duration))
 

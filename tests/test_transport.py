@@ -39,11 +39,11 @@ from callsheet.checkpoint.tensors import DTYPES
 from callsheet.control import Request
 from callsheet.distributed import Ranks
 from callsheet.launcher import worker
-from callsheet.snapshot import Said
+from callsheet.snapshot import LaneMessage
 from callsheet.transport import Payload, TransportError, pack, unpack
 from callsheet.transport.data import decode, encode
+from callsheet.transport.fingerprint import differences, fingerprint
 from callsheet.transport.payload import KEY, PAYLOAD, open_payload
-from callsheet.transport.portrait import differences, portrait
 from callsheet.transport.sealed import Key, PrivateFolder, read_private, seal, unseal, write_private
 
 SECRETIVE = "the content of the payload"
@@ -123,7 +123,7 @@ def test_what_is_sent_arrives_as_it_was() -> None:
     objects = Keeps(Options(0.5, ["n"]), more=functools.partial(at_the_top, factor=3.0))
     one, other = Keeps(shared, more={"again": shared}), Keeps(shared)
     words = Keeps()
-    words.name, words.ranks, words.phase, words.needs = "worded", {3, 7}, "report", ("loss",)
+    words.name, words.ranks, words.phase, words.snapshot_fields = "worded", {3, 7}, "report", ("loss",)
     stopper = EarlyStopper(monitor="validation/loss", patience="2ep")
     sent = [plain, tensors, objects, one, other, words, stopper, Watches(history), history, Background(Keeps(5), queue=7)]
     got: list[Any] = arrived(pack(sent))
@@ -137,7 +137,7 @@ def test_what_is_sent_arrives_as_it_was() -> None:
     assert got[2].given == Options(0.5, ["n"])
     assert got[2].more(None) == 3.0
     assert got[3].given is got[3].more["again"] is got[4].given  # what was shared is shared
-    assert (got[5].name, got[5].ranks, got[5].phase, got[5].needs) == ("worded", {3, 7}, "report", ("loss",))
+    assert (got[5].name, got[5].ranks, got[5].phase, got[5].snapshot_fields) == ("worded", {3, 7}, "report", ("loss",))
     assert got[6]._is_resumed is False  # a state that is as new is not loaded: it would say that a run is resumed
     assert got[7].other is got[8]
     assert (got[9].lane_options.queue, got[9].callback.given, got[9].name) == (7, 5, "Keeps")
@@ -182,14 +182,14 @@ PLAIN = st.recursive(
 def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
     back = decode(encode(value, allow_pickle=False))
     assert back == value
-    assert differences(portrait({"it": value}), portrait({"it": back})) == []
+    assert differences(fingerprint({"it": value}), fingerprint({"it": back})) == []
 
 
 @given(PLAIN, PLAIN)
 @settings(max_examples=100, deadline=None)
 def test_any_two_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
     for here, there in ((one, other), ([one, {"a": (other,)}], [one, {"a": (one,)}])):
-        assert here == there or differences(portrait({"it": here}), portrait({"it": there}))
+        assert here == there or differences(fingerprint({"it": here}), fingerprint({"it": there}))
 
 
 TENSORS = [torch.tensor([1, 0]).to(dtype) for dtype in DTYPES] + [
@@ -205,19 +205,19 @@ def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> N
     back = decode(encode({"a": tensor, "b": tensor}, allow_pickle=False))
     assert back["a"] is back["b"]
     assert (back["a"].dtype, back["a"].shape) == (tensor.dtype, tensor.shape)
-    assert differences(portrait({"it": back}), portrait({"it": {"a": tensor, "b": tensor}})) == []
+    assert differences(fingerprint({"it": back}), fingerprint({"it": {"a": tensor, "b": tensor}})) == []
     if tensor.numel() > 1:
         other = tensor.clone()
         other[..., 0] = other[..., 1] if other.ndim == 1 else 7
-        assert differences(portrait({"it": other}), portrait({"it": tensor}))
+        assert differences(fingerprint({"it": other}), fingerprint({"it": tensor}))
 
 
 def test_views_of_one_memory_are_told_from_copies() -> None:
     base = torch.arange(4.0)
-    [line] = differences(portrait({"it": [base[:2], base[2:]]}), portrait({"it": [base[:2].clone(), base[2:].clone()]}))
+    [line] = differences(fingerprint({"it": [base[:2], base[2:]]}), fingerprint({"it": [base[:2].clone(), base[2:].clone()]}))
     assert line == "it[1]: memory: here it is the same object as it[0], and not so there"
     sparse = torch.eye(2).to_sparse()
-    assert differences(portrait({"it": sparse}), portrait({"it": sparse})) == [
+    assert differences(fingerprint({"it": sparse}), fingerprint({"it": sparse})) == [
         "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be looked into"
     ]
 
@@ -239,12 +239,12 @@ def test_named_tuples_come_back_as_they_were_made() -> None:
         Ranks(1, 1, 0, 2),
         RunInfo("run", ranks=Ranks(1, 1, 0, 2)),
         Timestamp(batch=3),
-        Said("log", {"values": seen}),
+        LaneMessage("log", {"values": seen}),
     ):
         back = decode(encode(made, allow_pickle=False))
         assert back == made
         assert type(back) is type(made)
-    back, same = decode(encode((Said("log", {"values": seen}), seen), allow_pickle=False))
+    back, same = decode(encode((LaneMessage("log", {"values": seen}), seen), allow_pickle=False))
     assert back.arguments["values"] is same
 
 
@@ -278,7 +278,7 @@ def renamed() -> None: ...
 renamed.__qualname__ = "nothing"
 
 
-def refused_values() -> Iterator[tuple[str, Any, str]]:
+def rejected_values() -> Iterator[tuple[str, Any, str]]:
     yield (
         "lambda",
         lambda: 1,
@@ -301,8 +301,8 @@ def refused_values() -> Iterator[tuple[str, Any, str]]:
     yield "key", {Colour.RED: 1}, "it is a dict"
 
 
-@pytest.mark.parametrize(("value", "reason"), [pytest.param(value, reason, id=name) for name, value, reason in refused_values()])
-def test_a_value_that_cannot_be_sent_is_refused_with_place_reason_and_mend(value: Any, reason: str) -> None:
+@pytest.mark.parametrize(("value", "reason"), [pytest.param(value, reason, id=name) for name, value, reason in rejected_values()])
+def test_a_value_that_cannot_be_sent_is_rejected_with_place_reason_and_mend(value: Any, reason: str) -> None:
     began = time.monotonic()
     with pytest.raises(TransportError, match=reason):
         pack([Keeps(value)])
@@ -311,7 +311,7 @@ def test_a_value_that_cannot_be_sent_is_refused_with_place_reason_and_mend(value
         value.close()
 
 
-def test_classes_that_cannot_be_sent_are_refused() -> None:
+def test_classes_that_cannot_be_sent_are_rejected() -> None:
     class Local(Callback): ...
 
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_classes_that_cannot_be_sent_are_refused() -> None:
         pack([stateful])
 
 
-def test_pickles_are_refused_where_they_would_not_be_what_they_were(tmp_path: Path) -> None:
+def test_pickles_are_rejected_where_they_would_not_be_what_they_were(tmp_path: Path) -> None:
     history, lock = History(), threading.Lock()
     with open(tmp_path / "file", "w+") as file:
         with pytest.raises(TransportError, match="holds an open file"):
@@ -462,7 +462,7 @@ class Exits(Callback):
             os._exit(7)
 
 
-def test_a_callback_that_cannot_be_rebuilt_is_refused_with_its_error() -> None:
+def test_a_callback_that_cannot_be_rebuilt_is_rejected_with_its_error() -> None:
     with pytest.raises(
         TransportError,
         match=r"rebuilt in a fresh interpreter.*RuntimeError: only in one process\n  at .*test_transport.py:\d+: raise",
@@ -522,7 +522,7 @@ def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_the_script_s_import_would_not_make_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_class_that_the_script_s_import_would_not_make_is_rejected_with_the_mend(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(script(what="Late()"))
     told = said("late.py", cwd=tmp_path)
     assert "late.py has no 'Late' when it is imported: define it at the top level, outside `if __name__ == '__main__'`" in told
@@ -535,7 +535,7 @@ def test_a_class_that_the_script_s_import_would_not_make_is_refused_with_the_men
 
 
 @pytest.mark.slow
-def test_a_class_without_a_script_is_refused_unless_pickles_are_allowed(tmp_path: Path) -> None:
+def test_a_class_without_a_script_is_rejected_unless_pickles_are_allowed(tmp_path: Path) -> None:
     told = said("-c", script(), cwd=tmp_path)
     assert told.startswith("refused: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
     assert "allow_pickle=True" in told
@@ -566,7 +566,7 @@ def posted() -> Iterator[tuple[dict[str, str], Path]]:
         yield variables, Path(variables[PAYLOAD])
 
 
-def refusal(variables: Mapping[str, str]) -> str:
+def rejection(variables: Mapping[str, str]) -> str:
     """How `unpack` refuses; never with the key or the content."""
     with pytest.raises(TransportError) as caught:
         open_payload(dict(variables))
@@ -626,19 +626,19 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def test_a_changed_or_cut_payload_is_refused_before_it_is_read(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_changed_or_cut_payload_is_rejected_before_it_is_read(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     whole = path.read_bytes()
     changed(path, lambda raw: raw.replace(b"Keeps", b"Keepz"))
-    assert "was changed or cut short after it was signed" in refusal(variables)
+    assert "was changed or cut short after it was signed" in rejection(variables)
     path.write_bytes(whole.replace(b"sealed 1", b"sealed 2"))
-    assert "was changed or cut short" in refusal(variables)
+    assert "was changed or cut short" in rejection(variables)
     path.write_bytes(whole[:-50])
-    assert "was changed or cut short" in refusal(variables)
+    assert "was changed or cut short" in rejection(variables)
     path.write_bytes(whole[:40])
-    assert "is cut short: 40 bytes" in refusal(variables)
+    assert "is cut short: 40 bytes" in rejection(variables)
     path.write_bytes(b"")
-    assert "is cut short" in refusal(variables)
+    assert "is cut short" in rejection(variables)
 
 
 class Bomb:
@@ -655,69 +655,69 @@ def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Pat
     bomb.unlink(missing_ok=True)
     key = Key.read(variables[KEY])
     path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is no secret
-    assert "was changed" in refusal(variables)
+    assert "was changed" in rejection(variables)
     assert not bomb.exists()
     decode(content)  # it would have gone off
     assert bomb.exists()
     bomb.unlink()
 
 
-def test_a_payload_of_another_launch_is_refused(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     variables, path = posted
     earlier = path.read_bytes()
     key = Key.read(variables[KEY])
     for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also where somebody uses a secret twice
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
-            told = refusal({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
+            told = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
             assert "is not of this launch: it was made for another, earlier one" in told
     path.write_bytes(seal(key, "result", b"x"))
-    assert "is not a payload" in refusal(variables)
+    assert "is not a payload" in rejection(variables)
     path.unlink()
-    assert "it is not there: the launch that it belongs to has ended" in refusal(variables)
-    assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in refusal({PAYLOAD: str(path)})
-    told = refusal({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
+    assert "it is not there: the launch that it belongs to has ended" in rejection(variables)
+    assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
+    told = rejection({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
     assert "is not one that callsheet made" in told
     assert "no key at all" not in told
     assert "secret=" not in repr(key)
 
 
-def test_a_file_or_folder_that_others_can_touch_is_refused(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_file_or_folder_that_others_can_touch_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     for mode in (0o644, 0o620, 0o602, 0o640):
         path.chmod(mode)
-        assert f"can be read or written by others (mode {mode:o})" in refusal(variables)
+        assert f"can be read or written by others (mode {mode:o})" in rejection(variables)
     path.chmod(0o600)
     for mode in (0o755, 0o770, 0o701):
         path.parent.chmod(mode)
-        assert f"{path.parent} can be read or written by others (mode {mode:o})" in refusal(variables)
+        assert f"{path.parent} can be read or written by others (mode {mode:o})" in rejection(variables)
     path.parent.chmod(0o700)
     assert open_payload(dict(variables)).callbacks
 
 
-def test_links_pipes_folders_and_giants_are_refused(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     variables, path = posted
     real = path.with_name("real")
     path.rename(real)
     path.symlink_to(real)
-    assert "it is a symbolic link" in refusal(variables)
+    assert "it is a symbolic link" in rejection(variables)
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert "is no plain file" in refusal(variables)  # and nobody waits for a writer
+    assert "is no plain file" in rejection(variables)  # and nobody waits for a writer
     path.unlink()
     path.mkdir(0o700)
-    assert "is no plain file" in refusal(variables)
+    assert "is no plain file" in rejection(variables)
     path.rmdir()
     real.rename(path)
     link = tmp_path / "folder"
     link.symlink_to(path.parent)
-    assert "it is a symbolic link" in refusal({**variables, PAYLOAD: str(link / path.name)})
+    assert "it is a symbolic link" in rejection({**variables, PAYLOAD: str(link / path.name)})
     with pytest.raises(TransportError, match="is larger than 10 bytes"):
         read_private(path, largest=10)
-    assert "it is not there" in refusal({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
+    assert "it is not there" in rejection({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
 
 
-def test_a_file_or_folder_of_somebody_else_is_refused(
+def test_a_file_or_folder_of_somebody_else_is_rejected(
     posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only root can give a file away; so it is this process that becomes somebody else."""
@@ -725,21 +725,21 @@ def test_a_file_or_folder_of_somebody_else_is_refused(
     us = os.geteuid()
     users: list[int] = []
     monkeypatch.setattr(os, "geteuid", lambda: users.pop(0) if users else us + 1)
-    assert f"{path.parent} belongs to user {us}, and this process runs as user {us + 1}" in refusal(variables)
+    assert f"{path.parent} belongs to user {us}, and this process runs as user {us + 1}" in rejection(variables)
     users.append(us)  # the folder is ours, and the file in it is not
-    assert f"{path} belongs to user {us}, and this process runs as user {us + 1}" in refusal(variables)
+    assert f"{path} belongs to user {us}, and this process runs as user {us + 1}" in rejection(variables)
     monkeypatch.setattr(os, "geteuid", lambda: us)
     assert open_payload(dict(variables)).callbacks
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
-def test_a_file_or_folder_that_was_given_away_is_refused(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_file_or_folder_that_was_given_away_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     os.chown(path, 12345, -1)
-    assert f"{path} belongs to user 12345, and this process runs as user 0" in refusal(variables)
+    assert f"{path} belongs to user 12345, and this process runs as user 0" in rejection(variables)
     os.chown(path, 0, -1)
     os.chown(path.parent, 12345, -1)
-    assert f"{path.parent} belongs to user 12345" in refusal(variables)
+    assert f"{path.parent} belongs to user 12345" in rejection(variables)
     os.chown(path.parent, 0, -1)
 
 
@@ -832,11 +832,11 @@ def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path:
 
 
 def test_a_launcher_whose_number_is_somebody_else_s_by_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(pid: int, number: int) -> None:
+    def rejected(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, f"process {pid} is not yours, not even for {number}")
 
     assert worker._is_there(os.getpid())
-    monkeypatch.setattr(os, "kill", refused)
+    monkeypatch.setattr(os, "kill", rejected)
     assert not worker._is_there(os.getpid())
 
 
@@ -846,6 +846,6 @@ def test_a_payload_says_nothing_of_what_is_in_it(posted: tuple[dict[str, str], P
     assert SECRETIVE not in str(vars(payload) if hasattr(payload, "__dict__") else payload)
 
 
-def test_what_is_too_large_is_refused() -> None:
+def test_what_is_too_large_is_rejected() -> None:
     with pytest.raises(TransportError, match=r"bytes, and \d+ are the most; save what is large to a file, and give its path"):
         pack([Keeps(torch.zeros(2**25 + 2**20))])

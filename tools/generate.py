@@ -13,7 +13,7 @@ from pathlib import Path
 
 from callsheet import lifecycle
 from callsheet.bridges import matrix
-from callsheet.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_told
+from callsheet.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ def events() -> list[str]:
 def hooks() -> list[str]:
     lines: list[str] = []
     for event in EVENTS:
-        told = ", ".join(fields_told(event))
+        told = ", ".join(fields_available(event))
         lines += [
             f"def {event}(self, ctx: Context) -> Awaitable[None] | None:",
             f'    """{description(event)}' + ("" if told else '"""'),
@@ -53,7 +53,9 @@ def tree() -> list[str]:
 
 
 def event_table() -> list[str]:
-    rows = [f"| `{event}` | {description(event)} | {', '.join(f'`{name}`' for name in fields_told(event))} |" for event in EVENTS]
+    rows = [
+        f"| `{event}` | {description(event)} | {', '.join(f'`{name}`' for name in fields_available(event))} |" for event in EVENTS
+    ]
     return ["| event | told | fields told, besides those of every event |", "| --- | --- | --- |", *rows]
 
 

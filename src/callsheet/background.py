@@ -49,13 +49,13 @@ class Background(Callback):
             raise NotACallbackError(f"{type(self).__name__} takes a callback that is in no lane yet, not {callback!r}")
         self.callback = callback
         self.lane_options = LaneOptions(queue, overflow, deadline)
-        self.phase, self.ranks, self.collective, self.samples = (
+        self.phase, self.ranks, self.collective, self.draws_random = (
             callback.phase,
             callback.ranks,
             callback.collective,
-            callback.samples,
+            callback.draws_random,
         )
-        self.keep, self.needs = callback.keep, callback.needs
+        self.keep_fields, self.snapshot_fields = callback.keep_fields, callback.snapshot_fields
 
     @property
     def name(self) -> str:

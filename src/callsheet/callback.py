@@ -49,11 +49,11 @@ class Callback(Hooks):
     """`raise`, the default inline: its error ends the run. `isolate`: it is reported; after three in a row it is switched off."""
     collective: bool = False
     """It calls collectives, so it must run inline on every rank."""
-    samples: bool = False
+    draws_random: bool = False
     """It draws random numbers: the random states are put back after its methods, so that training does not notice."""
-    keep: tuple[str, ...] = ()
+    keep_fields: tuple[str, ...] = ()
     """Fields whose window it wants as long as can be, such as `outputs`."""
-    needs: tuple[str, ...] = ()
+    snapshot_fields: tuple[str, ...] = ()
     """Fields that its lane's snapshots hold; where none are named, those that cost nothing to take."""
     writes_to_run_folder: bool = False
     """It writes files to `ctx.run.folder`, so that a host keeps a second process from training in that folder; a Trainer always does."""

@@ -1,7 +1,7 @@
 """The context: what a callback is given to read.
 
 One instance a loop (training, evaluation, test, prediction), reused for every event. A field that is not told has an empty slot, and
-reading it raises `FieldNotTold`: nothing stale is ever read, and a field that is told costs no more than an attribute.
+reading it raises `FieldNotAvailable`: nothing stale is ever read, and a field that is told costs no more than an attribute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from callsheet import distributed
 from callsheet.control import Control
 from callsheet.distributed import Ranks
-from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean
+from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean
 from callsheet.events import Event
 from callsheet.lifecycle import ALWAYS, FIELDS
 from callsheet.time import Time, Timestamp, elapsed_fraction
@@ -94,7 +94,7 @@ class RunInfo:
         return self.ranks.local_rank == 0
 
 
-class Course(NamedTuple):
+class RunConstants(NamedTuple):
     """What of a `TrainState` no step changes: written anew where it changes, so that a snapshot takes it as one."""
 
     max_duration: Time | None = None
@@ -121,7 +121,7 @@ class TrainState:
 
     timestamp: Timestamp
     previous_timestamp: Timestamp
-    course: Course
+    course: RunConstants
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TrainState:
         evaluators: tuple[str, ...] = (),
     ) -> None:
         self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
-        self.course = Course(max_duration, baseline, epoch_batches, evaluators)
+        self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
 
     if TYPE_CHECKING:  # else they would be fields of the dataclass
         max_duration: Time | None
@@ -141,7 +141,7 @@ class TrainState:
         epoch_batches: int | None
         evaluators: tuple[str, ...]
     else:
-        max_duration, baseline, epoch_batches, evaluators = map(_of_course, Course._fields)
+        max_duration, baseline, epoch_batches, evaluators = map(_of_course, RunConstants._fields)
 
     def state_dict(self) -> dict[str, Any]:
         """How far training is, as plain data."""
@@ -165,7 +165,7 @@ class TrainState:
 
 
 @dataclass(frozen=True, slots=True)
-class LogRecord:
+class MetricsRecord:
     """What was logged since the last boundary, as floats; speeds are of training alone, evaluation and saving left out."""
 
     step: int
@@ -211,7 +211,7 @@ class Accumulator(Protocol):
 
 
 class LoggerLine(Protocol):
-    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.tell_loggers`."""
+    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.notify_loggers`."""
 
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
 
@@ -223,7 +223,7 @@ class Context:
     are for the loop that owns the context.
 
     Raises:
-        FieldNotTold: on reading a field outside its window; the message names the window.
+        FieldNotAvailable: on reading a field outside its window; the message names the window.
     """
 
     __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "excuse", "kept", "loss_is_new", "muting")
@@ -246,7 +246,7 @@ class Context:
     grad_norm: Any
     learning_rate: float
     step_skipped: bool
-    record: LogRecord
+    record: MetricsRecord
     boundary: str
     eval_name: str
     standalone: bool
@@ -359,7 +359,7 @@ class Context:
         Raises:
             UnknownEventError: no such event.
             RegistrationError: the callback is not on the run's call sheet.
-            RequestRefused: in a lane.
+            RequestRejected: in a lane.
         """
         if self.muting is not None:
             self.muting(callback, events, True, until)
@@ -373,10 +373,10 @@ class Context:
         """`value` of every rank, in the order of ranks. A collective: every rank must reach it.
 
         Raises:
-            RequestRefused: in a handler that runs on some ranks only.
+            RequestRejected: in a handler that runs on some ranks only.
         """
         if self.control.in_gate:
-            raise RequestRefused(
+            raise RequestRejected(
                 "ctx.gather() in a handler that runs on some ranks only would hang the others; let it run on all ranks, and gate the writing"
             )
         return distributed.gather(value)
@@ -420,7 +420,7 @@ class Context:
 
         def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
             if name in FIELDS:
-                raise FieldNotTold(_not_told(name, self.event), name=name)
+                raise FieldNotAvailable(_not_told(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from callsheet.errors import ConfigError, RequestRefused, did_you_mean
+from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 from callsheet.hooks import Hooks
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
 
 class Control:
-    """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `accumulate` and `load`.
+    """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `set_gradient_accumulation` and `load`.
 
     `able` names what the loop behind it can carry out now; anything else is refused when it is asked for, not ignored.
     `is_shared` says that there are other ranks, so that requests of one wait in `wishes` until they are agreed.
@@ -48,13 +48,13 @@ class Control:
 
     __slots__ = (
         *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
-        *("is_hurried", "is_rescheduled", "switched_off", "wishes"),
+        *("is_hurried", "is_rescheduled", "switched_off", "local_requests"),
     )
 
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False) -> None:
         self.able = set(able)
         self.is_shared = is_shared
-        self.wishes: list[Request] = []
+        self.local_requests: list[Request] = []
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
@@ -75,7 +75,7 @@ class Control:
         `replicated=True` says that every rank makes the same request, from replicated or reduced fields alone.
 
         Raises:
-            RequestRefused: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
+            RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
         """
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
@@ -91,12 +91,12 @@ class Control:
         """Ask that all evaluators run at the next boundary. Raises as `stop` does."""
         self._ask(Request("evaluate", why, _asker()), replicated)
 
-    def accumulate(self, batches: int) -> None:
+    def set_gradient_accumulation(self, batches: int) -> None:
         """From the next step on, accumulate gradients over so many fetched batches: on every rank alike. Raises as `stop` does."""
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
-        self._check("accumulate")
-        self._refuse_in_gate("accumulate")
+        self._check("set_gradient_accumulation")
+        self._reject_in_gate("set_gradient_accumulation")
         self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -135,7 +135,7 @@ class Control:
     def ask(self, request: Request) -> None:
         """A request of this rank alone, made elsewhere: it acts as soon as all ranks know of it."""
         if self.is_shared:
-            self.wishes.append(request)
+            self.local_requests.append(request)
         else:
             self.agree(request)
 
@@ -161,10 +161,10 @@ class Control:
         if self.is_hurried or self.is_rescheduled:  # after the line before it: a lane may have said so in between
             self.pending = True
 
-    def take_wishes(self) -> list[Request]:
+    def take_requests(self) -> list[Request]:
         """For the loop: what this rank has asked for since the last call."""
-        taken = self.wishes[:]
-        del self.wishes[: len(taken)]  # not `= []`: another thread may be asking
+        taken = self.local_requests[:]
+        del self.local_requests[: len(taken)]  # not `= []`: another thread may be asking
         return taken
 
     def agree(self, request: Request) -> None:
@@ -182,18 +182,18 @@ class Control:
     def _ask(self, request: Request, replicated: bool) -> None:
         self.check(request)
         if replicated:
-            self._refuse_in_gate(request.what)
+            self._reject_in_gate(request.what)
             self.agree(request)
         else:
             self.ask(request)
 
     def _check(self, what: str) -> None:
         if what not in self.able:
-            raise RequestRefused(f"this loop cannot {what} on request here; it can {', '.join(sorted(self.able))}")
+            raise RequestRejected(f"this loop does not support ctx.control.{what}; it supports {', '.join(sorted(self.able))}")
 
-    def _refuse_in_gate(self, what: str) -> None:
+    def _reject_in_gate(self, what: str) -> None:
         if self.in_gate:
-            raise RequestRefused(
+            raise RequestRejected(
                 f"control.{what}(replicated=True) in a handler that runs on some ranks only: the others would not ask; leave replicated out"
             )
 

@@ -19,7 +19,7 @@ from callsheet.lifecycle import SPAN_OF, SPANS, names_in
 
 if TYPE_CHECKING:
     from callsheet.context import Context
-    from callsheet.sheet import Entry, Handler
+    from callsheet.sheet import Handler, HandlerEntry
 
 logger = logging.getLogger("callsheet")
 
@@ -197,7 +197,7 @@ class Costs:
         """Whether handlers of `event` are timed in this table."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
-    def timed(self, handler: Handler, entry: Entry) -> Handler:
+    def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
         """`handler`, timed."""
         label, event = entry.member.label, entry.event
         cell = self._cells.setdefault((entry.member.number, label, event), _Cell(label, event))

@@ -32,7 +32,7 @@ class NotACallbackError(CallsheetError, TypeError):
     """Something was given in the place of a callback that is none."""
 
 
-class FieldNotTold(CallsheetError, AttributeError):
+class FieldNotAvailable(CallsheetError, AttributeError):
     """A context field was read outside the window in which the lifecycle tells it."""
 
 
@@ -40,7 +40,7 @@ class MixedUnitsError(CallsheetError, TypeError):
     """Two times in different units were compared or added."""
 
 
-class RequestRefused(CallsheetError, RuntimeError):
+class RequestRejected(CallsheetError, RuntimeError):
     """A request to the loop that cannot be carried out from where it was made."""
 
 
@@ -88,7 +88,7 @@ class HostError(CallsheetError, RuntimeError):
     """A host could not follow another framework's loop, and observes the run no longer; training goes on."""
 
 
-class NotCarried(CallsheetError, RuntimeError):
+class NotSupported(CallsheetError, RuntimeError):
     """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
 
 

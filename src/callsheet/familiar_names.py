@@ -42,7 +42,7 @@ FAMILIAR: Mapping[str, str] = {
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",
-    "accumulate_grad_batches": "accumulate=N",
+    "accumulate_grad_batches": "gradient_accumulation_steps=N",
     "auto_resume": "resume='auto', with a run_name",
     "autoresume": "resume='auto', with a run_name",
     "bf16": "precision='bf16'",
@@ -58,8 +58,7 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "eval_dataset": "eval_dataloader, a torch DataLoader of it",
     "eval_steps": "eval_interval='100ba', for every 100 batches",
     "fp16": "precision='fp16'",
-    "grad_accum": "microbatch_size, or accumulate",
-    "gradient_accumulation_steps": "accumulate=N",
+    "grad_accum": "microbatch_size, or gradient_accumulation_steps",
     "gradient_clip_val": "clip_grad_norm",
     "learning_rate": "an optimizer: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
     "log_every_n_steps": "log_interval='10ba', for every 10 batches",

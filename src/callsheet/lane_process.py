@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from callsheet.callback import Callback, CallbackSpec
-from callsheet.snapshot import Inbox, LaneControl, Said, control_of, snapshot_of
+from callsheet.snapshot import Inbox, LaneControl, LaneMessage, control_of, snapshot_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,7 +27,7 @@ class _Sent(Inbox):
         super().__init__()
         self._connection = connection
 
-    def put(self, said: Said) -> None:
+    def put(self, said: LaneMessage) -> None:
         """Send it."""
         self._connection.send_bytes(pickle.dumps(("said", said)))
 

@@ -47,7 +47,7 @@ class Field(NamedTuple):
 
     `windows` are pairs of events, both included, between which it can be read; none means always. `kind` says how the ranks'
     values relate: `replicated` (the same everywhere), `local`, `reduced` (computed over the ranks) or `agreed`. `writable` names
-    the events at which a callback may replace it. `kept_until` is how far the window reaches when a listener declares `keep`.
+    the events at which a callback may replace it. `kept_until` is how far the window reaches when a listener declares `keep_fields`.
     """
 
     name: str
@@ -234,7 +234,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "outputs",
             "Any",
-            'what the model returned; to the step\'s end where a listener declares `keep = ("outputs",)`',
+            'what the model returned; to the step\'s end where a listener declares `keep_fields = ("outputs",)`',
             "local",
             (("on_forward_end", "on_loss_end"), *_EVAL_OUTPUTS),
             ("on_forward_end", "on_eval_forward_end"),
@@ -370,7 +370,7 @@ def description(event: str) -> str:
     return span.start if event == span.start_event else span.end
 
 
-def fields_told(event: str) -> tuple[str, ...]:
+def fields_available(event: str) -> tuple[str, ...]:
     """The fields that can be read at `event`, those of every event left out, in the table's order.
 
     The points of `ANYWHERE` add what was already readable where they stand.

@@ -89,7 +89,7 @@ class Lifetime:
                 closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
                 self._manager.drain(self._ctx)
                 self._ctx.run.failures = self._manager.cost_report(self._ctx.step).failures
-                self._manager.tell_costs(self._ctx, is_last=True)
+                self._manager.publish_costs(self._ctx, is_last=True)
 
     def __enter__(self) -> None:
         if self._ended:

@@ -25,12 +25,12 @@ class LogRanks:
     def __init__(self, choice: str, ranks: Ranks) -> None:
         if choice not in CHOICES:
             raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
-        self._is_quiet = choice == "zero" and ranks.rank > 0
+        self._has_no_listeners = choice == "zero" and ranks.rank > 0
         self._handlers: list[logging.Handler] = []
 
     def start(self) -> None:
         """Filter from now on; nothing on rank 0."""
-        if self._is_quiet and not self._handlers:
+        if self._has_no_listeners and not self._handlers:
             named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
             loggers = [logging.getLogger(), *named]
             self._handlers = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())

@@ -14,55 +14,55 @@ from typing import Any, TypeVar, overload
 
 from callsheet.background import Background, inner
 from callsheet.callback import Callback, label_of, ungated
+from callsheet.capture import DeviceNumbers
 from callsheet.context import Context
 from callsheet.costs import CostReport, Costs, Failures
+from callsheet.delivery import CallbackLane, LaneDelivery, join
 from callsheet.distributed import RankGate, Ranks, read_ranks
 from callsheet.errors import (
     ConfigError,
     NotACallbackError,
     RegistrationError,
-    RequestRefused,
+    RequestRejected,
     UnknownEventError,
     text_of,
     where,
 )
 from callsheet.events import Event, as_event
-from callsheet.handover import CallbackLane, Handover, join
 from callsheet.lanes import LaneOptions, Undelivered, drain
 from callsheet.lifecycle import EVENTS, POINTS
-from callsheet.registration import check_callback, heard_by, wishes
+from callsheet.registration import check_callback, handlers_of, resolve_options
 from callsheet.sheet import (
     FAILURES_ALLOWED,
     CallSheet,
-    Entry,
+    CompiledEvent,
     Handler,
-    Member,
-    Told,
+    HandlerEntry,
+    Registration,
     all_entries,
+    compile_event,
     compiled,
-    handlers_of,
+    compiled_handlers,
     in_gate,
     isolated,
     marked,
     recover,
-    told_of,
 )
 from callsheet.snapshot import Inbox
-from callsheet.spans import Heard, Spans
+from callsheet.spans import HasListeners, Spans
 from callsheet.state_calls import StateCalls, keeps_state
-from callsheet.taker import DeviceNumbers
 from callsheet.time import Interval, Time, TimeUnit
 
 logger = logging.getLogger("callsheet")
 
 F = TypeVar("F", bound=Callable[..., Any])
 Every = str | int | Time | Interval | None
-_NO_TELLING: dict[str, Told] = {}
+_NOT_COMPILED: dict[str, CompiledEvent] = {}
 _BEFORE_THE_END = 0.8  # of the lanes' last seconds, for what came before the run's end
 _BEFORE_LOGGERS_END = 0.9  # and for what they say at it
 _WORDS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 _SETTLE_SECONDS = 0.2  # that the last record waits for what lanes log
-_LEAST_PAUSE = 20  # steps for which it pays to be muted and told again
+_MIN_PAUSE_SECONDS = 20  # steps for which it pays to be muted and told again
 _STATE_SECONDS = 1.0  # for the state of a callback whose lane has hung already
 _LEAST_STATE_SECONDS = 0.1  # for a state even if a signal leaves no time
 _GRACE_SHARE = 1 / 3  # of what is left after a signal, that callbacks in lanes may delay a checkpoint
@@ -99,28 +99,32 @@ class CallbackManager:
         self.user_state: dict[str, Any] = {}
         self.current: Event | None = None
         """The event that is dispatched now; None outside events."""
-        self.heard = Heard()
+        self.has_listeners = HasListeners()
         self.costs = Costs(costs, warn_share)
         self._checking = checking
         self._common: dict[type, Any] = {}
-        self._members: list[Member] = []
-        self._entries: dict[str, list[Entry]] = {event: [] for event in EVENTS}
+        self._registrations: list[Registration] = []
+        self._entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
         self._numbers, self._member_numbers = count(), count()
-        self._told = _NO_TELLING  # empty until compiled: a lookup that fails compiles
-        self._plain = self._windowed = _NO_TELLING  # what `_told` is between windows of costs, and in them
+        self._active = _NOT_COMPILED  # empty until compiled: a lookup that fails compiles
+        self._plain = self._timed = _NOT_COMPILED  # what `_told` is between windows of costs, and in them
         self._ranks: Ranks | None = None
         self._spans: list[Spans] = []  # of the run in progress
         self._ctx: weakref.ref[Context] | None = None
         self._inbox = Inbox()
-        self._lanes: dict[Member, CallbackLane] = {}
-        self._undelivered: dict[Member, int] = {}  # what lanes had not told when the end was; they stay until another run begins
-        self._dropped: dict[Member, int] = {}  # and what ended lanes have dropped
+        self._lanes: dict[Registration, CallbackLane] = {}
+        self._undelivered: dict[
+            Registration, int
+        ] = {}  # what lanes had not told when the end was; they stay until another run begins
+        self._dropped: dict[Registration, int] = {}  # and what ended lanes have dropped
         self._is_over = False  # a run has ended, and no other has begun
-        self._behind: dict[Member, int] = {}  # lanes that hung when their state was read, and how much they had done by then
-        self._slow: dict[Member, int] = {}  # the same of those that the last record did not wait for any longer
+        self._behind: dict[
+            Registration, int
+        ] = {}  # lanes that hung when their state was read, and how much they had done by then
+        self._slow: dict[Registration, int] = {}  # the same of those that the last record did not wait for any longer
         self._until = inf  # when the process will be killed
-        self._wakes: list[tuple[int, Member, frozenset[str]]] = []  # the step before which a member hears events again
-        self._handed: dict[Entry, Handler] = {}
+        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # the step before which a member hears events again
+        self._handed: dict[HandlerEntry, Handler] = {}
         self._state_calls = StateCalls()
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
@@ -135,7 +139,7 @@ class CallbackManager:
     @property
     def callbacks(self) -> list[Callback]:
         """The callback objects, in the order in which they were added; functions are not among them."""
-        return [member.thing for member in self._members if isinstance(member.thing, Callback)]
+        return [member.thing for member in self._registrations if isinstance(member.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
         """Add a callback, or several, all or none.
@@ -148,17 +152,17 @@ class CallbackManager:
         several = (
             [callbacks] if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable) else list(callbacks)
         )
-        lines: list[Entry] = []
-        members: list[Member] = []
+        lines: list[HandlerEntry] = []
+        members: list[Registration] = []
         for given in several:
             callback = self._in_its_process(check_callback(given))
-            member = Member(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
-            self._check_unique(callback, [*self._members, *members])
+            member = Registration(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
+            self._check_unique(callback, [*self._registrations, *members])
             members.append(member)
             if callback.lane == "inline" and not getattr(callback.common, "is_alone", True):
                 kind = type(callback.common)
                 callback.common = self._common.setdefault(kind, kind())
-            for event, handler in heard_by(inner(callback)).items():
+            for event, handler in handlers_of(inner(callback)).items():
                 lines.append(self._entry(event, handler, member, callback, {}))
         self._enter(members, lines)
 
@@ -227,7 +231,7 @@ class CallbackManager:
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
-        member = Member(function, label, where(function), next(self._member_numbers))
+        member = Registration(function, label, where(function), next(self._member_numbers))
         lines = [self._entry(told, function, member, Callback, given) for told in events]
         if lane == "process":
             raise RegistrationError(
@@ -244,16 +248,16 @@ class CallbackManager:
         """
         gone = [
             member
-            for member in self._members
+            for member in self._registrations
             if member.thing is what
             or (isinstance(member.thing, Callback) and inner(member.thing) is what)
             or (member.thing == what and not isinstance(what, Callback))
             or (isinstance(what, type) and isinstance(member.thing, Callback) and isinstance(inner(member.thing), what))
         ]
         if not gone:
-            here = ", ".join(member.label for member in self._members) or "nobody"
+            here = ", ".join(member.label for member in self._registrations) or "nobody"
             raise RegistrationError(f"{what!r} is not on the call sheet; here are: {here}")
-        self._members = [member for member in self._members if member not in gone]
+        self._registrations = [member for member in self._registrations if member not in gone]
         self._wakes = [wake for wake in self._wakes if wake[1] not in gone]
         for event, entries in self._entries.items():
             self._entries[event] = [entry for entry in entries if entry.member not in gone]
@@ -284,7 +288,7 @@ class CallbackManager:
             BaseException: what a callback raised, unless it is isolated; reports and restorations have been told by then.
         """
         try:
-            first, rest, named, entries = self._told[event]
+            first, rest, named, entries = self._active[event]
         except KeyError:
             first, rest, named, entries = self._lookup(as_event(event))
             self._is_over = False
@@ -315,11 +319,11 @@ class CallbackManager:
 
         Raises:
             ConfigError: an interval is a fraction of a duration that this run does not have.
-            RequestRefused: the manager serves another run, which has not ended.
+            RequestRejected: the manager serves another run, which has not ended.
         """
         other = self._ctx() if self._ctx is not None else None
         if other is not None and other is not ctx:
-            raise RequestRefused(
+            raise RequestRejected(
                 f"this manager serves the run {other.run.name!r}; close that first, or give each run a manager of its own"
             )
         entries = self.call_sheet().entries
@@ -330,7 +334,7 @@ class CallbackManager:
         ctx.kept = self._kept()
         ctx.muting = self._mute
         self._ctx = weakref.ref(ctx)
-        for member in self._members:
+        for member in self._registrations:
             member.failures = member.failures_in_a_row = 0
             member.is_off, member.last_failure, member.muted = False, "", frozenset()
         self._wakes = []
@@ -340,10 +344,10 @@ class CallbackManager:
             entry.previous, entry.added_at, entry.was_end = None, None, False
         self._compile()
 
-    def tell_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
+    def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call `method(ctx, **payload)` on every callback that has it: how tables, images and files reach the loggers. Isolated."""
         ranks = self._ranks or read_ranks()
-        for member in self._members:
+        for member in self._registrations:
             if not isinstance(member.thing, Callback) or not ranks.passes(member.thing.ranks):
                 continue
             handler = getattr(inner(member.thing), method, None)
@@ -352,7 +356,7 @@ class CallbackManager:
                     if self._is_over and member not in self._lanes:
                         logger.error("%s is not told %s: its lane has ended with the run", member.label, method)
                     else:
-                        Handover.put_call(self._lane_of(member), method, ctx, payload)
+                        LaneDelivery.put_call(self._lane_of(member), method, ctx, payload)
                     continue
                 call = partial(handler, **payload)
                 if member.thing.ranks != "all":
@@ -372,7 +376,7 @@ class CallbackManager:
             self._wakes.remove(wake)
             _, member, events = wake
             self._set_muted(member, member.muted - events)
-        if not self._members:
+        if not self._registrations:
             self.costs.next_step = sys.maxsize
         elif not self.costs.has_begun:
             self.costs.begin(step)
@@ -393,47 +397,47 @@ class CallbackManager:
                 dropped.get(member, 0),
                 undelivered.get(member, 0),
             )
-            for member in dict.fromkeys([*self._members, *dropped])  # with those that were removed and were in a lane
+            for member in dict.fromkeys([*self._registrations, *dropped])  # with those that were removed and were in a lane
             if member.failures or dropped.get(member) or undelivered.get(member)
         )
         return self.costs.report(step, tuple(failures))
 
-    def tell_costs(self, ctx: Context, *, is_last: bool = False) -> None:
+    def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
         """For a loop, after a record: give the loggers the costs and the latest window, where it is time to; always where it `is_last`."""
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.is_told_now(is_last=is_last) or (report is not None and report.failures):
-            self.tell_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
+            self.notify_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
             if (window := self.costs.take_window()) is not None:
-                self.tell_loggers("log_timeline", ctx, window=window)
+                self.notify_loggers("log_timeline", ctx, window=window)
 
     # --- lanes ---
 
-    def catch_up(self, ctx: Context) -> None:
+    def process_lane_messages(self, ctx: Context) -> None:
         """For a loop, at a boundary: do what lanes have said, and switch off what all ranks know to fail."""
         ctx.control.is_hurried = False  # before it is emptied: what is said meanwhile is another hurry
         self._inbox.empty(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
-            for member in self._members:
+            for member in self._registrations:
                 if str(member.number) == request.kind:
                     member.switch_off(FAILURES_ALLOWED)
         ctx.control.look_again()
 
-    def settle(self, ctx: Context) -> None:
+    def flush_lanes(self, ctx: Context) -> None:
         """For a loop, before what may be its last record: give lanes a moment, so that what they log now stands in it."""
         moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
         drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
         self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
-        self.catch_up(ctx)
+        self.process_lane_messages(ctx)
 
-    def hurry(self, seconds: float) -> None:
+    def limit_lane_waits(self, seconds: float) -> None:
         """For a loop: the process will be killed after so long, and a checkpoint does not wait for lanes as it would."""
         self._until = time.monotonic() + seconds
 
     def drain(self, ctx: Context) -> None:
         """Before the end is told: wait until the lanes have told everything else, for most of the time that each has in all."""
         self._drain(share=_BEFORE_THE_END)
-        self.catch_up(ctx)
+        self.process_lane_messages(ctx)
 
     def close(self) -> None:
         """The run is over: its lanes end, its ranks and loops are forgotten. May be called twice; the manager may serve another run.
@@ -455,7 +459,7 @@ class CallbackManager:
         self._lanes, self._handed, self._behind, self._slow = {}, {}, {}, {}
         self._spans = []
         self._ranks = self._ctx = None
-        self._told = self._plain = self._windowed = _NO_TELLING
+        self._active = self._plain = self._timed = _NOT_COMPILED
         self._is_over = True
 
     def _drain(self, share: float = 1.0) -> list[Undelivered]:
@@ -478,7 +482,7 @@ class CallbackManager:
         """
         missing: dict[str, str] = {}
 
-        def failed(member: Member, error: Exception) -> None:
+        def failed(member: Registration, error: Exception) -> None:
             missing[member.label] = reason = f"{type(error).__name__}: {text_of(error)}"
             logger.error(
                 "The state of callback %s (%s) is missing from this checkpoint: %s",
@@ -516,7 +520,7 @@ class CallbackManager:
             logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
         loads = {
             member: partial(member.thing.load_state_dict, saved[label_of(member.thing)])
-            for member in self._members
+            for member in self._registrations
             if isinstance(member.thing, Callback) and label_of(member.thing) in saved
         }
         self._state_calls.results(loads, self._state_deadline, _starts_without)
@@ -524,19 +528,21 @@ class CallbackManager:
             logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
         self.user_state.update(state.get("user_state", {}))
 
-    def _move_state(self, old: Member, giver: Callback, new: Member, taker: Callback) -> None:
+    def _move_state(self, old: Registration, giver: Callback, new: Registration, capture: Callback) -> None:
         """A callback is in another lane now: give it the state that it has in the old one."""
         states = self._state_calls.results({old: partial(_state_of, giver)}, self._state_deadline, _starts_without)
         if old in states:
-            self._state_calls.results({new: partial(taker.load_state_dict, states[old])}, self._state_deadline, _starts_without)
+            self._state_calls.results({new: partial(capture.load_state_dict, states[old])}, self._state_deadline, _starts_without)
 
     @property
-    def _stateful(self) -> dict[Member, Callback]:
+    def _stateful(self) -> dict[Registration, Callback]:
         return {
-            member: member.thing for member in self._members if isinstance(member.thing, Callback) and keeps_state(member.thing)
+            member: member.thing
+            for member in self._registrations
+            if isinstance(member.thing, Callback) and keeps_state(member.thing)
         }
 
-    def _state_deadline(self, member: Member) -> float:
+    def _state_deadline(self, member: Registration) -> float:
         """Seconds that a callback in a lane has to give or take its state; little if its lane already hung for its deadline."""
         lane = self._lanes.get(member)
         own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
@@ -568,9 +574,9 @@ class CallbackManager:
 
     # --- compiling ---
 
-    def _entry(self, event: str, handler: Handler, member: Member, owner: Any, given: dict[str, Any]) -> Entry:
-        wish = wishes(owner, handler, member.label, given)
-        return Entry(
+    def _entry(self, event: str, handler: Handler, member: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
+        wish = resolve_options(owner, handler, member.label, given)
+        return HandlerEntry(
             event=event,
             handler=ungated(handler),
             member=member,
@@ -579,11 +585,11 @@ class CallbackManager:
             lane=wish.lane,
             on_error=wish.on_error,
             every=wish.every,
-            samples=wish.samples,
+            draws_random=wish.draws_random,
             number=next(self._numbers),
         )
 
-    def _check_unique(self, callback: Callback, members: list[Member]) -> None:
+    def _check_unique(self, callback: Callback, members: list[Registration]) -> None:
         for member in members:
             if member.thing is callback:
                 raise RegistrationError(
@@ -600,7 +606,7 @@ class CallbackManager:
                     "give one of them another before adding it: callback.name = '...'"
                 )
 
-    def _enter(self, members: list[Member], lines: list[Entry]) -> None:
+    def _enter(self, members: list[Registration], lines: list[HandlerEntry]) -> None:
         """All or none: what cannot be compiled for a run in progress is not added to it."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
@@ -609,13 +615,13 @@ class CallbackManager:
         for entry in lines:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
             self._entries[entry.event].append(entry)
-        self._members = [*self._members, *members]
+        self._registrations = [*self._registrations, *members]
         self._changed()
         if ctx is not None:
             ctx.kept = self._kept()
 
     def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
-        member = next((each for each in self._members if each.thing is callback), None)
+        member = next((each for each in self._registrations if each.thing is callback), None)
         if member is None:
             raise RegistrationError(
                 f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute"
@@ -624,7 +630,7 @@ class CallbackManager:
         ctx = self._ctx() if self._ctx is not None else None
         if until is not None and ctx is not None:
             # A loop that does not come to `between_steps` would wake nobody, and to be woken costs what a few tellings do.
-            if not self.costs.has_begun or until < ctx.step + _LEAST_PAUSE:
+            if not self.costs.has_begun or until < ctx.step + _MIN_PAUSE_SECONDS:
                 return
             named -= member.muted - self._waking(member)  # for good, and it stays so
         self._forget_wakes(member, named)
@@ -633,51 +639,51 @@ class CallbackManager:
             ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to ask anew for `next_step`
         self._set_muted(member, member.muted | named if is_muted else member.muted - named)
 
-    def _waking(self, member: Member) -> frozenset[str]:
+    def _waking(self, member: Registration) -> frozenset[str]:
         """The events that it has muted until some step."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
 
-    def _forget_wakes(self, member: Member, events: frozenset[str]) -> None:
+    def _forget_wakes(self, member: Registration, events: frozenset[str]) -> None:
         """It has said something else about these events since."""
         left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 
-    def _set_muted(self, member: Member, muted: frozenset[str]) -> None:
+    def _set_muted(self, member: Registration, muted: frozenset[str]) -> None:
         changed, member.muted = member.muted ^ muted, muted
         if changed:
             self._changed(*changed)
 
     def _kept(self) -> frozenset[str]:
-        return frozenset(name for callback in self.callbacks for name in callback.keep)
+        return frozenset(name for callback in self.callbacks for name in callback.keep_fields)
 
     def _changed(self, *events: str) -> None:
         """The call sheet of these events has; where none is named, of all."""
         is_running = bool(self._spans) or self._ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
-            self._told = self._plain = self._windowed = _NO_TELLING
+            self._active = self._plain = self._timed = _NOT_COMPILED
         if is_running:  # it must know from the next event on
             self._compile(events if is_compiled else EVENTS)
 
-    def _lookup(self, event: str) -> Told:
-        if not self._told:
+    def _lookup(self, event: str) -> CompiledEvent:
+        if not self._active:
             self._compile()
-        return self._told[event]
+        return self._active[event]
 
     def _compile(self, events: Iterable[str] = EVENTS) -> None:
-        self._plain, self._windowed = self._table(self._plain, events, in_window=False), _NO_TELLING
-        self.heard.link(self._plain, events)
+        self._plain, self._timed = self._table(self._plain, events, in_window=False), _NOT_COMPILED
+        self.has_listeners.link(self._plain, events)
         self._use_table(events)
 
     def _use_table(self, events: Iterable[str] = EVENTS) -> None:
         """Tell from the table that the costs want now."""
-        if self.costs.is_window and not self._windowed:
-            self._windowed = self._table(_NO_TELLING, EVENTS, in_window=True)
-        self._told = self._windowed if self.costs.is_window else self._plain
+        if self.costs.is_window and not self._timed:
+            self._timed = self._table(_NOT_COMPILED, EVENTS, in_window=True)
+        self._active = self._timed if self.costs.is_window else self._plain
         for spans in self._spans:
-            spans.link(self._told, events)
+            spans.link(self._active, events)
 
-    def _table(self, table: Mapping[str, Told], events: Iterable[str], *, in_window: bool) -> dict[str, Told]:
+    def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
         """That table with these events as they are now."""
         ranks = self._ranks or read_ranks()
         table = dict(table)
@@ -689,20 +695,20 @@ class CallbackManager:
             table[event] = marked(told, self._mark(event)) if in_window and event not in POINTS else told
         return table
 
-    def _handover(self, entry: Entry) -> Handler:
+    def _handover(self, entry: HandlerEntry) -> Handler:
         if entry not in self._handed:
-            self._handed[entry] = Handover.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+            self._handed[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
         return self._handed[entry]
 
-    def _lane_of(self, member: Member) -> CallbackLane:
+    def _lane_of(self, member: Registration) -> CallbackLane:
         if member not in self._lanes:
             self._lanes[member] = self._left_lane(member) or CallbackLane(member, self._inbox)
         return self._lanes[member]
 
-    def _left_lane(self, member: Member) -> CallbackLane | None:
+    def _left_lane(self, member: Registration) -> CallbackLane | None:
         """The lane of what was removed and is added again: what it has still to tell comes before the new, never beside it."""
         for old, lane in self._lanes.items():
-            if old not in self._members and _is_same(old.thing, member.thing):
+            if old not in self._registrations and _is_same(old.thing, member.thing):
                 del self._lanes[old]
                 if old.thing == member.thing:
                     lane.member = member
@@ -728,9 +734,9 @@ class CallbackManager:
         options = callback.lane_options
         return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
 
-    def _heard_out(self, told: Told) -> Told:
+    def _heard_out(self, told: CompiledEvent) -> CompiledEvent:
         """The run's end, where lanes have had their say before the loggers hear of it: these close what it would be written to."""
-        handlers, (_, _, event, entries) = handlers_of(told), told
+        handlers, (_, _, event, entries) = compiled_handlers(told), told
         both = list(zip(handlers, entries, strict=True))
         place = next((place for place, entry in enumerate(entries) if _takes_words(entry.member)), len(both))
         late = [each for each in both[place:] if each[1].lane != "inline" and not _takes_words(each[1].member)]
@@ -741,26 +747,26 @@ class CallbackManager:
 
         def hear_out(ctx: Context) -> None:
             drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
-            self.catch_up(ctx)
+            self.process_lane_messages(ctx)
 
         ours = self._own_entry(event, hear_out, "the lanes' last words", "manager.py")
         both = [*before, (hear_out, ours), *after]
-        return told_of([handler for handler, _ in both], event, [entry for _, entry in both])
+        return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
 
-    def _mark(self, event: str) -> Entry:
+    def _mark(self, event: str) -> HandlerEntry:
         return self._own_entry(event, self.costs.mark, "the clock of costs", "costs.py")
 
-    def _own_entry(self, event: str, handler: Handler, label: str, source: str) -> Entry:
-        return Entry(
+    def _own_entry(self, event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
+        return HandlerEntry(
             event=event,
             handler=handler,
-            member=Member(handler, label, source),
+            member=Registration(handler, label, source),
             phase="report",  # told also when a callback fails
             ranks="all",
             lane="inline",
             on_error="raise",
             every=None,
-            samples=False,
+            draws_random=False,
             number=-1,
         )
 
@@ -797,7 +803,7 @@ def _interval(every: str | int | Time, label: str, function: Callable[..., Any])
         raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
 
 
-def _check_interval(entry: Entry, ctx: Context) -> None:
+def _check_interval(entry: HandlerEntry, ctx: Context) -> None:
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
         raise ConfigError(
             f"{entry.member.label} ({entry.member.source}) wants {entry.event} {entry.every}, and this run has no max_duration; "
@@ -805,14 +811,14 @@ def _check_interval(entry: Entry, ctx: Context) -> None:
         )
 
 
-def _takes_words(member: Member) -> bool:
+def _takes_words(member: Registration) -> bool:
     """Whether it is a logger: tables, images, files or settings reach it."""
     thing = inner(member.thing) if isinstance(member.thing, Callback) else None
     methods = (getattr(thing, method, None) for method in _WORDS)
     return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
 
 
-def _starts_without(member: Member, error: Exception) -> None:
+def _starts_without(member: Registration, error: Exception) -> None:
     reason = f"{type(error).__name__}: {text_of(error)}"
     logger.error("Callback %s (%s) starts without its saved state: %s", member.label, member.source, reason, exc_info=error)
 

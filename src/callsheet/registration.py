@@ -19,7 +19,7 @@ _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
-class Wishes(NamedTuple):
+class HandlerOptions(NamedTuple):
     """How a handler wants to be called, checked."""
 
     phase: str
@@ -27,7 +27,7 @@ class Wishes(NamedTuple):
     lane: str
     on_error: str
     every: Interval | None
-    samples: bool
+    draws_random: bool
 
 
 def check_callback(callback: object) -> Callback:
@@ -65,10 +65,13 @@ def check_callback(callback: object) -> Callback:
                 _at(f"{name!r} has an interval or a phase and is no event", callback, getattr(callback, name))
             )
     keepable = [field.name for field in FIELDS.values() if field.kept_until]
-    for what, names, valid in (("keep", callback.keep, keepable), ("needs", callback.needs, list(FIELDS))):
+    for what, names, valid in (
+        ("keep_fields", callback.keep_fields, keepable),
+        ("snapshot_fields", callback.snapshot_fields, list(FIELDS)),
+    ):
         for name in names:
             if name not in valid:
-                kind = "field that can be kept" if what == "keep" else "field"
+                kind = "field that can be kept" if what == "keep_fields" else "field"
                 raise RegistrationError(
                     _at(f"{what}: the context has no {kind} called {name!r}{did_you_mean(name, valid)}", callback)
                 )
@@ -98,7 +101,7 @@ def bridge_of(thing: object) -> str:
     return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""
 
 
-def heard_by(callback: Callback) -> dict[str, Callable[..., Any]]:
+def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
     """The handlers of a checked callback by event; all events where it overrides `on_event`."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
@@ -124,7 +127,7 @@ def is_inherited(handler: object, name: str) -> bool:
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
-def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> Wishes:
+def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
     """How `handler` wants to be called: by what was given at registration, its own decorators, then its callback's class.
 
     Raises:
@@ -147,7 +150,7 @@ def wishes(owner: Any, handler: Callable[..., Any], label: str, given: dict[str,
     return wish
 
 
-def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> Wishes:
+def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> HandlerOptions:
     try:
         phase = one_of("phase", given.get("phase") or own.phase or owner.phase, PHASES)
         lane = one_of("lane", given.get("lane") or owner.lane, LANES)
@@ -165,12 +168,12 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
             raise ConfigError(
                 "it calls collectives, so its errors must be raised: isolated on one rank, it would leave the others waiting"
             )
-        if owner.samples and lane != "inline":
+        if owner.draws_random and lane != "inline":
             raise ConfigError(
                 "it draws random numbers, and a lane would draw them in the midst of training: let it have a generator of its own, and "
                 "leave samples out"
             )
-        if lane != "inline" and (never := [name for name in owner.needs if name in NEVER]):
+        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NEVER]):
             raise ConfigError(
                 f"needs: {', '.join(never)} cannot be given to a lane, since training goes on with it; read it inline, and log numbers"
             )
@@ -178,7 +181,7 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
             raise ConfigError(f"in the lane {lane!r} errors are always isolated; leave on_error out")
     except ConfigError as error:
         raise RegistrationError(f"{error} (callback {label}, {source})") from None
-    return Wishes(phase, ranks, lane, on_error, given.get("every") or own.every, owner.samples)
+    return HandlerOptions(phase, ranks, lane, on_error, given.get("every") or own.every, owner.draws_random)
 
 
 def _check_signature(handler: Callable[..., Any], label: str) -> None:

@@ -145,7 +145,7 @@ class RunLock:
         deadline = time.monotonic() + timeout
         while (owner := self.attempt()) is not None:
             if time.monotonic() >= deadline or owner.is_in_this_thread:
-                raise RunInUseError(self.refusal(owner))
+                raise RunInUseError(self.rejection(owner))
             self.say_waiting(owner, timeout)
             time.sleep(_POLL_SECONDS)
 
@@ -174,7 +174,7 @@ class RunLock:
                 "%s is being trained by %s; waiting up to %g s for it to end (lock_timeout_seconds)", self.folder, owner, timeout
             )
 
-    def refusal(self, owner: Owner) -> str:
+    def rejection(self, owner: Owner) -> str:
         """The message for who did not get the lock."""
         if owner.is_in_this_process:
             return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."

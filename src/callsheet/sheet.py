@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from callsheet.callback import PHASES, Callback
 from callsheet.distributed import RankGate, Ranks
-from callsheet.errors import CallsheetError, FieldNotTold, mark_as_users, text_of, where
+from callsheet.errors import CallsheetError, FieldNotAvailable, mark_as_users, text_of, where
 from callsheet.events import Event, as_event
 from callsheet.lifecycle import EVENTS, is_available
 from callsheet.randomness import random_state, restore_random_state, same_random_state
@@ -31,7 +31,7 @@ _ALWAYS_TOLD = frozenset({"report", "restore"})
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class Registration:
     """A callback or function of the call sheet, and how it fares."""
 
     thing: Callback | Handler
@@ -57,18 +57,18 @@ class Member:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class HandlerEntry:
     """One line of the call sheet: a handler of one event. `previous` is the event's last telling, as its interval counts."""
 
     event: str
     handler: Handler
-    member: Member
+    member: Registration
     phase: str
     ranks: RankGate
     lane: str
     on_error: str
     every: Interval | None
-    samples: bool
+    draws_random: bool
     number: int
     previous: int | None = None
     added_at: Timestamp | None = None
@@ -107,7 +107,7 @@ class InTurn:
             self.rest(ctx)
 
 
-Told = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[Entry, ...]]
+CompiledEvent = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
 """One event, compiled: the first handler, the others in order, the event, and the entries that the handlers come from. None stands for
 no handler. A plain tuple, since every dispatch unpacks it; the first handler is apart, since calling one handler costs less than a loop
 over one (`benchmarks/dispatch.py`)."""
@@ -122,7 +122,7 @@ class Dispatcher(Protocol):
     current: Event | None
 
 
-Timed = Callable[[Handler, Entry], Handler]
+Timed = Callable[[Handler, HandlerEntry], Handler]
 """Makes of a handler one that does the same and takes its time."""
 
 
@@ -130,7 +130,7 @@ Timed = Callable[[Handler, Entry], Handler]
 class CallSheet:
     """The printable table: event x phase x callback x ranks x lane x interval, in the order in which all is told."""
 
-    entries: tuple[Entry, ...] = field(default=())
+    entries: tuple[HandlerEntry, ...] = field(default=())
 
     def rows(self) -> list[tuple[str, ...]]:
         """Event, phase, callback, ranks, lane and interval of every line, as text."""
@@ -150,13 +150,13 @@ class CallSheet:
 
 def compiled(
     event: str,
-    entries: Iterable[Entry],
+    entries: Iterable[HandlerEntry],
     ranks: Ranks,
     *,
     checking: bool = False,
-    handed: Callable[[Entry], Handler],
+    handed: Callable[[HandlerEntry], Handler],
     timed: Timed | None = None,
-) -> Told:
+) -> CompiledEvent:
     """The functions to call for one event on this rank; `timed` wraps the handlers whose time is taken, and `handed` gives what takes
     the place of a handler that runs in a lane.
     """
@@ -166,21 +166,21 @@ def compiled(
         if ranks.passes(entry.ranks) and not entry.member.is_silent_at(event)
     ]
     here = list(_told_once(here))
-    return told_of([_wrapped(entry, checking, handed, timed) for entry in here], as_event(event), here)
+    return compile_event([_wrapped(entry, checking, handed, timed) for entry in here], as_event(event), here)
 
 
-def told_of(handlers: Sequence[Handler], event: Event, entries: Sequence[Entry]) -> Told:
+def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
     """Return the compiled form of these handlers, each with its entry."""
     return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
 
 
-def handlers_of(told: Told) -> tuple[Handler, ...]:
+def compiled_handlers(told: CompiledEvent) -> tuple[Handler, ...]:
     """Return all handlers of a compiled event, in order."""
     first, rest, _, _ = told
     return () if first is None else (first, *(rest or ()))
 
 
-def _told_once(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _told_once(entries: Iterable[HandlerEntry]) -> Iterator[HandlerEntry]:
     """Of handlers that begin alike, that beginning before the first of them, and of each its rest."""
     told = set()
     for entry in entries:
@@ -191,13 +191,13 @@ def _told_once(entries: Iterable[Entry]) -> Iterator[Entry]:
         if handler.first not in told:
             told.add(handler.first)
             shared = type(getattr(handler.first, "__self__", None)).__name__
-            member = Member(handler.first, shared, where(handler.first), number=-1)
+            member = Registration(handler.first, shared, where(handler.first), number=-1)
             yield replace(entry, handler=handler.first, member=member, on_error="raise", ranks="all", every=None)
         if handler.rest is not None:
             yield replace(entry, handler=handler.rest)
 
 
-def _wrapped(entry: Entry, checking: bool, handed: Callable[[Entry], Handler], timed: Timed | None) -> Handler:
+def _wrapped(entry: HandlerEntry, checking: bool, handed: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
     """The entry's handler inside what it asked for; a plain handler stays as it is and costs nothing more."""
     handler = _inline(entry, checking) if entry.lane == "inline" else handed(entry)
     if timed is not None:
@@ -207,20 +207,20 @@ def _wrapped(entry: Entry, checking: bool, handed: Callable[[Entry], Handler], t
     return handler
 
 
-def _inline(entry: Entry, checking: bool) -> Handler:
+def _inline(entry: HandlerEntry, checking: bool) -> Handler:
     handler = entry.handler
-    if entry.samples:
+    if entry.draws_random:
         handler = partial(_keeping_randomness, handler)
     if entry.ranks != "all":
         handler = partial(in_gate, handler)
     if entry.on_error == "isolate":
         handler = partial(isolated, handler, entry.member, entry.event)
-    if checking and not entry.samples and entry.phase not in ("change", "restore"):
+    if checking and not entry.draws_random and entry.phase not in ("change", "restore"):
         handler = partial(_checking_randomness, handler, entry)
     return handler
 
 
-def _when_due(handler: Handler, entry: Entry, every: Interval, ctx: Context) -> None:
+def _when_due(handler: Handler, entry: HandlerEntry, every: Interval, ctx: Context) -> None:
     state = ctx.state
     elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
     now = every.index(state.timestamp, elapsed)
@@ -258,18 +258,18 @@ def _keeping_randomness(handler: Handler, ctx: Context) -> None:
         restore_random_state(before)
 
 
-def _checking_randomness(handler: Handler, entry: Entry, ctx: Context) -> None:
+def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) -> None:
     before = random_state()
     handler(ctx)
     if not same_random_state(before, random_state()):
         restore_random_state(before)
         raise CallsheetError(
             f"{entry.member.label} ({entry.member.source}) drew random numbers at {entry.event}, which changes training; "
-            "let its class say `samples = True`, or its phase be 'change' if it means to"
+            "let its class say `draws_random = True`, or its phase be 'change' if it means to"
         )
 
 
-def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None:
+def isolated(handler: Handler, member: Registration, event: str, ctx: Context) -> None:
     """Call a handler whose errors are reported and do not come out; switch it off when it fails too often in a row."""
     if (member.is_off or member.muted) and member.is_silent_at(event):
         return
@@ -281,7 +281,7 @@ def isolated(handler: Handler, member: Member, event: str, ctx: Context) -> None
         member.failures_in_a_row = 0
 
 
-def failed(member: Member, event: str, ctx: Context, error: Exception) -> None:
+def failed(member: Registration, event: str, ctx: Context, error: Exception) -> None:
     """An isolated callback has raised `error`: report it, and switch it off when that was too often in a row."""
     member.failures += 1
     member.failures_in_a_row += 1
@@ -304,7 +304,7 @@ def failed(member: Member, event: str, ctx: Context, error: Exception) -> None:
             member.switch_off(member.failures_in_a_row)
 
 
-def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Context) -> None:
+def recover(told: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
     """`failed` raised `error`: tell who must hear the event all the same, then let the error out.
 
     In another framework's loop, a field that should be available at the event and is not is no error of the callback's: the host has
@@ -313,10 +313,10 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
     Reports and restorations are always told, and at the end of a run everybody is. What these raise is logged: it must not hide the
     first error.
     """
-    handlers, (_, _, event, entries) = handlers_of(told), told
+    handlers, (_, _, event, entries) = compiled_handlers(told), told
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     member = entries[place].member
-    if isinstance(error, FieldNotTold) and ctx.excuse is not None and error.name and is_available(error.name, event):
+    if isinstance(error, FieldNotAvailable) and ctx.excuse is not None and error.name and is_available(error.name, event):
         ctx.excuse(f"{member.label} ({member.source}) reads ctx.{error.name} at {event}")
         _call_rest(told, place + 1, ctx)
         return
@@ -334,25 +334,25 @@ def recover(told: Told, failed: Handler | None, error: BaseException, ctx: Conte
     raise error
 
 
-def _call_rest(told: Told, first: int, ctx: Context) -> None:
+def _call_rest(told: CompiledEvent, first: int, ctx: Context) -> None:
     handler = None
     try:
-        for handler in handlers_of(told)[first:]:
+        for handler in compiled_handlers(told)[first:]:
             handler(ctx)
     except BaseException as error:
         assert handler is not None
         recover(told, handler, error, ctx)
 
 
-def marked(told: Told, mark: Entry) -> Told:
+def marked(told: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
     """`told` with one more handler, at its very beginning or, where a span ends, at its very end."""
-    handlers, (_, _, event, entries) = handlers_of(told), told
+    handlers, (_, _, event, entries) = compiled_handlers(told), told
     if event.endswith("_end"):
-        return told_of((*handlers, mark.handler), event, (*entries, mark))
-    return told_of((mark.handler, *handlers), event, (mark, *entries))
+        return compile_event((*handlers, mark.handler), event, (*entries, mark))
+    return compile_event((mark.handler, *handlers), event, (mark, *entries))
 
 
-def all_entries(by_event: dict[str, list[Entry]]) -> CallSheet:
+def all_entries(by_event: dict[str, list[HandlerEntry]]) -> CallSheet:
     """The call sheet of all ranks, in the lifecycle's order."""
     return CallSheet(tuple(entry for event in EVENTS for entry in sorted(by_event[event], key=lambda entry: entry.order)))
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from callsheet.context import Context, RunInfo
 from callsheet.control import Control, Request
-from callsheet.errors import FieldNotTold, RequestRefused, did_you_mean, text_of
+from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
 from callsheet.events import Event
-from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_told
+from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_available
 
 logger = logging.getLogger("callsheet")
 
@@ -28,7 +28,7 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 """Fields that a snapshot holds only where the callback names them in `needs`: they have to be copied."""
 
 
-class Said(NamedTuple):
+class LaneMessage(NamedTuple):
     """What a lane has to say to the run, as data: `log`, `ask`, `switch off`, or a logger's method, with its arguments."""
 
     what: str
@@ -51,9 +51,9 @@ class Inbox:
     """What lanes have said, until the training thread reaches a boundary."""
 
     def __init__(self) -> None:
-        self._said: deque[Said] = deque()
+        self._said: deque[LaneMessage] = deque()
 
-    def put(self, said: Said) -> None:
+    def put(self, said: LaneMessage) -> None:
         """From any thread."""
         self._said.append(said)
 
@@ -116,7 +116,7 @@ class LaneControl:
 
     @property
     def accumulation(self) -> int | None:
-        """How many batches were asked for with `Control.accumulate`."""
+        """How many batches were asked for with `Control.set_gradient_accumulation`."""
         return self._control.accumulation
 
     @property
@@ -142,7 +142,7 @@ class LaneControl:
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
         """For the manager; see `Control.switch_off`."""
-        self.inbox.put(Said("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
+        self.inbox.put(LaneMessage("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Ask that training end; see `Control.stop`."""
@@ -156,15 +156,15 @@ class LaneControl:
         """Ask that all evaluators run; see `Control.evaluate`."""
         self._ask(Request("evaluate", why, self.by), replicated)
 
-    def accumulate(self, batches: int) -> NoReturn:
+    def set_gradient_accumulation(self, batches: int) -> NoReturn:
         """Refused: every rank would have to ask before the same step."""
-        raise RequestRefused(
-            f"control.accumulate({batches}) in a lane, where no two ranks are at the same step; ask inline, on every rank alike"
+        raise RequestRejected(
+            f"control.set_gradient_accumulation({batches}) in a lane, where no two ranks are at the same step; ask inline, on every rank alike"
         )
 
     def load(self, path: str | os.PathLike[str]) -> NoReturn:
         """Refused: the checkpoint is loaded before a lane has heard of it."""
-        raise RequestRefused(
+        raise RequestRejected(
             f"control.load({os.fspath(path)!r}) in a lane, which hears of on_checkpoint_load_start when it is over; ask inline"
         )
 
@@ -172,18 +172,18 @@ class LaneControl:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in dir(Control) and not name.startswith("_"):
-                raise FieldNotTold(
+                raise FieldNotAvailable(
                     f"control.{name} is the loop's own and not told in a lane; there are stop, save, evaluate, and stop_requested and the like"
                 )
             raise AttributeError(f"the control has no {name!r}{did_you_mean(name, dir(LaneControl))}")
 
     def _ask(self, request: Request, replicated: bool) -> None:
         if replicated:
-            raise RequestRefused(
+            raise RequestRejected(
                 f"control.{request.what}(replicated=True) in a lane, where every rank is somewhere else; leave replicated out"
             )
         self._control.check(request)
-        self.inbox.put(Said("ask", {"request": request}, self.by))
+        self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.hurry()
 
 
@@ -200,7 +200,7 @@ class Snapshot(Context):
     """A context that stands still. Its methods reach the run: what is logged stands in the next record, requests act at a boundary.
 
     Raises:
-        FieldNotTold: on reading what it does not hold; the message says how to ask for it.
+        FieldNotAvailable: on reading what it does not hold; the message says how to ask for it.
     """
 
     __slots__ = ("_lane",)
@@ -216,7 +216,7 @@ class Snapshot(Context):
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
         """Refused."""
-        raise RequestRefused(
+        raise RequestRejected(
             "the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline"
         )
 
@@ -225,12 +225,12 @@ class Snapshot(Context):
     def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; see `Context.log`."""
         self._lane.inbox.put(
-            Said("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
+            LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )
 
     def gather(self, value: Any) -> NoReturn:
         """Refused: a collective of a lane would meet the training's own."""
-        raise RequestRefused(
+        raise RequestRejected(
             "ctx.gather() in a lane would meet the training's own collectives; gather inline, and write in a lane"
         )
 
@@ -242,25 +242,25 @@ class Snapshot(Context):
         """For a lane that is elsewhere: what can be read from the control."""
         return self._lane.told()
 
-    def say(self, said: Said) -> None:
+    def say(self, said: LaneMessage) -> None:
         """For a lane that is elsewhere: pass on what was said there."""
         self._lane.inbox.put(said)
         if said.what == "ask":
             self._lane.hurry()
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
-        self._lane.inbox.put(Said(method, payload, self._lane.by))
+        self._lane.inbox.put(LaneMessage(method, payload, self._lane.by))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             if name in NEVER:
-                raise FieldNotTold(
+                raise FieldNotAvailable(
                     f"ctx.{name} is not told in a lane: training goes on with it; use it inline, and hand over numbers"
                 )
-            if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_told(self.event))):
-                raise FieldNotTold(
-                    f"ctx.{name} is told in a lane where it is asked for: let the callback's class say needs = ({name!r}, ...)"
+            if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_available(self.event))):
+                raise FieldNotAvailable(
+                    f"ctx.{name} is told in a lane where it is asked for: let the callback's class say snapshot_fields = ({name!r}, ...)"
                 )
             return super().__getattr__(name)
 

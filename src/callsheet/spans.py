@@ -14,7 +14,7 @@ from types import TracebackType
 
 from callsheet.context import Context
 from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.sheet import Dispatcher, Told, recover
+from callsheet.sheet import CompiledEvent, Dispatcher, recover
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
@@ -38,8 +38,8 @@ class Span:
 
     def __init__(self, name: str, ctx: Context, dispatcher: Dispatcher) -> None:
         self.name = name
-        self.starts: Told | None = None
-        self.ends: Told | None = None
+        self.starts: CompiledEvent | None = None
+        self.ends: CompiledEvent | None = None
         self._ctx = ctx
         self._dispatcher = dispatcher
 
@@ -53,7 +53,7 @@ class Span:
         elif self.ends is not None:
             self._tell(self.ends)
 
-    def _tell(self, told: Told) -> None:  # the body of CallbackManager.fire, which a span cannot afford to call
+    def _tell(self, told: CompiledEvent) -> None:  # the body of CallbackManager.fire, which a span cannot afford to call
         first, rest, event, _ = told
         ctx, dispatcher = self._ctx, self._dispatcher
         outer = dispatcher.current
@@ -122,7 +122,7 @@ class Spans:
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
 
-    def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
+    def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
         """Point the spans that these events are the edges of at the handlers that a new call sheet has for them."""
         self.links += 1
         for event in events:
@@ -131,7 +131,7 @@ class Spans:
                 setattr(getattr(self, name), side, told if told[0] is not None else None)
 
 
-class Heard:
+class HasListeners:
     """Whether anybody hears an event, as an attribute of its name: `if heard.on_log:` costs what a flag costs."""
 
     __slots__ = EVENTS
@@ -200,7 +200,7 @@ class Heard:
         for event in EVENTS:
             setattr(self, event, False)
 
-    def link(self, table: Mapping[str, Told], events: Iterable[str]) -> None:
+    def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
         """Take the answers that a new call sheet has for these events."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

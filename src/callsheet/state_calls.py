@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from callsheet.background import inner
 from callsheet.callback import Callback
 from callsheet.errors import text_of
-from callsheet.sheet import Member
+from callsheet.sheet import Registration
 
 T = TypeVar("T")
 
@@ -19,14 +19,14 @@ class StateCalls:
     """Call methods of callbacks: inline ones here, those in lanes on threads of their own, for which nobody waits past their deadline."""
 
     def __init__(self) -> None:
-        self._attempts: dict[Member, _Attempt] = {}
+        self._attempts: dict[Registration, _Attempt] = {}
 
     def results(
         self,
-        calls: Mapping[Member, Callable[[], T]],
-        deadline: Callable[[Member], float],
-        failed: Callable[[Member, Exception], None],
-    ) -> dict[Member, T]:
+        calls: Mapping[Registration, Callable[[], T]],
+        deadline: Callable[[Registration], float],
+        failed: Callable[[Registration, Exception], None],
+    ) -> dict[Registration, T]:
         """Return what the calls return, without those that failed. Calls of callbacks in lanes run at the same time.
 
         Args:
@@ -37,14 +37,14 @@ class StateCalls:
         Raises:
             Exception: what an inline callback that is not isolated raised.
         """
-        attempts: dict[Member, _Attempt] = {}
+        attempts: dict[Registration, _Attempt] = {}
         for member, call in calls.items():
             if _lane(member) != "inline":
                 running = self._attempts.get(member)
                 if running is None or not running.is_alive():
                     attempts[member] = self._attempts[member] = _Attempt(member.label, call)
         began = time.monotonic()
-        results: dict[Member, T] = {}
+        results: dict[Registration, T] = {}
         for member, call in calls.items():
             try:
                 if member in attempts:
@@ -89,7 +89,7 @@ class _Attempt(threading.Thread):
         return self._result
 
 
-def _lane(member: Member) -> str:
+def _lane(member: Registration) -> str:
     return member.thing.lane if isinstance(member.thing, Callback) else "inline"
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from callsheet import Callback, CallsheetError, Context, NotCarried, RequestRefused
+from callsheet import Callback, CallsheetError, Context, NotSupported, RequestRejected
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import DiskSpaceGuard, EarlyStopper, LossSpikeDetector, SaveOnTrigger, ThresholdStopper, TimeLimit
 from callsheet.run_marker import MARKER
@@ -145,23 +145,23 @@ def at_home(subject: Subject, make: Callable[[], Callback], folder: Path) -> Eff
 def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) -> Cell:
     """Train with it there and in our own Trainer, and compare."""
     make, job = WITH_CAUSE.get(name, subject.make), job_of(subject)
-    refusal = ""
+    rejection = ""
     try:
         found = effects(where, job, [make()], folder / "strict", strict=True)
-    except NotCarried as error:
-        refusal = _short(error)
+    except NotSupported as error:
+        rejection = _short(error)
         try:
             found = effects(where, job, [make()], folder / "loose", strict=False)
-        except (NotCarried, RequestRefused) as again:
-            return Cell("refused", _short(again))
-    except RequestRefused as error:
-        return Cell("refused", _short(error))
+        except (NotSupported, RequestRejected) as again:
+            return Cell("rejected", _short(again))
+    except RequestRejected as error:
+        return Cell("rejected", _short(error))
     wanted = at_home(subject, make, shared / name)
     without, wanted_without = alone(where, job, shared), alone("trainer", job, shared)
     assert name not in WITH_CAUSE or wanted.shows(wanted_without)
-    if refusal and not found.shows(without):
-        return Cell("refused", refusal)
-    why = "; ".join([*([refusal] if refusal else []), *found.lacks(wanted, without, wanted_without)])
+    if rejection and not found.shows(without):
+        return Cell("rejected", rejection)
+    why = "; ".join([*([rejection] if rejection else []), *found.lacks(wanted, without, wanted_without)])
     return Cell("limited" if why else "works", why)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
+from callsheet import Callback, Context, NotSupported, RequestRejected, Trainer
 from callsheet.bridges.composer import EVENT_MAP, guest, host
 from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.matrix import Cell
@@ -169,8 +169,8 @@ def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
     assert [recorder.events[:at].count("on_train_step_end") for at in evaluated] == [3, 6, 7]
 
 
-def test_what_it_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestRefused, match="cannot save on request here; it can evaluate, stop"):
+def test_what_it_cannot_be_asked_for_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.save; it supports evaluate, stop"):
         fit(POINTS, tmp_path, [Asks("save", 2)])
 
 
@@ -259,11 +259,11 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     assert ends.outcomes == ["finished"]
 
 
-def test_what_it_never_tells_is_refused(tmp_path: Path) -> None:
+def test_what_it_never_tells_is_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_test_end, and Composer's Trainer never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_test_end, and Composer's Trainer never tells it"):
         made(POINTS, tmp_path, [Hears()])
     fit(POINTS, tmp_path, [Hears()], strict=False)
 
@@ -483,7 +483,7 @@ GUESTS: list[tuple[str, str, Function[[], Any], dict[str, Any]]] = [
     ("reads", "memory_monitor", real.MemoryMonitor, {}),
     ("reads", "activation_monitor", lambda: real.ActivationMonitor(interval="4ba", only_log_wandb=False), {}),
     ("reads", "image_visualizer", lambda: real.ImageVisualizer(interval="5ba", num_images=3), {"job": IMAGES}),
-    ("hears", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
+    ("listens_to", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
 ]
 SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
 """Those whose numbers do not come from a clock."""
@@ -506,7 +506,7 @@ def test_a_guest_does_here_what_it_does_at_home(
         theirs |= {key: home.logged[key] for key in home.logged if key in ("time/train", "time/val", "time/remaining_estimate")}
     assert theirs.keys() <= here.logged.keys()
     for key, values in theirs.items():
-        if tier != "hears":  # what is logged at every batch of an evaluation comes with its end
+        if tier != "listens_to":  # what is logged at every batch of an evaluation comes with its end
             assert len(here.logged[key]) == len(values), key
         if name in SAME:
             assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key
@@ -557,7 +557,7 @@ def test_what_a_guest_may_not_use_is_named(tmp_path: Path) -> None:
         model, POINTS.loss, POINTS.batches(), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         callbacks=[guest(Curious())], runs_folder=tmp_path,
     )  # fmt: skip
-    with pytest.raises(NotCarried, match="Composer's State has here no 'fsdp_config'"):
+    with pytest.raises(NotSupported, match="Composer's State has here no 'fsdp_config'"):
         trainer.fit()
 
 

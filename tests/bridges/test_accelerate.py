@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, Context, NotCarried, RegistrationError, RequestRefused, Trainer
+from callsheet import Callback, Context, NotSupported, RegistrationError, RequestRejected, Trainer
 from callsheet.bridges.accelerate import AcceleratedRun, guest, host
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -280,7 +280,7 @@ def test_states_that_are_not_registered_are_warned_of(tmp_path: Path, caplog: py
 def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     run = setup.host([Asks("save", 1)])
-    with pytest.raises(RequestRefused, match="load before the first epoch"), run:  # noqa: PT012  # the loop is what raises
+    with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop is what raises
         for batch in run.steps(setup.data):
             setup.train_on(batch)
             if run.ctx.state.timestamp.batch == 1:
@@ -333,27 +333,27 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
     setup.accelerator.log({"after": 1.0})  # heard by nobody
 
 
-def test_what_such_a_loop_never_tells_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
     setup = Setup(tmp_path)
-    with pytest.raises(NotCarried, match="Hears hears on_eval_forward_end, and this loop with Accelerate never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_eval_forward_end, and this loop with Accelerate never tells it"):
         setup.host([Hears()]).__enter__()
     with setup.host([Hears()], strict=False) as run:
         setup.run(run, epochs=1)
     assert "Hears hears on_eval_forward_end" in caplog.text
     another = Setup(tmp_path)
     another.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(NotCarried, match="has not stepped the optimizer in its first step"), another.host([Recorder()]) as run:  # noqa: PT012
+    with pytest.raises(NotSupported, match="has not stepped the optimizer in its first step"), another.host([Recorder()]) as run:  # noqa: PT012
         for inputs, targets in run.steps(another.data):
             another.accelerator.backward(POINTS.loss(another.model(inputs), targets))
 
 
-def test_engines_that_cannot_be_heard_are_refused(tmp_path: Path) -> None:
+def test_engines_that_cannot_be_heard_are_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     setup.accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(NotCarried, match="DEEPSPEED goes backward and steps in an engine of its own"):
+    with pytest.raises(NotSupported, match="DEEPSPEED goes backward and steps in an engine of its own"):
         setup.host([])
 
 
@@ -392,7 +392,7 @@ def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
             setup.run(run, epochs=1)
     assert recorder.events.count("on_run_end") == 2
     assert recorder.events.count("on_train_step_end") == 2 * STEPS
-    with pytest.raises(RequestRefused, match=r"steps\(\) inside steps"), setup.host([]) as run:  # noqa: PT012  # the loop raises
+    with pytest.raises(RequestRejected, match=r"steps\(\) inside steps"), setup.host([]) as run:  # noqa: PT012  # the loop raises
         for _ in run.steps(setup.data):
             next(run.steps(setup.data))
 
@@ -551,7 +551,7 @@ def test_accelerate_s_tensorboard_writes_what_it_writes_at_home(tmp_path: Path) 
     assert found["here"] == found["home"]
     assert [step for step, _ in found["here"]["train/loss"]] == [2, 4, 6]
     assert list((tmp_path / "here").rglob("hparams.yml"))
-    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="hears"))
+    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens_to"))
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_who_hears_one_event_reads_there_what_it_would_beside_others(where: str,
 @pytest.mark.parametrize("where", ["bare", "ignite"])
 def test_outputs_that_somebody_keeps_are_there_though_nobody_hears_the_forward(where: str, tmp_path: Path) -> None:
     class Keeps(Callback):
-        keep = ("outputs",)
+        keep_fields = ("outputs",)
 
         def on_train_step_end(self, ctx: Context) -> None:
             seen.append(ctx.outputs.shape)
@@ -135,12 +135,12 @@ class HearsLosses(Callback):
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_a_checkpoint_names_the_last_step_s_loss_though_nobody_hears_the_steps(where: str, tmp_path: Path) -> None:
     try:
-        beside, alone, hears = Saves(), Saves(), HearsLosses()
-        home(where).train(POINTS, tmp_path / "beside", [beside, hears])
+        beside, alone, listens_to = Saves(), Saves(), HearsLosses()
+        home(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
         home(where).train(POINTS, tmp_path / "alone", [alone])
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    assert alone.named == beside.named == pytest.approx([hears.losses[5], hears.losses[11]])
+    assert alone.named == beside.named == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
 
 
 @pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
@@ -207,12 +207,12 @@ def test_a_run_within_another_s_step_has_its_own_losses_though_the_other_was_qui
     def watched(name: str) -> BackwardWatch:
         model = nn.Linear(1, 1)
         run = HostedRun([Callback()], model=model, run_name=name, runs_folder=tmp_path)
-        return BackwardWatch(run.narrator, run.ctx)
+        return BackwardWatch(run.driver, run.ctx)
 
     own = torch.Tensor.backward
     outer, inner = watched("outer"), watched("inner")
     for watch in (outer, inner):
-        watch._backward.is_quiet = watch.is_on = True
+        watch._backward.has_no_listeners = watch.is_on = True
     outer.listen(False)
     outer.listen(True)
     nn.Linear(1, 1)(torch.ones(1)).sum().backward()

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, Context, NotCarried, RequestRefused, Trainer
-from callsheet.bridges.automodel import EVENTS, NOT_TOLD, TOLD, guest, host
+from callsheet import Callback, Context, NotSupported, RequestRejected, Trainer
+from callsheet.bridges.automodel import EVENTS, NOT_FIRED, TOLD, guest, host
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -77,7 +77,7 @@ class Asks(Callback):
 
 def test_the_maps_name_events_and_hooks() -> None:
     assert set(TOLD) == set(HOOKS) == {hook for hooks in EVENTS.values() for hook in hooks}
-    assert {event for events in TOLD.values() for event in events} | set(NOT_TOLD) | set(EVENTS) <= set(OURS)
+    assert {event for events in TOLD.values() for event in events} | set(NOT_FIRED) | set(EVENTS) <= set(OURS)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -97,7 +97,7 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
     assert {counted[f"on_{name}"] for name in ("eval_all_start", "eval_end", "epoch_end", "checkpoint_published")} == {2}
     assert counted["on_eval_forward_end"] == counted["on_eval_step_end"] == 6
     assert counted["on_log"] == steps + 2
-    assert set(OURS) - set(counted) == {*NOT_TOLD, "on_exception", "on_preempt"}
+    assert set(OURS) - set(counted) == {*NOT_FIRED, "on_exception", "on_preempt"}
     assert history["train/loss"] == pytest.approx(plain.losses)
     assert history["validation/loss"] == pytest.approx([each["default"] for each in plain.evaluated])
     assert history["train/label_tokens"] == [4.0] * steps
@@ -221,7 +221,7 @@ def test_where_nothing_is_saved_no_checkpoint_is_told(tmp_path: Path) -> None:
     ran(tmp_path, [recorder], saves=False)
     assert "on_checkpoint_save_start" not in recorder.events
     assert not list(tmp_path.glob("epoch*"))
-    with pytest.raises(RequestRefused, match="cannot save"):
+    with pytest.raises(RequestRejected, match="cannot save"):
         ran(tmp_path, [Asks("save", 2)], saves=False)
 
 
@@ -298,7 +298,7 @@ def test_a_callback_changes_batch_outputs_and_loss(tmp_path: Path) -> None:
 
 def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
     class Calls(Callback):
-        samples = False
+        draws_random = False
 
         def on_train_step_end(self, ctx: Context) -> None:
             ctx.model.eval()
@@ -382,11 +382,11 @@ def test_several_forwards_are_one_microbatch(tmp_path: Path) -> None:
     assert history.records[-1][1]["time/sample"] == sum(len(inputs) for inputs, _ in POINTS.batches())
 
 
-def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_predict_end, and NeMo AutoModel never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and NeMo AutoModel never tells it"):
         ran(tmp_path / "a", [Hears()])
     ran(tmp_path / "b", [Hears()], strict=False)
     assert "NeMo AutoModel never tells it" in caplog.text
@@ -395,16 +395,16 @@ def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCapture
         def on_eval_step_end(self, ctx: Context) -> None: ...
 
     ran(tmp_path / "c", [Steps()])
-    with pytest.raises(NotCarried, match="Steps hears on_eval_step_end"):
+    with pytest.raises(NotSupported, match="Steps hears on_eval_step_end"):
         ran(tmp_path / "d", [Steps()], sets={"a": [], "b": []})
     recipe = Recipe(POINTS, tmp_path, [host([])], num_epochs=1)
     recipe.setup()
     recipe.pp = object()  # type: ignore[attr-defined]
-    with pytest.raises(NotCarried, match="pipeline parallelism is not carried"):
+    with pytest.raises(NotSupported, match="pipeline parallelism is not carried"):
         recipe.run_train_validation_loop()
 
 
-def test_a_loop_that_does_not_call_its_model_as_a_whole_is_refused(tmp_path: Path) -> None:
+def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Path) -> None:
     class Parts(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -416,7 +416,7 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_refused(tmp_path: Pat
     class Hears(Callback):
         def on_forward_start(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_forward_start, and NeMo AutoModel has not told it in its first step"):
+    with pytest.raises(NotSupported, match="Hears hears on_forward_start, and NeMo AutoModel has not told it in its first step"):
         ran(tmp_path, [Hears()], model_wrap=Parts)
 
 
@@ -712,7 +712,7 @@ def test_a_guest_may_end_training_only_now(tmp_path: Path) -> None:
         def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
             recipe.step_scheduler.max_steps = 50
 
-    with pytest.raises(NotCarried, match="max_steps=50 at step 0"):
+    with pytest.raises(NotSupported, match="max_steps=50 at step 0"):
         FakeLoop(guest(Later()), [1.0, 2.0], folder=tmp_path).run()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, NotCarried, RequestRefused, attach, every
+from callsheet import Callback, CallbackManager, ConfigError, Context, NotSupported, RequestRejected, attach, every
 from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger
@@ -57,7 +57,9 @@ def attached(
     model, optimizer, data = parts()
     if folder is not None:
         options = {"run_name": "run", "runs_folder": folder, **options}
-    with attach(model=model, optimizer=optimizer, callbacks=callbacks, accumulate=accumulate, log_interval=1, **options) as run:
+    with attach(
+        model=model, optimizer=optimizer, callbacks=callbacks, gradient_accumulation_steps=accumulate, log_interval=1, **options
+    ) as run:
         for _ in run.epochs(epochs):
             for number, (inputs, targets) in enumerate(run.steps(data), 1):
                 loss = nn.functional.mse_loss(model(inputs), targets) / accumulate
@@ -243,7 +245,7 @@ def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
                 (model.weight.sum() * batch.sum()).backward()  # nobody calls the model
                 optimizer.step()
 
-    with pytest.raises(NotCarried, match=r"partial.* hears on_forward_end"):
+    with pytest.raises(NotSupported, match=r"partial.* hears on_forward_end"):
         train()
 
 
@@ -280,7 +282,7 @@ def test_a_callback_asks_for_an_evaluation() -> None:
     attached(1, [Asks(), recorder], evaluate=lambda: {"held out": {"accuracy": 0.5}})
     assert recorder.values["eval_results"] == [("on_eval_all_end", {"held out": {"accuracy": 0.5}})]
     check_events(recorder.events)
-    with pytest.raises(RequestRefused, match="cannot evaluate"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate"):
         attached(1, [Asks()])
 
 
@@ -417,7 +419,9 @@ def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
 def untold(strict: bool, callbacks: list[Callback], accumulate: int = 1) -> None:
     """A loop that never calls the model, but its parts."""
     model, optimizer, data = parts()
-    with attach(model=model, optimizer=optimizer, callbacks=callbacks, strict=strict, accumulate=accumulate) as run:
+    with attach(
+        model=model, optimizer=optimizer, callbacks=callbacks, strict=strict, gradient_accumulation_steps=accumulate
+    ) as run:
         for inputs, _ in run.steps(data):
             model[2](model[0](inputs)).sum().backward()  # type: ignore[index]
             optimizer.step()
@@ -427,8 +431,8 @@ class Listens(Callback):
     def on_forward_end(self, ctx: Context) -> None: ...
 
 
-def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NotCarried, match=r"Listens hears on_forward_end, and this loop has not told it.*strict=False"):
+def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NotSupported, match=r"Listens hears on_forward_end, and this loop has not told it.*strict=False"):
         untold(True, [Listens()])
     with caplog.at_level(logging.WARNING, "callsheet"):
         untold(False, [Listens()])
@@ -436,9 +440,9 @@ def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_refused(capl
     untold(True, [Stopper(100)])  # nobody hears it
 
 
-def test_a_loop_that_steps_less_often_than_it_says_is_refused() -> None:
+def test_a_loop_that_steps_less_often_than_it_says_is_rejected() -> None:
     model, optimizer, data = parts()
-    with pytest.raises(NotCarried, match="in its first batch; say with accumulate="):  # noqa: PT012
+    with pytest.raises(NotSupported, match="in its first batch; say with gradient_accumulation_steps="):  # noqa: PT012
         with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
             for number, (inputs, _) in enumerate(run.steps(data), 1):
                 model(inputs).sum().backward()
@@ -447,18 +451,18 @@ def test_a_loop_that_steps_less_often_than_it_says_is_refused() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [0, True, "2"])
-def test_bad_arguments_are_refused(accumulate: Any) -> None:
+def test_bad_arguments_are_rejected(accumulate: Any) -> None:
     model, optimizer, _ = parts()
-    with pytest.raises(ConfigError, match="accumulate="):
-        attach(model=model, optimizer=optimizer, callbacks=[], accumulate=accumulate)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps="):
+        attach(model=model, optimizer=optimizer, callbacks=[], gradient_accumulation_steps=accumulate)
 
 
-def test_steps_inside_steps_are_refused() -> None:
+def test_steps_inside_steps_are_rejected() -> None:
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[], strict=False) as run:
         outer = run.steps(data)
         next(outer)
-        with pytest.raises(RequestRefused, match="an epoch has to be over"):
+        with pytest.raises(RequestRejected, match="an epoch has to be over"):
             next(run.steps(data))
 
 
@@ -544,7 +548,7 @@ def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
 def test_a_loop_that_is_not_told_of_is_an_error() -> None:
     model, optimizer, data = parts()
     attached = attach(model=model, optimizer=optimizer, callbacks=[])
-    with pytest.raises(RequestRefused, match=r"with callsheet\.attach"):
+    with pytest.raises(RequestRejected, match=r"with callsheet\.attach"):
         next(attached.steps(data))
 
     def forgetful() -> None:
@@ -553,11 +557,11 @@ def test_a_loop_that_is_not_told_of_is_an_error() -> None:
                 for inputs, _ in data:
                     model(inputs)
 
-    with pytest.raises(RequestRefused, match=r"run\.steps\(dataloader\)"):
+    with pytest.raises(RequestRejected, match=r"run\.steps\(dataloader\)"):
         forgetful()
 
 
-def test_results_without_a_dataset_are_refused() -> None:
+def test_results_without_a_dataset_are_rejected() -> None:
     model, optimizer, _ = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
         with pytest.raises(ConfigError, match="by the dataset's name"):
@@ -737,7 +741,7 @@ def test_a_model_that_is_computed_again_for_its_backward_begins_no_microbatch() 
     assert recorder.events.count("on_forward_start") == recorder.events.count("on_backward_end") == 2
 
 
-def test_a_generator_whose_discriminator_is_trained_first_is_refused_with_what_to_do() -> None:
+def test_a_generator_whose_discriminator_is_trained_first_is_rejected_with_what_to_do() -> None:
     generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizer = torch.optim.Adam(generator.parameters())
 
@@ -748,7 +752,9 @@ def test_a_generator_whose_discriminator_is_trained_first_is_refused_with_what_t
                 discriminator(generator(torch.randn(8, 4))).mean().backward()
                 optimizer.step()
 
-    with pytest.raises(NotCarried, match=r"SpeedMonitor hears on_forward_end.*before the model was called.*GAN's discriminator"):
+    with pytest.raises(
+        NotSupported, match=r"SpeedMonitor hears on_forward_end.*before the model was called.*GAN's discriminator"
+    ):
         trained()
 
 
@@ -797,7 +803,7 @@ def test_an_optimizer_inside_a_wrapper_is_observed() -> None:
         ({"optimizer": object()}, r"optimizer= is a object, which is not a torch.optim.Optimizer.*OptimWrapper"),
     ],
 )
-def test_what_is_no_model_or_optimizer_of_torch_s_is_refused_with_what_to_give(given: dict[str, Any], message: str) -> None:
+def test_what_is_no_model_or_optimizer_of_torch_s_is_rejected_with_what_to_give(given: dict[str, Any], message: str) -> None:
     model, optimizer, _ = parts()
     whole: Any = {"model": model, "optimizer": optimizer, "callbacks": []} | given
     with pytest.raises(ConfigError, match=message):

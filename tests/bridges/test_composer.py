@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import NotCarried, RegistrationError, Trainer
-from callsheet.bridges.composer import EVENT_MAP, NOT_TOLD, guest
+from callsheet import NotSupported, RegistrationError, Trainer
+from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest
 from callsheet.bridges.composer.names import Callback, Event
 from callsheet.lifecycle import EVENTS
 
@@ -55,7 +55,7 @@ def test_with_the_real_composer() -> None:
 
 def test_the_map_names_events_that_there_are() -> None:
     assert set(EVENT_MAP) <= set(EVENTS)
-    assert set(NOT_TOLD) <= set(EVENTS)
+    assert set(NOT_FIRED) <= set(EVENTS)
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == set(Event)
 
 
@@ -81,7 +81,7 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
     assert duck.told == ["epoch_end", "close"]
 
 
-def test_what_is_no_callback_is_refused() -> None:
+def test_what_is_no_callback_is_rejected() -> None:
     with pytest.raises(RegistrationError, match="not a callback with one of the methods of Composer's"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
@@ -92,9 +92,9 @@ def test_a_guest_hears_what_it_overrides_and_no_more() -> None:
     class Hears(Callback):
         def before_loss(self, state: object, logger: object) -> None: ...
 
-    hears = guest(Hears())
-    assert "on_loss_start" in vars(hears)
-    assert "on_loss_end" not in vars(hears)
+    listens_to = guest(Hears())
+    assert "on_loss_start" in vars(listens_to)
+    assert "on_loss_end" not in vars(listens_to)
 
 
 def test_what_a_guest_may_not_write_is_named(tmp_path: Path) -> None:
@@ -107,5 +107,5 @@ def test_what_a_guest_may_not_write_is_named(tmp_path: Path) -> None:
         model, nn.functional.mse_loss, [(torch.randn(4, 2), torch.randn(4, 1))],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[guest(Writes())], runs_folder=tmp_path,
     )  # fmt: skip
-    with pytest.raises(NotCarried, match="may not write 'model'"):
+    with pytest.raises(NotSupported, match="may not write 'model'"):
         trainer.fit()

@@ -35,15 +35,15 @@ class Breaks(Callback):
 
     def on_event(self, ctx: Context) -> None:
         if ctx.event == "on_train_step_end" and ctx.step == 3:
-            for narrator in (self.run.narrator, self.run.eval_narrator):
-                self.break_narrator(narrator)
+            for driver in (self.run.driver, self.run.eval_driver):
+                self.break_narrator(driver)
         elif ctx.event == "on_exception":
             self.ends.append(type(ctx.exception))
         elif ctx.event == "on_run_end":
             self.ends.append(ctx.run.outcome)
 
-    def break_narrator(self, narrator: Any) -> None:
-        method = getattr(narrator, self.edge)
+    def break_narrator(self, driver: Any) -> None:
+        method = getattr(driver, self.edge)
 
         def called(name: str) -> None:
             if name == self.span:
@@ -51,10 +51,10 @@ class Breaks(Callback):
                 raise RuntimeError("a fault of the host")
             method(name)
 
-        setattr(narrator, self.edge, called)
+        setattr(driver, self.edge, called)
         if self.span == "train_step":  # the short ways
             name = f"{self.edge}_step"
-            setattr(narrator, name, lambda: called("train_step"))
+            setattr(driver, name, lambda: called("train_step"))
 
 
 def weights(home: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:

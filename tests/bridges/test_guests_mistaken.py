@@ -31,31 +31,31 @@ def bridge(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def refused(bridge: str, given: object) -> str:
+def rejected(bridge: str, given: object) -> str:
     with pytest.raises(RegistrationError) as caught:
         importlib.import_module(f"callsheet.bridges.{bridge}").guest(given)
     return str(caught.value)
 
 
 def test_a_class(bridge: str) -> None:
-    assert "that is a class, give an instance: EarlyStopping(...)" in refused(bridge, lightning.pytorch.callbacks.EarlyStopping)
+    assert "that is a class, give an instance: EarlyStopping(...)" in rejected(bridge, lightning.pytorch.callbacks.EarlyStopping)
 
 
 def test_one_of_ours(bridge: str) -> None:
-    assert "it is a callback of callsheet's already, and needs no guest" in refused(bridge, History())
+    assert "it is a callback of callsheet's already, and needs no guest" in rejected(bridge, History())
 
 
 def test_another_framework_s(bridge: str) -> None:
     if bridge != "lightning":
-        assert "wrap it: callsheet.bridges.lightning.guest(...)" in refused(bridge, lightning.pytorch.callbacks.Timer())
+        assert "wrap it: callsheet.bridges.lightning.guest(...)" in rejected(bridge, lightning.pytorch.callbacks.Timer())
     if bridge != "ignite":
-        assert "wrap it: callsheet.bridges.ignite.guest(...)" in refused(bridge, ignite.handlers.Timer())
+        assert "wrap it: callsheet.bridges.ignite.guest(...)" in rejected(bridge, ignite.handlers.Timer())
 
 
 def test_several_at_once(bridge: str) -> None:
     if bridge != "megatron_bridge":  # which takes a list
-        assert "give them one at a time" in refused(bridge, [lightning.pytorch.callbacks.Timer()])
+        assert "give them one at a time" in rejected(bridge, [lightning.pytorch.callbacks.Timer()])
 
 
 def test_nothing_of_the_kind(bridge: str) -> None:
-    assert "'x' is not " in refused(bridge, "x")
+    assert "'x' is not " in rejected(bridge, "x")

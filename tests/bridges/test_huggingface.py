@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
-from callsheet import Callback, Context, NotCarried
-from callsheet.bridges.huggingface import GUEST_EVENTS, NOT_TOLD, TOLD_AT, guest, host
+from callsheet import Callback, Context, NotSupported
+from callsheet.bridges.huggingface import FIRED_AT, GUEST_EVENTS, NOT_FIRED, guest, host
 from callsheet.callbacks import EMA, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
@@ -112,10 +112,10 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
 
 
 def test_the_maps_name_every_event_once() -> None:
-    told = [event for events in TOLD_AT.values() for event in events]
-    assert sorted([*told, *NOT_TOLD]) == sorted(EVENTS)
+    told = [event for events in FIRED_AT.values() for event in events]
+    assert sorted([*told, *NOT_FIRED]) == sorted(EVENTS)
     theirs = {name for name in vars(TrainerCallback) if name.startswith("on_")}
-    assert {moment for moment in TOLD_AT if moment.startswith("on_")} < theirs
+    assert {moment for moment in FIRED_AT if moment.startswith("on_")} < theirs
     assert set(GUEST_EVENTS) < set(EVENTS)
     assert {event for events in GUEST_EVENTS.values() for event in events} == theirs - {"on_push_begin"}
 
@@ -222,8 +222,8 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
     assert "huggingface/train_runtime" in records[-1].values
 
 
-@pytest.mark.parametrize("hears_outputs", [False, True])
-def test_who_calls_a_copy_of_the_model_is_not_the_trainer(hears_outputs: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("listens_to_outputs", [False, True])
+def test_who_calls_a_copy_of_the_model_is_not_the_trainer(listens_to_outputs: bool, tmp_path: Path) -> None:
     called: list[int] = []
 
     class Copies(Callback):
@@ -235,16 +235,16 @@ def test_who_calls_a_copy_of_the_model_is_not_the_trainer(hears_outputs: bool, t
             called.append(ctx.step)
 
     recorder = Recorder()
-    trainer(tmp_path, [host([Copies(), recorder] if hears_outputs else [Copies()])]).train()
+    trainer(tmp_path, [host([Copies(), recorder] if listens_to_outputs else [Copies()])]).train()
     assert called == [*range(1, 13)]
-    assert recorder.events.count("on_forward_end") == (12 if hears_outputs else 0)
+    assert recorder.events.count("on_forward_end") == (12 if listens_to_outputs else 0)
 
 
-def test_what_the_trainer_never_tells_is_refused(tmp_path: Path) -> None:
+def test_what_the_trainer_never_tells_is_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_predict_end, and the Hugging Face Trainer never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and the Hugging Face Trainer never tells it"):
         trainer(tmp_path, [host([Hears()])]).train()
     trainer(tmp_path, [host([Hears()], strict=False)]).train()
 

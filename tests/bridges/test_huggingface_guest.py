@@ -30,7 +30,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.integrations.integration_utils import KubeflowCallback
 from transformers.trainer_callback import ExportableState
 
-from callsheet import Callback, ConfigError, Context, NotCarried, RegistrationError, Trainer
+from callsheet import Callback, ConfigError, Context, NotSupported, RegistrationError, Trainer
 from callsheet.bridges.huggingface import guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
@@ -233,7 +233,7 @@ def test_a_guest_is_told_what_it_is_told_at_home(accumulate: int, tmp_path: Path
         tmp_path,
         guest(DefaultFlowCallback(), args=said),
         guest(ours, args=said, eval_dataloader=EVALUATED),
-        accumulate=accumulate,
+        gradient_accumulation_steps=accumulate,
         eval_interval=None,
     )
     same(ours.told, theirs.told)
@@ -556,23 +556,23 @@ def test_the_best_is_saved_where_that_is_the_strategy(tmp_path: Path) -> None:
     assert best.state.best_model_checkpoint.endswith("ep1-ba10")
 
 
-def test_what_cannot_be_done_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_done_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends_epoch = Asks("on_step_end", "should_epoch_stop")
-    with pytest.raises(NotCarried, match=r"Asks set control\.should_epoch_stop, and an epoch cannot be ended early here"):
+    with pytest.raises(NotSupported, match=r"Asks set control\.should_epoch_stop, and an epoch cannot be ended early here"):
         as_guests(tmp_path, guest(ends_epoch), name="one")
     assert as_guests(tmp_path, guest(ends_epoch, strict=False), name="two").state.timestamp.batch == 12
     assert caplog.text.count("Asks set control.should_epoch_stop") == 12
     logs = Asks("on_step_end", "should_log")
-    with pytest.raises(NotCarried, match=r"set control\.should_log after step 1, where no record is made"):
+    with pytest.raises(NotSupported, match=r"set control\.should_log after step 1, where no record is made"):
         as_guests(tmp_path, guest(logs), name="three")
     as_guests(tmp_path, guest(logs), name="four", log_interval=1)
     as_guests(tmp_path, guest(logs, strict=False), name="five")
     assert caplog.text.count("Asks set control.should_log") == 6
 
 
-def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        NotCarried, match="TrackioCallback hears on_push_begin of the Hugging Face Trainer, which callsheet never"
+        NotSupported, match="TrackioCallback hears on_push_begin of the Hugging Face Trainer, which callsheet never"
     ):
         guest(TrackioCallback(), args={"push_to_hub": True})
     guest(TrackioCallback(), args={"push_to_hub": True}, strict=False)
@@ -657,7 +657,7 @@ def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypat
 
 
 def test_arguments_that_nobody_said_are_not_carried(tmp_path: Path) -> None:
-    with pytest.raises(NotCarried, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
+    with pytest.raises(NotSupported, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
         as_guests(tmp_path, guest(Reads("fsdp")))
     with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):
         guest(Reads(), args={"metric_for_best": "loss"})
@@ -668,7 +668,7 @@ def test_arguments_that_nobody_said_are_not_carried(tmp_path: Path) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             args.run_name = None
 
-    with pytest.raises(NotCarried, match="a guest may not write 'run_name'"):
+    with pytest.raises(NotSupported, match="a guest may not write 'run_name'"):
         as_guests(tmp_path, guest(Writes()), name="writes")
 
 

@@ -16,7 +16,7 @@ from ignite.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from ignite.metrics import Loss, MeanAbsoluteError
 from torch import nn
 
-from callsheet import Callback, CheckpointError, ConfigError, Context, NotCarried, RequestRefused
+from callsheet import Callback, CheckpointError, ConfigError, Context, NotSupported, RequestRejected
 from callsheet.bridges.ignite import host
 from callsheet.callbacks import (
     EMA,
@@ -73,7 +73,7 @@ class Setup:
             callbacks,
             model=self.model,
             optimizer=self.optimizer,
-            accumulate=self.accumulate,
+            gradient_accumulation_steps=self.accumulate,
             run_name="small",
             runs_folder=self.folder,
             **given,
@@ -224,23 +224,23 @@ def test_requests_are_the_engine_s_to_carry_out(tmp_path: Path) -> None:
 def test_what_it_was_not_given_cannot_be_asked_for(tmp_path: Path) -> None:
     asked = Setup(tmp_path)
     asked.host([Asks("save", 2)], saves=False)
-    with pytest.raises(RequestRefused, match="cannot save on request here; it can evaluate, stop"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.save; it supports evaluate, stop"):
         asked.run()
     asked = Setup(tmp_path)
     asked.host([Asks("evaluate", 2)], evaluate=None)
-    with pytest.raises(RequestRefused, match="cannot evaluate on request here; it can save, stop"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate; it supports save, stop"):
         asked.run()
 
 
-def test_who_only_saves_is_refused_where_nothing_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refused = Setup(tmp_path)
-    refused.host([CheckpointSaver(save_interval="1ep")], saves=False)
+def test_who_only_saves_is_rejected_where_nothing_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rejected = Setup(tmp_path)
+    rejected.host([CheckpointSaver(save_interval="1ep")], saves=False)
     with pytest.raises(
-        NotCarried,
+        NotSupported,
         match=r"CheckpointSaver asks for ctx\.control\.save, which this Ignite engine cannot do on request here; give attach",
     ):
-        refused.run()
-    assert refused.trainer.state.iteration == 0
+        rejected.run()
+    assert rejected.trainer.state.iteration == 0
     goes_on = Setup(tmp_path)
     goes_on.host([SaveOnTrigger()], saves=False)  # which asks for other things too
     goes_on.run()
@@ -278,7 +278,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_states_of_another_step_are_refused(tmp_path: Path) -> None:
+def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     setup.host([History(), Asks("save", 4)])
     setup.run()
@@ -346,7 +346,7 @@ def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
     assert history["train/loss"] == [pytest.approx(3 * float(expected))]  # what it went backward from
 
 
-def test_what_ignite_never_tells_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -358,15 +358,15 @@ def test_what_ignite_never_tells_is_refused(tmp_path: Path, caplog: pytest.LogCa
         setup.host(list(callbacks), **options)
         setup.run()
 
-    with pytest.raises(NotCarried, match="Hears hears on_predict_end, and this Ignite engine never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and this Ignite engine never tells it"):
         run(Hears())
-    with pytest.raises(NotCarried, match="Evaluates hears on_eval_end"):
+    with pytest.raises(NotSupported, match="Evaluates hears on_eval_end"):
         run(Evaluates(), evaluators=None, evaluate=None)
     run(Hears(), strict=False)
     assert "Hears hears on_predict_end" in caplog.text
 
 
-def test_what_the_first_step_does_not_tell_is_refused(tmp_path: Path) -> None:
+def test_what_the_first_step_does_not_tell_is_rejected(tmp_path: Path) -> None:
     def run(optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True) -> None:
         setup = Setup(tmp_path)
         trained, setup.optimizer = setup.optimizer, optimizer or setup.optimizer
@@ -375,12 +375,14 @@ def test_what_the_first_step_does_not_tell_is_refused(tmp_path: Path) -> None:
         setup.run()
 
     another = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(NotCarried, match="the engine has not stepped the optimizer in its first iteration"):
+    with pytest.raises(NotSupported, match="the engine has not stepped the optimizer in its first iteration"):
         run(another)
     run(another, strict=False)
     setup = Setup(tmp_path, accumulate=4)
     setup.host([])
-    with pytest.raises(NotCarried, match="a step of accumulate=4 iterations reaches over the end of an epoch of 6"):
+    with pytest.raises(
+        NotSupported, match="a step of gradient_accumulation_steps=4 iterations reaches over the end of an epoch of 6"
+    ):
         setup.run()
 
 
@@ -388,7 +390,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     for accumulate in (0, True, 1.5):
         with pytest.raises(ConfigError, match="give a whole number above 0"):
-            host([], model=setup.model, optimizer=setup.optimizer, accumulate=accumulate)  # type: ignore[arg-type]
+            host([], model=setup.model, optimizer=setup.optimizer, gradient_accumulation_steps=accumulate)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="train/loss is the loss of the steps; give that dataset another name"):
         setup.host([], evaluators={"train": setup.evaluator})
     with pytest.raises(ConfigError, match="name them with evaluators="):

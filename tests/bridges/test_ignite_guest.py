@@ -29,7 +29,7 @@ from ignite.handlers import (
 from ignite.metrics import Loss, MeanAbsoluteError, RunningAverage
 from torch import nn
 
-from callsheet import Callback, Context, NotCarried, RegistrationError, Trainer
+from callsheet import Callback, Context, NotSupported, RegistrationError, Trainer
 from callsheet.bridges.ignite import GuestEngine, guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
@@ -267,7 +267,7 @@ NAMES = {
         (a_metric, "reads"),
         (checkpoints, "reads"),
         (filters, "reads"),
-        (timer, "hears"),
+        (timer, "listens_to"),
     ],
 )
 def test_a_guest_does_what_it_does_at_home(attach: Attach, tier: str, tmp_path: Path) -> None:
@@ -340,18 +340,18 @@ def test_a_handler_alone_is_given_as_it_is(tmp_path: Path) -> None:
         guest(engine)
 
 
-def test_what_cannot_work_here_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_work_here_is_rejected_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def interrupted() -> None: ...
 
-    with pytest.raises(NotCarried, match="HandlersTimeProfiler cannot be a guest: it measures the engine that runs the loop"):
+    with pytest.raises(NotSupported, match="HandlersTimeProfiler cannot be a guest: it measures the engine that runs the loop"):
         guest(HandlersTimeProfiler())
-    with pytest.raises(NotCarried, match="FastaiLRFinder cannot be a guest: it runs the trainer by itself"):
+    with pytest.raises(NotSupported, match="FastaiLRFinder cannot be a guest: it runs the trainer by itself"):
         guest(FastaiLRFinder())
-    with pytest.raises(NotCarried, match=r"interrupted hears INTERRUPT of Ignite, which callsheet never tells"):
+    with pytest.raises(NotSupported, match=r"interrupted hears INTERRUPT of Ignite, which callsheet never tells"):
         guest(interrupted, Events.INTERRUPT | Events.STARTED)
     engine = GuestEngine()
     engine.evaluator().add_event_handler(Events.TERMINATE, interrupted)
-    with pytest.raises(NotCarried, match=r"interrupted hears TERMINATE of Ignite"):
+    with pytest.raises(NotSupported, match=r"interrupted hears TERMINATE of Ignite"):
         guest(engine)
     guest(interrupted, Events.INTERRUPT, strict=False)
     assert "interrupted hears INTERRUPT" in caplog.text
@@ -370,14 +370,14 @@ def test_what_cannot_work_here_is_refused_by_name(tmp_path: Path, caplog: pytest
         (lambda engine: engine.add_event_handler(Events.COMPLETED, print), "print wants to hear COMPLETED of Ignite from now on"),
     ],
 )
-def test_what_it_may_not_do_is_refused(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+def test_what_it_may_not_do_is_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
     model, optimizer = made(0.1)
-    with pytest.raises(NotCarried, match=message):
+    with pytest.raises(NotSupported, match=message):
         run_here(tmp_path, [guest(does, Events.ITERATION_STARTED)], model, optimizer)
 
 
 def test_an_engine_that_is_not_told_cannot_be_terminated() -> None:
-    with pytest.raises(NotCarried, match="only once training has begun"):
+    with pytest.raises(NotSupported, match="only once training has begun"):
         GuestEngine().terminate()
 
 

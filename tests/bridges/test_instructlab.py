@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, Context, NotCarried, RegistrationError, Trainer, loggers
-from callsheet.bridges.instructlab import EVENT_MAP, NOT_SEEN, NOT_TOLD, guest, host
+from callsheet import Callback, CallbackManager, Context, NotSupported, RegistrationError, Trainer, loggers
+from callsheet.bridges.instructlab import EVENT_MAP, NOT_FIRED, NOT_SEEN, guest, host
 from callsheet.bridges.instructlab import names as instructlab_names
 from callsheet.bridges.instructlab.names import HOOK_NAMES
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, Heartbeat, History, NaNMonitor, RuntimeEstimator
@@ -66,7 +66,7 @@ def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **option
 
 def test_the_names_are_the_package_s() -> None:
     assert set(EVENT_MAP) == set(HOOK_NAMES)
-    assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_TOLD, *NOT_SEEN}
+    assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_FIRED, *NOT_SEEN}
     if home.REAL is not None:
         assert list(HOOK_NAMES) == list(home.REAL.HOOK_NAMES)
         assert vars(instructlab_names.TrainingContext()) == vars(home.REAL.TrainingContext())
@@ -321,10 +321,10 @@ class Stops(Callback):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Callback) else "",
 )
-def test_what_cannot_be_carried_is_refused_by_name(
+def test_what_cannot_be_carried_is_rejected_by_name(
     callback: Callback, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(NotCarried, match=why):
+    with pytest.raises(NotSupported, match=why):
         host([callback])
     host([callback], strict=False)
     assert why in caplog.text
@@ -366,7 +366,7 @@ def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
         callback = subject.make()
         try:
             host([callback])
-        except NotCarried:
+        except NotSupported:
             continue
         taken.add(name)
     assert taken == TAKEN
@@ -423,7 +423,7 @@ def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
 def test_a_function_is_not_sent() -> None:
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: None)
-    with pytest.raises(NotCarried, match="the function <lambda> is not sent to ranks"), host(manager).sent():
+    with pytest.raises(NotSupported, match="the function <lambda> is not sent to ranks"), host(manager).sent():
         pass
 
 
@@ -466,8 +466,8 @@ def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...]
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
 def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    hears = told_by(api, lambda hook, context: told.append((hook, context.step, context.epoch)))
-    fit([guest(hears), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
+    listens_to = told_by(api, lambda hook, context: told.append((hook, context.step, context.epoch)))
+    fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
     for epoch in range(2):
@@ -484,9 +484,9 @@ def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Pat
 
 def test_what_a_guest_is_told_is_what_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    hears = told_by(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
+    listens_to = told_by(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
-    fit([guest(hears), history, CheckpointSaver(save_interval="1ep")], tmp_path)
+    fit([guest(listens_to), history, CheckpointSaver(save_interval="1ep")], tmp_path)
     losses = history["train/loss"]
     assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
     assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
@@ -560,9 +560,9 @@ def test_the_end_is_told_on_every_way_out(api: Any, tmp_path: Path) -> None:
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
         told: list[tuple[str, int]] = []
-        hears = told_by(api, lambda hook, context: told.append((hook, context.step)))  # noqa: B023  # read before the next
+        listens_to = told_by(api, lambda hook, context: told.append((hook, context.step)))  # noqa: B023  # read before the next
         with pytest.raises(ZeroDivisionError):
-            fit([guest(hears), Breaks(event)], tmp_path / event)
+            fit([guest(listens_to), Breaks(event)], tmp_path / event)
         assert told[-1] == ("on_train_end", 2)
         assert [hook for hook, _ in told].count("on_train_end") == 1
 
@@ -581,7 +581,7 @@ def test_only_what_is_heard_is_listened_to() -> None:
     assert "on_log" in vars(one)
 
 
-def test_what_is_none_of_theirs_is_refused() -> None:
+def test_what_is_none_of_theirs_is_rejected() -> None:
     with pytest.raises(RegistrationError, match="not an instance of a TrainerCallback"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):

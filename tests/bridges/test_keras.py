@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, NotCarried, RequestRefused, Trainer
+from callsheet import Callback, ConfigError, Context, NotSupported, RequestRejected, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.testing import Recorder, check_events
 
@@ -142,8 +142,8 @@ def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert "apply" not in vars(model.optimizer)
-    assert "_StandIn" not in model.train_function.__qualname__
-    assert "_StandIn" not in model.test_function.__qualname__
+    assert "_PatchedFunction" not in model.train_function.__qualname__
+    assert "_PatchedFunction" not in model.test_function.__qualname__
     trained([bridge], model=model)  # and the host may be used again
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
     assert recorder.events.count("on_train_step_end") == 24
@@ -191,7 +191,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
     assert ("on_checkpoint_published", 2, "requested") in told
     check_events(recorder.events)
-    with pytest.raises(RequestRefused, match="cannot evaluate on request"):
+    with pytest.raises(RequestRejected, match="cannot evaluate on request"):
         trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
 
 
@@ -276,26 +276,26 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
     assert dict(recorder.values["outputs"])["on_predict_step_end"].tolist() == predicted[-4:].tolist()
 
 
-def test_what_cannot_be_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_test_end, and Keras never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_test_end, and Keras never tells it"):
         trained([hosted(tmp_path, Hears())])
     trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
     assert "Hears hears on_test_end" in caplog.text
     bridge = hosted(tmp_path)
     bridge.set_params({})
     bridge.set_model(home.compiled(LINE, jit_compile=True))
-    with pytest.raises(NotCarried, match="jit_compile"):
+    with pytest.raises(NotSupported, match="jit_compile"):
         bridge.on_train_begin()  # not by `fit`, which imports all of torch's compiler first
     model = home.Model(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    with pytest.raises(NotCarried, match="gradient_accumulation_steps"):
+    with pytest.raises(NotSupported, match="gradient_accumulation_steps"):
         trained([hosted(tmp_path)], model=model)
 
 
-def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -> None:
+def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
@@ -309,7 +309,7 @@ def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -
 
     model = Unheard(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1))
-    with pytest.raises(NotCarried, match="Hears hears on_backward_end, and Keras has not told it"):
+    with pytest.raises(NotSupported, match="Hears hears on_backward_end, and Keras has not told it"):
         trained([hosted(tmp_path, Hears())], model=model)
 
 
@@ -397,10 +397,10 @@ ROWS = {
         "reads", lambda folder: keras.callbacks.History(), lambda callback: [callback.history, {"epoch": callback.epoch}]
     ),
     "ProgbarLogger": Row(
-        "hears", lambda folder: keras.callbacks.ProgbarLogger(), lambda callback: [callback.seen, callback.target]
+        "listens_to", lambda folder: keras.callbacks.ProgbarLogger(), lambda callback: [callback.seen, callback.target]
     ),
-    "LambdaCallback": Row("hears", _lambda, lambda callback: callback.told),
-    "every hook": Row("hears", _every_hook, lambda callback: callback.told),
+    "LambdaCallback": Row("listens_to", _lambda, lambda callback: callback.told),
+    "every hook": Row("listens_to", _every_hook, lambda callback: callback.told),
 }
 
 
@@ -466,15 +466,15 @@ def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path
         lambda folder: keras.callbacks.SwapEMAWeights(),
     ],
 )
-def test_a_guest_that_cannot_be_carried_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_guest_that_cannot_be_carried_is_rejected(make: Callable[[Path], Any], tmp_path: Path) -> None:
     callback = make(tmp_path)
     name = type(callback).__name__
-    with pytest.raises(NotCarried, match=f"{name} cannot be a guest: .*; use callsheet") as refused:
+    with pytest.raises(NotSupported, match=f"{name} cannot be a guest: .*; use callsheet") as rejected:
         guest(callback)
-    hold("keras", "guests", name, Cell("refused", str(refused.value)))
+    hold("keras", "guests", name, Cell("rejected", str(rejected.value)))
 
 
-def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
+def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
     for what, message in (
         (lambda model: model.layers, "Keras's model has here no 'layers'"),
         (lambda model: setattr(model, "trainable", False), "may not write 'trainable'"),
@@ -482,7 +482,7 @@ def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
     ):
         callback: Any = keras.callbacks.Callback()
         callback.on_train_begin = lambda logs, asks=what, callback=callback: asks(callback.model)
-        with pytest.raises(NotCarried, match=message):
+        with pytest.raises(NotSupported, match=message):
             _here(tmp_path, guest(callback), 0.05)
 
 

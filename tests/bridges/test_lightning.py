@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, Context, NotCarried
+from callsheet import Callback, Context, NotSupported
 from callsheet.bridges.lightning import TOLD_FROM, host
 from callsheet.callbacks import (
     EMA,
@@ -184,7 +184,7 @@ def test_requests_are_lightning_s_to_carry_out(tmp_path: Path) -> None:
 
 
 def test_who_has_no_evaluation_is_not_asked_for_one(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="this loop cannot evaluate on request"):
+    with pytest.raises(Exception, match=r"this loop does not support ctx\.control\.evaluate"):
         fitted(tmp_path, [host([Asks("evaluate", 1)])], limit_val_batches=0)
 
 
@@ -368,7 +368,7 @@ def test_of_a_step_optimized_by_hand_the_first_optimizer_is_told(tmp_path: Path)
     assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
 
 
-def test_a_forward_that_cannot_be_heard_is_refused(tmp_path: Path) -> None:
+def test_a_forward_that_cannot_be_heard_is_rejected(tmp_path: Path) -> None:
     class ByParts(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             inputs, targets = batch
@@ -377,7 +377,9 @@ def test_a_forward_that_cannot_be_heard_is_refused(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_forward_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_forward_end, and Lightning's Trainer has not told it in its first step"):
+    with pytest.raises(
+        NotSupported, match="Hears hears on_forward_end, and Lightning's Trainer has not told it in its first step"
+    ):
         fitted(tmp_path, [host([Hears()])], module=ByParts(POINTS))
     trainer, _ = fitted(tmp_path, [host([Hears()], strict=False)], module=ByParts(POINTS))
     assert trainer.global_step == 12

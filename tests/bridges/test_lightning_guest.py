@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
-from callsheet import Callback, CallbackManager, NotACallbackError, NotCarried, RegistrationError
+from callsheet import Callback, CallbackManager, NotACallbackError, NotSupported, RegistrationError
 from callsheet.bridges.lightning import guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
@@ -278,7 +278,7 @@ ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
         lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         keys("samples", "batches_per_sec"),
     ),
-    "LambdaCallback": ("hears", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
+    "LambdaCallback": ("listens_to", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
 }
 """By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
 
@@ -384,7 +384,7 @@ def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does
         {"near": POINTS.validation_batches(), "far": POINTS.validation_batches()},
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
         max_duration="1ep",
-        accumulate=4,
+        gradient_accumulation_steps=4,
         microbatch_size=2,
         device="cpu",
         runs_folder=tmp_path,
@@ -411,14 +411,14 @@ def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
             assert not hasattr(pl_module, "flops_per_batch")
             trainer.fit(None)
 
-    with pytest.raises(NotCarried, match="Lightning's Trainer has here no 'fit'"):
+    with pytest.raises(NotSupported, match="Lightning's Trainer has here no 'fit'"):
         in_ours(Reaches(), tmp_path)
 
     class Writes(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.limit_val_batches = 3
 
-    with pytest.raises(NotCarried, match="may not write 'limit_val_batches'"):
+    with pytest.raises(NotSupported, match="may not write 'limit_val_batches'"):
         in_ours(Writes(), tmp_path)
 
 
@@ -433,8 +433,8 @@ def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
         (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback hears on_before_zero_grad of Lightning"),
     ],
 )
-def test_what_cannot_be_a_guest_is_refused_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NotCarried, match=why):
+def test_what_cannot_be_a_guest_is_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NotSupported, match=why):
         guest(make())
     guest(make(), strict=False)
     assert why in caplog.text

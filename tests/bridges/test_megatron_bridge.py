@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, Context, NotCarried, RequestRefused
+from callsheet import Callback, Context, NotSupported, RequestRejected
 from callsheet import CallbackManager as OwnManager
 from callsheet.bridges.megatron_bridge import MegatronBridgeHost, host
 from callsheet.bridges.megatron_bridge import names as ours
@@ -156,8 +156,8 @@ def test_the_outputs_have_a_hook_only_where_somebody_hears_the_backward(event: s
 
     given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: told.append("on_optimizer_step_end"))
     functions: dict[str, Any] = {event: lambda ctx: told.append(event)}
-    hears = [Lambda(**functions)] if event else []
-    loop(None, host([given, *hears]), train__train_iters=2, train__micro_batch_size=2).run()
+    listens_to = [Lambda(**functions)] if event else []
+    loop(None, host([given, *listens_to]), train__train_iters=2, train__micro_batch_size=2).run()
     assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 4
     assert told == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_saver_and_an_early_stopper_do_what_they_do(tmp_path: Path)
 
 
 def test_an_evaluation_cannot_be_asked_for() -> None:
-    with pytest.raises(RequestRefused, match="cannot evaluate on request here; it can stop"):
+    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate; it supports stop"):
         loop(None, host([Asks("evaluate", 2)])).run()
 
 
@@ -308,11 +308,11 @@ def test_iterations_that_are_left_out_are_counted() -> None:
     assert steps == [1, 2, 3, 6, 7, 8, 9, 10, 11, 12]
 
 
-def test_what_it_cannot_tell_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_it_cannot_tell_is_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Predicts(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Predicts hears on_predict_end, and Megatron Bridge never tells it"):
+    with pytest.raises(NotSupported, match="Predicts hears on_predict_end, and Megatron Bridge never tells it"):
         loop(None, host([Predicts()])).run()
     loop(None, host([Predicts()], strict=False)).run()
     assert "Predicts hears on_predict_end" in caplog.text
@@ -324,7 +324,7 @@ def test_a_release_without_checkpoint_events_is_named() -> None:
         def on_checkpoint_published(self, ctx: Context) -> None: ...
 
     assert real is not None
-    with pytest.raises(NotCarried, match="Uploads hears on_checkpoint_published"):
+    with pytest.raises(NotSupported, match="Uploads hears on_checkpoint_published"):
         loop(None, host([Uploads()]), names=real).run()
 
 
@@ -336,7 +336,7 @@ class HearsForward(Callback):
 
 def test_pipelined_microbatches_are_not_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        NotCarried, match="HearsForward hears on_forward_end, and Megatron Bridge has not told it in its first step"
+        NotSupported, match="HearsForward hears on_forward_end, and Megatron Bridge has not told it in its first step"
     ):
         loop(None, host([HearsForward()]), model__pipeline_model_parallel_size=2).run()
     history = History()
@@ -462,7 +462,7 @@ def test_megatron_lm_s_context_has_no_state() -> None:
     assert recorder.events.count("on_train_step_end") == 12
     assert recorder.events.count("on_test_end") == 1
     assert ending.told == ["finished"]
-    with pytest.raises(RequestRefused, match="cannot stop"):
+    with pytest.raises(RequestRejected, match="cannot stop"):
         run(host([Asks("stop", 2)]))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from callsheet import CallbackManager as OwnManager
-from callsheet import NotCarried, Trainer
+from callsheet import NotSupported, Trainer
 from callsheet.bridges.megatron_bridge import GUEST_EVENTS, guest
 from callsheet.bridges.megatron_bridge import names as ours
 from callsheet.bridges.megatron_bridge.state import StepContext
@@ -197,14 +197,14 @@ def test_a_guest_does_what_it_does_at_home(make: type[ours.Callback], tmp_path: 
 
 
 @pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
-def test_a_step_that_is_moved_for_another_end_is_refused(config: Any, tmp_path: Path) -> None:
+def test_a_step_that_is_moved_for_another_end_is_rejected(config: Any, tmp_path: Path) -> None:
     def jump(context: ours.CallbackContext) -> None:
         context.state.train_state.step += 2
 
     manager = ours.CallbackManager()
     manager.register("on_train_step_end", jump)
     with (
-        pytest.raises(NotCarried, match="that can end training now, and nothing else"),
+        pytest.raises(NotSupported, match="that can end training now, and nothing else"),
         trainer(tmp_path, [guest(manager, config=config)]) as made,
     ):
         made.fit()
@@ -226,7 +226,7 @@ def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
     assert trained.state.timestamp.batch == 3
 
 
-def test_what_is_not_here_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_here_is_rejected_by_name(tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def ask(context: ours.CallbackContext) -> None:
@@ -243,7 +243,7 @@ def test_what_is_not_here_is_refused_by_name(tmp_path: Path) -> None:
             lambda: setattr(state, "cfg", None),
             lambda: setattr(state.train_state, "consumed_train_samples", 3),
         ):
-            with pytest.raises(NotCarried):
+            with pytest.raises(NotSupported):
                 read()
 
     manager = ours.CallbackManager()
@@ -297,7 +297,7 @@ def test_user_state_is_saved_as_far_as_it_is_plain(tmp_path: Path) -> None:
     assert again.state.train_state.consumed_valid_samples == 12 * 3  # once in the first run
 
 
-def test_events_that_are_never_told_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_are_never_told_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Base:  # the shape of Megatron-LM's, whose events are more
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
@@ -309,12 +309,12 @@ def test_events_that_are_never_told_are_refused_by_name(caplog: pytest.LogCaptur
 
     class Quiet(Base): ...
 
-    with pytest.raises(NotCarried, match="Logs hears on_log of Megatron Bridge, which callsheet never tells"):
+    with pytest.raises(NotSupported, match="Logs hears on_log of Megatron Bridge, which callsheet never tells"):
         guest(Logs())
     guest(Logs(), strict=False)
     assert "Logs hears on_log" in caplog.text
     guest(Quiet())
-    with pytest.raises(NotCarried, match="give its callbacks, as a list"):
+    with pytest.raises(NotSupported, match="give its callbacks, as a list"):
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
 
 

@@ -45,7 +45,7 @@ from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers.in_memory import InMemoryLogger
 from tqdm import tqdm  # type: ignore[import-untyped]  # it has none
 
-from callsheet import Callback, CheckpointError, Context, NotCarried
+from callsheet import Callback, CheckpointError, Context, NotSupported
 from callsheet.bridges.matrix import Cell
 from callsheet.bridges.torchtnt import guest, host
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -195,7 +195,7 @@ def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> N
     check_events(recorder.events)
 
 
-def test_states_of_another_step_are_refused(tmp_path: Path) -> None:
+def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     unit = home.Unit(LINE)
     unit.callsheet = hosted(tmp_path, Fails(5))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_train_steps=3)
@@ -370,11 +370,11 @@ def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotCarried, match="Hears hears on_test_end, and torchtnt never tells it"):
+    with pytest.raises(NotSupported, match="Hears hears on_test_end, and torchtnt never tells it"):
         trained([hosted(tmp_path, Hears())])
     trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
     assert "Hears hears on_test_end" in caplog.text
@@ -386,7 +386,7 @@ def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCapture
 
         def train_step(self, state: Any, data: Any) -> None: ...
 
-    with pytest.raises(NotCarried, match="tracks generator, judge"):
+    with pytest.raises(NotSupported, match="tracks generator, judge"):
         train(Several(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
 
     class Iterates(home.Unit):
@@ -395,11 +395,11 @@ def test_what_is_never_told_is_refused(tmp_path: Path, caplog: pytest.LogCapture
 
         train_step.__annotations__["data"] = Iterator[Any]  # torchtnt reads it, and no string
 
-    with pytest.raises(NotCarried, match="takes an iterator"):
+    with pytest.raises(NotSupported, match="takes an iterator"):
         trained([hosted(tmp_path)], unit=Iterates(LINE))
 
 
-def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -> None:
+def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
@@ -409,7 +409,7 @@ def test_events_that_the_first_step_does_not_bring_are_refused(tmp_path: Path) -
             torch.autograd.backward([loss])
             self.optimizer.step()
 
-    with pytest.raises(NotCarried, match=r"Hears hears on_backward_end, and torchtnt has not told it"):
+    with pytest.raises(NotSupported, match=r"Hears hears on_backward_end, and torchtnt has not told it"):
         trained([hosted(tmp_path, Hears())], unit=Unheard(LINE))
 
 
@@ -533,11 +533,11 @@ ROWS = {
     ),
     "GarbageCollector": Row("reads", _collector, _collected),
     "PyTorchProfiler": Row(
-        "hears",
+        "listens_to",
         lambda folder: PyTorchProfiler(torch.profiler.profile(schedule=lambda step: torch.profiler.ProfilerAction.NONE)),
         lambda callback: callback.profiler.step_num,
     ),
-    "Lambda": Row("hears", _every_hook, lambda callback: callback.told),
+    "Lambda": Row("listens_to", _every_hook, lambda callback: callback.told),
 }
 
 
@@ -558,7 +558,7 @@ def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path
     hold("torchtnt", "guests", name, Cell("works", tier=row.tier))
 
 
-def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
+def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
     def asks(what: Callable[[Any, Any], Any]) -> Any:
         return guest(Lambda(on_train_step_end=lambda state, unit: what(state, unit)))
 
@@ -567,7 +567,7 @@ def test_a_guest_that_asks_for_more_is_refused(tmp_path: Path) -> None:
         (lambda state, unit: state.train_state.step_output, "no 'step_output'"),
         (lambda state, unit: next(iter(state.train_state.dataloader)), "no batches to iterate over"),
     ):
-        with pytest.raises(NotCarried, match=message):
+        with pytest.raises(NotSupported, match=message):
             our_home.train(LINE, tmp_path, [asks(what)], epochs=1)
 
 

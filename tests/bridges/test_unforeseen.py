@@ -21,7 +21,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 from transformers.trainer_callback import CallbackHandler
 
-from callsheet import Callback, Context, FieldNotTold, attach
+from callsheet import Callback, Context, FieldNotAvailable, attach
 from callsheet.bridges.accelerate import host as accelerate_host
 from callsheet.bridges.automodel import host as automodel_host
 from callsheet.bridges.hosted_run import HostedRun
@@ -105,16 +105,16 @@ class Loop:
 
     def train(self) -> None:
         """What a loop does at the least: it enters a step and changes the weights."""
-        self.run.narrator.start("forward")
+        self.run.driver.start("forward")
         for weights in (self.weights, self.model.weight.data):
             weights += 0.125
 
     def say(self, word: str, name: str) -> None:
         run = self.run
         if word in ("start", "end", "tell"):
-            getattr(run.narrator, word)(name)
+            getattr(run.driver, word)(name)
         elif word in ("judge", "judged"):
-            (run.eval_narrator.start if word == "judge" else run.eval_narrator.end)(name)
+            (run.eval_driver.start if word == "judge" else run.eval_driver.end)(name)
         else:
             acts: dict[str, Any] = {
                 "step": run.end_step,
@@ -122,7 +122,7 @@ class Loop:
                 "evaluate": lambda: run.begin_evaluation("validation"),
                 "dataset": lambda: run.end_dataset("validation", {"loss": 1.0}),
                 "evaluated": run.end_evaluation,
-                "told evaluation": lambda: run.tell_evaluation({"validation": {"loss": 2.0}}),
+                "told evaluation": lambda: run.fire_evaluation({"validation": {"loss": 2.0}}),
                 "train": self.train,
             }
             acts[name]()
@@ -138,12 +138,12 @@ def test_events_that_a_framework_adds_leaves_out_and_reorders(seed: int, tmp_pat
     run.begin()
     for word, name in words:
         loop.say(word, name)
-        loop.run.narrator.listen()
+        loop.run.driver.listen()
     run.finish()
     check_events(recorder.events)
     assert recorder.events[-1] == "on_run_end"
     assert torch.equal(loop.model.weight, loop.weights)
-    assert [part.name for narrator in (run.narrator, run.eval_narrator) for part in narrator.opened] == ["run", "run"]
+    assert [part.name for driver in (run.driver, run.eval_driver) for part in driver.opened] == ["run", "run"]
     assert reads.read
 
 
@@ -182,7 +182,7 @@ def test_a_field_outside_its_window_is_the_callback_s_own_error(tmp_path: Path) 
 
     loop = Loop(tmp_path, [Reads()])
     loop.run.begin()
-    with pytest.raises(FieldNotTold, match=r"ctx\.loss is not told at on_train_step_start"):
+    with pytest.raises(FieldNotAvailable, match=r"ctx\.loss is not told at on_train_step_start"):
         loop.train()
     loop.run.fail(ZeroDivisionError())
 
@@ -658,7 +658,9 @@ class OddLoop:
     def attach(self, callbacks: list[Callback], folder: Path, **options: Any) -> Any:
         options |= {"run_name": "small", "runs_folder": folder, "log_interval": 1, "strict": False}
         if self.accelerator is None:
-            return attach(model=self.called, optimizer=self.optimizer, callbacks=callbacks, accumulate=2, **options)
+            return attach(
+                model=self.called, optimizer=self.optimizer, callbacks=callbacks, gradient_accumulation_steps=2, **options
+            )
         return accelerate_host(callbacks, accelerator=self.accelerator, model=self.called, optimizer=self.optimizer, **options)
 
     def backward(self, loss: Tensor) -> None:

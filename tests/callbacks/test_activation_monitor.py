@@ -194,7 +194,7 @@ def test_all_ranks_tell_the_same(parallel: str, tmp_path: Path) -> None:
     assert first[1]["activations/mean/layer"] == pytest.approx(float(both.mean()), rel=1e-4)
 
 
-def test_refuses_what_cannot_be(tmp_path: Path) -> None:
+def test_rejects_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batch_log_interval=0"):
         ActivationMonitor(batch_log_interval=0)
     with pytest.raises(ConfigError, match="put one name into a list"):

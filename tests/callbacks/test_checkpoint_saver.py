@@ -115,7 +115,10 @@ def test_a_stop_is_an_end(tmp_path: Path) -> None:
 
 
 def test_one_step_is_saved_once_though_two_boundaries_follow_it(tmp_path: Path) -> None:
-    assert fit(tmp_path, CheckpointSaver(save_interval="3ba", keep=None), max_duration="2ep") == {3: "periodic", 6: "periodic"}
+    assert fit(tmp_path, CheckpointSaver(save_interval="3ba", keep=None), max_duration="2ep") == {
+        3: "periodic",
+        6: "periodic",
+    }
     assert fit(tmp_path, CheckpointSaver(save_interval="1ep"), max_duration="3ba", run_name="other") == {3: "final"}
 
 
@@ -375,7 +378,7 @@ def test_two_savers_do_not_delete_each_others(tmp_path: Path, order: int) -> Non
 
 
 @pytest.mark.parametrize("arguments", [{"keep": 0}, {"mode": "least"}, {"save_interval": None, "save_at_end": False}])
-def test_refuses_what_cannot_work(arguments: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CheckpointSaver(**arguments)
 

@@ -126,6 +126,6 @@ def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
     assert len(find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints) == 1
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="warn_below=1, stop_below=2"):
         DiskSpaceGuard(warn_below=1, stop_below=2)

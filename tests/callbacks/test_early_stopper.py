@@ -190,7 +190,7 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
         {"monitor": "/loss"},
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         stopper(**options)
 

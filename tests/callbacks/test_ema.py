@@ -304,7 +304,7 @@ def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     assert same(fit(tmp_path / "two", ema), first)
 
 
-def test_a_second_one_is_refused(tmp_path: Path) -> None:
+def test_a_second_one_is_rejected(tmp_path: Path) -> None:
     second = EMA(decay=0.5)
     second.name = "second"
     with pytest.raises(ConfigError, match="EMA and second would put their averages in the same model"):
@@ -323,7 +323,7 @@ def test_a_second_one_is_refused(tmp_path: Path) -> None:
         {"start": "0ba"},
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         EMA(**options)
 
@@ -371,7 +371,7 @@ def test_whole_weights_go_on_with_another_number_of_ranks(tmp_path: Path) -> Non
         assert torch.equal(whole(alone.model)["head.weight"], kept["head.weight"])
 
 
-def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+def test_shards_of_another_number_of_ranks_are_rejected(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path), "fsdp", True)
     with pytest.raises(CheckpointError, match=r"in shards on a mesh of \(2,\), and the model is whole now"):
         trainer(tmp_path, EMA(decay=0.9), resume=tmp_path / "run" / "checkpoints" / "ep0-ba4", run_name="alone")

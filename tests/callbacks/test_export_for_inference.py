@@ -445,7 +445,7 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
         ({"save_path": "s3://bucket/model.pt2"}, "a path of this machine"),
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ExportForInferenceCallback(**options)
 

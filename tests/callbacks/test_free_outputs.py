@@ -36,7 +36,7 @@ class Net(nn.Module):
 class Keeps(Callback):
     """Wants the outputs to the step's end, and tells when they live."""
 
-    keep = ("outputs",)
+    keep_fields = ("outputs",)
 
     def __init__(self) -> None:
         self.lives: dict[str, list[bool]] = {}

@@ -173,7 +173,7 @@ def test_what_is_to_be_trained_later_must_be_in_the_optimizer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("options", [{"modules": []}, {"modules": ""}, {"modules": "body", "until": "0ep"}])
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FreezeUnfreeze(**options)
 

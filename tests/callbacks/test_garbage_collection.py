@@ -156,7 +156,7 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"generation": 3}, {"generation": -1}])
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         GarbageCollection(**options)
 

@@ -353,7 +353,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert [len(row[1].split()) for row in rows] == [4, 4]
 
 
-def test_a_model_that_cannot_is_refused_before_any_step(tmp_path: Path) -> None:
+def test_a_model_that_cannot_is_rejected_before_any_step(tmp_path: Path) -> None:
     with plain_trainer(tmp_path, nn.Embedding(VOCABULARY, VOCABULARY), Generate(prompts=["a"])) as trained:
         with pytest.raises(ConfigError, match=r"Embedding has no generate\(\)"):
             trained.fit()
@@ -401,12 +401,12 @@ def test_what_fails_leaves_the_model_training(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "do_sample=False takes the likeliest"),
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Generate(**options)
 
 
-def test_an_empty_prompt_is_refused_before_any_step(tmp_path: Path) -> None:
+def test_an_empty_prompt_is_rejected_before_any_step(tmp_path: Path) -> None:
     with trainer(tmp_path, Generate(prompts=["a", ""])) as trained, pytest.raises(ConfigError, match="the prompt ''"):
         trained.fit()
     assert trained.state.timestamp.batch == 0

@@ -59,7 +59,7 @@ def by_epoch(counts: Counts) -> dict[int, list[int]]:
 
 
 def test_from_each_of_its_epochs_on_steps_take_as_many(tmp_path: Path) -> None:
-    counts, _ = fit(tmp_path, GradientAccumulationScheduler(schedule={4: 1, 2: 3}), accumulate=2)
+    counts, _ = fit(tmp_path, GradientAccumulationScheduler(schedule={4: 1, 2: 3}), gradient_accumulation_steps=2)
     assert by_epoch(counts) == {1: [2] * 4, 2: [3, 3, 2], 3: [3, 3, 2], 4: [1] * 8}
     assert set(counts.foretold) == {(1, 4), (2, 3), (3, 3), (4, 8)}
 
@@ -88,7 +88,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [{}, {0: 1}, {1: 0}, {1: 2.5}, {True: 1}, {"one": 2}, [1, 2]])
-def test_refuses_what_cannot_work(schedule: Any) -> None:
+def test_rejects_what_cannot_work(schedule: Any) -> None:
     with pytest.raises(ConfigError, match="schedule"):
         GradientAccumulationScheduler(schedule=schedule)
 

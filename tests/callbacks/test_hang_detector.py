@@ -249,7 +249,7 @@ def test_no_step_is_told_to_it() -> None:
     assert not heard & (PATH_EVENTS - {"on_eval_step_end"})
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="factor=1"):
         HangDetector(factor=1)
     with pytest.raises(ConfigError, match="exit_code=0"):

@@ -130,7 +130,7 @@ def test_rank_zero_writes_or_each_its_own(tmp_path: Path) -> None:
     assert {beat["state"] for beat in beats} == {"finished"}
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="seconds=0"):
         Heartbeat(seconds=0)
     with pytest.raises(ConfigError, match=r"\{rank\}"):

@@ -356,7 +356,7 @@ def test_outputs_without_scores_are_told_of(tmp_path: Path, caplog: pytest.LogCa
         ({"mode": "segmentations"}, "did you mean 'segmentation'"),
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], message: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ImageVisualizer(**options)
 
@@ -369,12 +369,12 @@ def test_refuses_what_cannot_work(options: dict[str, Any], message: str) -> None
         ({"mode": "segmentation", "target_key": 2}, "target_key=2: the batch"),
     ],
 )
-def test_a_key_that_the_batch_does_not_have_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_key_that_the_batch_does_not_have_is_rejected(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(tmp_path, ImageVisualizer(**options))
 
 
-def test_what_is_no_image_at_a_key_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_image_at_a_key_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"input_key=0: a Tensor of \(5,\) holds no images"):
         fit(tmp_path, ImageVisualizer(input_key=0), data=[(torch.ones(5), FIRST)], images=lambda batch: batch[1])
 

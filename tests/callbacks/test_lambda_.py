@@ -121,12 +121,12 @@ def test_a_misspelt_event_is_an_error(event: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"on_log": 3}, {"on_log": dict}, {"on_log": "callsheet.no.such.function"}])
-def test_refuses_what_cannot_work(given: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Lambda(**given)
 
 
-def test_a_function_that_does_not_take_the_context_is_refused_when_added() -> None:
+def test_a_function_that_does_not_take_the_context_is_rejected_when_added() -> None:
     with pytest.raises(RegistrationError, match="with the context alone"):
         CallbackManager([Lambda(on_log=lambda ctx, record: None)])  # type: ignore[arg-type,misc]
 

@@ -216,7 +216,7 @@ def test_no_weight_of_that_name_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"path": ""}, {"path": "x", "weights": []}])
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LoadCheckpoint(**options)
 

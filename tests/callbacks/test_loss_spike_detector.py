@@ -148,7 +148,7 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"window": 3}, {"threshold": 0.0}, {"threshold": math.nan}, {"action": "panic"}])
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LossSpikeDetector(**options)
 

@@ -50,7 +50,7 @@ def test_on_one_rank_of_two(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="interval=0"):
         MemorySnapshot(interval=0)
     with pytest.raises(ConfigError, match="stacks='c'"):

@@ -204,7 +204,7 @@ def test_older_rules_and_the_closed_division(tmp_path: Path) -> None:
         ({"ruleset": "6.0.0", "benchmark": "dlrm_dcnv2", "target": 2.0}, r"<= 1.0"),
     ],
 )
-def test_what_the_checker_would_refuse_ends_the_run_after_its_first_step(
+def test_what_the_checker_would_reject_ends_the_run_after_its_first_step(
     tmp_path: Path, options: dict[str, Any], told: str
 ) -> None:
     trained = trainer(tmp_path, mlperf(**options))
@@ -303,7 +303,7 @@ def test_what_the_run_tells_of_itself(tmp_path: Path) -> None:
         optimizer=two_groups,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * (step + 1)),
         microbatch_size=3,
-        accumulate=2,
+        gradient_accumulation_steps=2,
         seed=1234,
         max_duration="8ba",
         eval_interval="1ba",
@@ -539,7 +539,7 @@ def test_two_ranks_stop_together_and_write_one_result(tmp_path: Path) -> None:
     assert (tmp_path / "cleared").read_text() == "x"  # by one of the machine's ranks
 
 
-def refused_on_a_rank(folder: str) -> str:
+def rejected_on_a_rank(folder: str) -> str:
     try:
         on_a_rank(folder, {"target": 1.25})
     except ConfigError as error:
@@ -547,8 +547,8 @@ def refused_on_a_rank(folder: str) -> str:
     return ""
 
 
-def test_two_ranks_learn_together_what_would_be_refused(tmp_path: Path) -> None:
-    one, other = run_ranks(refused_on_a_rank, 2, str(tmp_path))
+def test_two_ranks_learn_together_what_would_be_rejected(tmp_path: Path) -> None:
+    one, other = run_ranks(rejected_on_a_rank, 2, str(tmp_path))
     assert "< 1.0" in one
     assert one == other
 
@@ -587,7 +587,7 @@ def test_without_a_benchmark_it_says_once_that_it_has_nothing_to_do(tmp_path: Pa
         ({"hyperparameters": {"seed": torch.ones(1)}}, "plain data"),
     ],
 )
-def test_refuses_what_cannot_work(options: Mapping[str, Any], told: str) -> None:
+def test_rejects_what_cannot_work(options: Mapping[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         mlperf(**options)
 

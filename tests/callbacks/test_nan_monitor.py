@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, Context, Control, LogRecord, NonFiniteError, RunInfo, Trainer
+from callsheet import Callback, CallbackManager, Context, Control, MetricsRecord, NonFiniteError, RunInfo, Trainer
 from callsheet.callbacks import NaNMonitor
 from callsheet.distributed import Ranks
 from callsheet.events import Event
@@ -108,7 +108,7 @@ def test_a_sum_too_great_for_its_dtype_is_no_bad_loss(tmp_path: Path) -> None:
     for ctx.step in (1, 2):
         ctx.loss = torch.tensor(60000.0, dtype=torch.float16)
         monitor.on_train_step_end(ctx)
-    ctx.record = LogRecord(2, {"train/loss": math.inf})
+    ctx.record = MetricsRecord(2, {"train/loss": math.inf})
     monitor.on_log(ctx)
 
 
@@ -118,7 +118,7 @@ def test_no_step_waits_for_the_device() -> None:
     for ctx.step in range(1, 1000):
         ctx.loss = torch.zeros((), device="meta")
         monitor.on_train_step_end(ctx)
-    ctx.record = LogRecord(999, {"train/loss": 0.0})
+    ctx.record = MetricsRecord(999, {"train/loss": 0.0})
     monitor.on_log(ctx)
 
 
@@ -130,7 +130,7 @@ def two_ranks(rank: int, folder: str, event: str) -> None:
     for ctx.step in (1, 2, 3):
         ctx.loss = torch.tensor(math.nan if (rank, ctx.step) == (1, 2) else 0.5)
         manager.fire("on_train_step_end", ctx)
-    ctx.record = LogRecord(3, {"train/loss": math.nan})  # as reduced over the ranks
+    ctx.record = MetricsRecord(3, {"train/loss": math.nan})  # as reduced over the ranks
     try:
         manager.fire(event, ctx)
     except NonFiniteError as error:

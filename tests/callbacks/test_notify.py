@@ -345,7 +345,7 @@ class Sink:
     """A mail server of a few words."""
 
     def __init__(
-        self, tls: ssl.SSLContext | None = None, *, at_once: bool = False, refuses: bool = False, unknown: bytes = b""
+        self, tls: ssl.SSLContext | None = None, *, at_once: bool = False, rejects: bool = False, unknown: bytes = b""
     ) -> None:
         self.mails: list[EmailMessage] = []
         self.logins: list[tuple[str, str]] = []
@@ -386,7 +386,7 @@ class Sink:
                     elif word == b"AUTH":
                         _, user, password = base64.b64decode(line.split()[2]).decode().split("\0")
                         sink.logins.append((user, password))
-                        say("535 no" if refuses else "235 welcome")
+                        say("535 no" if rejects else "235 welcome")
                     elif word == b"RCPT" and unknown and unknown in line:
                         say("550 nobody of that name")
                     elif word == b"DATA":
@@ -431,7 +431,7 @@ def test_mail(tmp_path: Path) -> None:
     assert "ValueError: of\ntwo lines, and \u00fc\n" in mail.get_content().replace("\r\n", "\n")
 
 
-def test_a_recipient_who_is_refused_is_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recipient_who_is_rejected_is_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     to = "mailto:me@example.org,you@example.org,her@example.org"
     with Sink(unknown=b"you@") as sink, caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{sink.port}", on="end"))
@@ -493,7 +493,7 @@ def test_a_wrong_password_is_tried_once(
 ) -> None:
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with Sink(encrypting(certificate), refuses=True) as sink, caplog.at_level(logging.WARNING, "callsheet"):
+    with Sink(encrypting(certificate), rejects=True) as sink, caplog.at_level(logging.WARNING, "callsheet"):
         server = f"smtp+starttls://me@localhost:{sink.port}"
         fit(tmp_path, Notify(to="mailto:me@example.org", server=server, password_env="MAIL_PASSWORD", on="start"))
     assert set(sink.logins) == {("me", SECRET)}
@@ -608,7 +608,7 @@ def test_a_variable_that_does_not_help_is_named(
     assert caplog.messages == [f"Notify sends nothing: {said}"]
 
 
-def test_an_url_that_python_refuses_is_not_shown(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_url_that_python_rejects_is_not_shown(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=f"{hook.url}/{SECRET} with a space", on="start"))
     assert "did not reach the webhook at 127.0.0.1: InvalidURL" in caplog.text
@@ -666,7 +666,7 @@ def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path
         ({"retries": -1}, "retries=-1"),
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         Notify(**options)
     assert SECRET.lower() not in str(caught.value).lower()

@@ -60,7 +60,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="max_entries=0"):
         OOMObserver(max_entries=0)
     with pytest.raises(ConfigError, match="stacks='c'"):

@@ -174,6 +174,6 @@ def test_sharded_norms_are_those_of_the_whole(parallel: str, tmp_path: Path) -> 
         assert values["second_moment/0.weight"] > 0
 
 
-def test_refuses_no_interval() -> None:
+def test_rejects_no_interval() -> None:
     with pytest.raises(ConfigError, match="batch_log_interval=0"):
         OptimizerMonitor(batch_log_interval=0)

@@ -142,7 +142,7 @@ def test_all_ranks_tell_the_same(tmp_path: Path) -> None:
     assert first[1]["time/remaining_estimate"] > 0
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="skip_batches=-1"):
         RuntimeEstimator(skip_batches=-1)
     with pytest.raises(ConfigError, match="did you mean 'hours'"):

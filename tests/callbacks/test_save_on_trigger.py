@@ -207,6 +207,6 @@ def test_all_ranks_act_at_the_same_step(tmp_path: Path) -> None:
     assert len(find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints) == 1
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="seconds=-1"):
         SaveOnTrigger(seconds=-1)

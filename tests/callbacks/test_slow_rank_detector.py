@@ -161,7 +161,7 @@ def test_one_rank_alone_is_compared_with_nobody(tmp_path: Path) -> None:
     assert records == [{}] * 5
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="factor=1"):
         SlowRankDetector(factor=1)
     with pytest.raises(ConfigError, match="patience=0"):

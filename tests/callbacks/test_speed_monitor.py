@@ -141,7 +141,7 @@ def test_two_monitors_stand_side_by_side(tmp_path: Path) -> None:
     assert speeds["throughput/long/batches_per_second"] == pytest.approx(12 / seconds)
 
 
-def test_refuses_an_empty_window() -> None:
+def test_rejects_an_empty_window() -> None:
     with pytest.raises(ConfigError, match="window_size=0"):
         SpeedMonitor(window_size=0)
 
@@ -234,7 +234,7 @@ def flops_per_sample(records: Records) -> list[float]:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"accumulate": 2}, {"precision": "bf16"}])
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}, {"precision": "bf16"}])
 def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     records, _ = train(tmp_path, SpeedMonitor(window_size=2), model=Net(recomputes=recomputes), **options)
     assert flops_per_sample(records) == pytest.approx([PER_SAMPLE] * len(records.records))
@@ -336,7 +336,7 @@ def test_the_model_is_asked_where_it_says_what_a_batch_has(tmp_path: Path) -> No
         assert speeds["throughput/flops_per_second"] / speeds["throughput/batches_per_second"] == pytest.approx(1000)
 
 
-def test_a_model_that_says_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_says_no_number_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the model says that a batch has 'many' FLOPs"):
         train(tmp_path, SpeedMonitor(), model=SaysNonsense())
 
@@ -543,7 +543,7 @@ def test_the_flops_of_all_ranks_are_told_and_nothing_changes(parallel: str, tmp_
         assert weights == bare_weights
 
 
-def test_refuses_what_cannot_work() -> None:
+def test_rejects_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="peak_flops=0"):
         SpeedMonitor(peak_flops=0)
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):

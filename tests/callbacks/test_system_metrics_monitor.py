@@ -72,7 +72,7 @@ def test_looks_at_the_first_record_and_then_now_and_then(tmp_path: Path) -> None
     assert rest[2] == rest[1]
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="seconds=-1"):
         SystemMetricsMonitor(seconds=-1)
 

@@ -138,7 +138,7 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"limit": "10ba"}, {"limit": 0}, {"limit": "-1sec"}, {"limit": 60, "margin": "1m"}, {"limit": "1m", "margin": -1}]
 )
-def test_refuses_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         TimeLimit(**options)
 

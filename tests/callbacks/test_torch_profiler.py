@@ -144,6 +144,6 @@ def test_each_rank_writes_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_rejects_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="active=0: give 1 or more"):
         TorchProfiler(active=0)

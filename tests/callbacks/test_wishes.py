@@ -9,7 +9,7 @@ from torch import nn
 
 from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
-from callsheet.callbacks.wishes import leave_wish, withdraw_wish
+from callsheet.callbacks.trigger_file import leave_request, withdraw_request
 from callsheet.checkpoint import find_checkpoints
 
 
@@ -20,8 +20,8 @@ class Leaves(Callback):
         assert ctx.run.folder is not None
         if ctx.step == 3:
             ctx.run.folder.mkdir(exist_ok=True)
-            leave_wish(ctx.run.folder / "trigger", "save", "before\nthe maintenance")
-            leave_wish(ctx.run.folder / "trigger", "stop", "for it")
+            leave_request(ctx.run.folder / "trigger", "save", "before\nthe maintenance")
+            leave_request(ctx.run.folder / "trigger", "stop", "for it")
 
 
 def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
 
 def test_wishes_that_wait_stay_and_none_is_there_twice(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
-    line = leave_wish(file, "save", "one\nsave two")
+    line = leave_request(file, "save", "one\nsave two")
     assert line == "save one save two"
     assert file.read_text() == "save one save two\n"
-    leave_wish(file, "stop")
-    leave_wish(file, "save", "three")
+    leave_request(file, "stop")
+    leave_request(file, "save", "three")
     assert sorted(file.read_text().splitlines()) == ["save three", "stop"]
     assert [path.name for path in tmp_path.iterdir()] == ["trigger"]
 
@@ -56,36 +56,36 @@ def test_wishes_that_wait_stay_and_none_is_there_twice(tmp_path: Path) -> None:
 def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
     file.touch()
-    leave_wish(file, "stop")
+    leave_request(file, "stop")
     assert sorted(file.read_text().splitlines()) == ["save", "stop"]  # `touch` asks for a save
     file.write_text("evaluate without an end")
-    line = leave_wish(file, "stop", "x" * 5000)
+    line = leave_request(file, "stop", "x" * 5000)
     assert sorted(file.read_text().splitlines()) == ["evaluate without an end", line]
     assert len(line) < 300
 
 
 def test_a_wish_can_be_withdrawn_alone(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
-    line = leave_wish(file, "stop", "too soon")
-    leave_wish(file, "save")
-    withdraw_wish(file, line)
+    line = leave_request(file, "stop", "too soon")
+    leave_request(file, "save")
+    withdraw_request(file, line)
     assert file.read_text() == "save\n"
-    withdraw_wish(file, "save")
+    withdraw_request(file, "save")
     assert not file.exists()
-    withdraw_wish(file, "save")
+    withdraw_request(file, "save")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wish_is_refused_where_it_would_do_harm(tmp_path: Path) -> None:
+def test_a_wish_is_rejected_where_it_would_do_harm(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown wish 'stopp'; did you mean 'stop'"):
-        leave_wish(tmp_path / "trigger", "stopp")
+        leave_request(tmp_path / "trigger", "stopp")
     (tmp_path / "target").write_text("a secret\n")
     (tmp_path / "trigger").symlink_to(tmp_path / "target")
     with pytest.raises(ConfigError, match="no plain file"):
-        leave_wish(tmp_path / "trigger", "stop")
+        leave_request(tmp_path / "trigger", "stop")
     assert (tmp_path / "target").read_text() == "a secret\n"
     with pytest.raises(OSError, match="nowhere"):
-        leave_wish(tmp_path / "nowhere" / "trigger", "stop")
+        leave_request(tmp_path / "nowhere" / "trigger", "stop")
 
 
 def test_no_wish_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,14 +99,14 @@ def test_no_wish_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: 
         while not done.is_set() or (tmp_path / "trigger").exists():
             taken.extend(trigger._taken())
 
-    taker = threading.Thread(target=take)
-    taker.start()
+    capture = threading.Thread(target=take)
+    capture.start()
     for number in range(300):
-        leave_wish(tmp_path / "trigger", "save", str(number))
-        leave_wish(tmp_path / "trigger", "stop", str(number))
+        leave_request(tmp_path / "trigger", "save", str(number))
+        leave_request(tmp_path / "trigger", "stop", str(number))
     done.set()
-    taker.join(60)
-    assert not taker.is_alive()
+    capture.join(60)
+    assert not capture.is_alive()
     for word in ("save", "stop"):
         numbers = [int(line.split()[1]) for line in taken if line.startswith(word)]
         assert numbers == sorted(set(numbers))
@@ -116,11 +116,11 @@ def test_no_wish_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: 
 
 
 def test_where_nothing_can_be_linked_it_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError("no links here")
 
-    monkeypatch.setattr("os.link", refuse)
-    leave_wish(tmp_path / "trigger", "save")
-    leave_wish(tmp_path / "trigger", "stop")
+    monkeypatch.setattr("os.link", reject)
+    leave_request(tmp_path / "trigger", "save")
+    leave_request(tmp_path / "trigger", "stop")
     assert sorted((tmp_path / "trigger").read_text().splitlines()) == ["save", "stop"]
     assert [path.name for path in tmp_path.iterdir()] == ["trigger"]

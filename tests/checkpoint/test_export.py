@@ -46,7 +46,7 @@ def test_shards_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None
         assert "head.weight" not in file.keys()  # noqa: SIM118
 
 
-def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_weight_is_rejected(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"a": 1}

@@ -180,7 +180,7 @@ def test_others_may_read_the_files(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ck").iterdir()} == {0o644}
 
 
-def test_every_changed_or_missing_byte_is_refused(tmp_path: Path) -> None:
+def test_every_changed_or_missing_byte_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     write(path, {"w": torch.ones(2), "b": [1, "x"]}, {"step": 1})
     for name in sorted(FILES - {"checkpoint.txt"}):
@@ -203,7 +203,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["state.json", "local-00000.json", "index.json", "shard-00000.safetensors"])
-def test_a_pickle_under_a_true_seal_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
+def test_a_pickle_under_a_true_seal_is_rejected_and_not_run(tmp_path: Path, name: str) -> None:
     path, mark = tmp_path / "ck", tmp_path / "ran"
     write(path, STATE, {})
     for content in (pickle.dumps(Bomb(mark)), b"[" * 100_000, b'{"a": NaN}', b'{"$tensor": "gone"}', b"\xff", b""):
@@ -218,7 +218,7 @@ def test_a_pickle_under_a_true_seal_is_refused_and_not_run(tmp_path: Path, name:
     assert not mark.exists()
 
 
-def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_kind_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "shard").touch()
     folder = LocalFolder(tmp_path)
     write_seal(folder, {"shard": measure(folder, "shard")}, {}, kind="callsheet.checkpoint.dense")
@@ -337,7 +337,7 @@ def test_delete(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_delete_refuses_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None:
+def test_delete_rejects_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None:
     write(tmp_path / "ck", STATE, {})
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     (tmp_path / "empty").mkdir()
@@ -364,9 +364,9 @@ def test_the_latest_hint_names_a_sealed_checkpoint(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "ck"):
-        with pytest.raises(CheckpointError, match=f"cannot write {path}: .*; choose") as refusal:
+        with pytest.raises(CheckpointError, match=f"cannot write {path}: .*; choose") as rejection:
             write(path, STATE, {})
-        assert isinstance(refusal.value.__cause__, OSError)
+        assert isinstance(rejection.value.__cause__, OSError)
 
 
 NO_PERMISSION = """
@@ -444,10 +444,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(small_disk: Path) -> None:
     write(small_disk / "old", {"w": torch.ones(1000)}, {"step": 1})
     for path in (small_disk / "new", small_disk / "old"):
-        with pytest.raises(CheckpointError, match=f"cannot write {path}.*: No space left on device; free space") as refusal:
+        with pytest.raises(CheckpointError, match=f"cannot write {path}.*: No space left on device; free space") as rejection:
             write(path, {"w": torch.ones(100_000)}, {}, overwrite=True)
-        assert isinstance(refusal.value.__cause__, OSError)
-        assert refusal.value.__cause__.errno == errno.ENOSPC
+        assert isinstance(rejection.value.__cause__, OSError)
+        assert rejection.value.__cause__.errno == errno.ENOSPC
     assert names(small_disk) == {"old"}
     assert read(small_disk / "old")[1] == {"step": 1}
     write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # what was half written has been given back

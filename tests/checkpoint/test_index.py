@@ -83,7 +83,7 @@ def test_an_index_is_read() -> None:
     ],
     ids=str,
 )
-def test_a_crafted_index_is_refused_by_name(entry: Any, why: str) -> None:
+def test_a_crafted_index_is_rejected_by_name(entry: Any, why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^ck/index\.json: model\.w: .*{why}.*; use another checkpoint$"):
         read_index(json.dumps({"good": GOOD, "model.w": entry}).encode(), FILES, "ck/index.json")
 
@@ -95,7 +95,7 @@ def test_many_tensors_cannot_stand_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"1", b"{", b'{"a": NaN}', b"[" * 100_000, b"\x80\x04"])
-def test_what_is_no_index_is_refused(content: bytes) -> None:
+def test_what_is_no_index_is_rejected(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"ck/index\.json is no"):
         read_index(content, FILES, "ck/index.json")
 
@@ -136,7 +136,7 @@ def craft(path: Path, name: str, content: bytes) -> None:
     ],
     ids=str,
 )
-def test_an_index_that_does_not_fit_the_files_is_refused(path: Path, changed: dict[str, Any], why: str) -> None:
+def test_an_index_that_does_not_fit_the_files_is_rejected(path: Path, changed: dict[str, Any], why: str) -> None:
     index = json.loads((path / "index.json").read_text())
     offsets, sizes = changed.pop("chunk", ([0], [4]))
     for name, change in changed.items():
@@ -152,7 +152,7 @@ def test_an_index_that_does_not_fit_the_files_is_refused(path: Path, changed: di
     assert given.sum() == 0
 
 
-def test_a_seal_that_counts_too_few_documents_is_refused(path: Path) -> None:
+def test_a_seal_that_counts_too_few_documents_is_rejected(path: Path) -> None:
     (path / "local-00000.json").unlink()
     craft(path, "state.json", (path / "state.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"its seal counts no local-00000\.json"):

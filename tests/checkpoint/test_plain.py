@@ -174,7 +174,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 @pytest.mark.parametrize("value", [object(), {1}, Pair(1, 2), 1j, bytearray(), Path(), torch.float32, lambda: 0, int])
-def test_what_is_not_plain_is_refused_by_path_and_type(value: object) -> None:
+def test_what_is_not_plain_is_rejected_by_path_and_type(value: object) -> None:
     with pytest.raises(
         CheckpointError, match=r"callbacks\.EarlyStopper\.best: a <class '.*'> is not plain data; .* turn it into"
     ):
@@ -182,12 +182,12 @@ def test_what_is_not_plain_is_refused_by_path_and_type(value: object) -> None:
 
 
 @pytest.mark.parametrize("array", [np.array([None]), np.array(["x"]), np.zeros(1, "i4,i4"), np.str_("x")])
-def test_numpy_objects_are_refused(array: object) -> None:
+def test_numpy_objects_are_rejected(array: object) -> None:
     with pytest.raises(CheckpointError, match="rng: a NumPy"):
         flatten({"rng": array})
 
 
-def test_masks_would_be_lost_so_array_subclasses_are_refused() -> None:
+def test_masks_would_be_lost_so_array_subclasses_are_rejected() -> None:
     with pytest.raises(CheckpointError, match="is not plain data"):
         flatten(np.ma.masked_array([1], [True]))
 
@@ -197,7 +197,7 @@ def test_keys_must_be_plain() -> None:
         flatten({"optimizer": {torch.ones(1): 1}})
 
 
-def test_a_tree_that_contains_itself_is_refused() -> None:
+def test_a_tree_that_contains_itself_is_rejected() -> None:
     inner: list[Any] = []
     inner.append({"again": inner})
     with pytest.raises(CheckpointError, match=r"a\.0\.again: the list contains itself"):
@@ -206,7 +206,7 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
     assert through_json([twice, twice]) == [[1], [1]]
 
 
-def test_a_tree_without_a_bottom_is_refused() -> None:
+def test_a_tree_without_a_bottom_is_rejected() -> None:
     deep: list[Any] = []
     for _ in range(99):
         deep = [deep]
@@ -246,7 +246,7 @@ def test_a_tree_without_a_bottom_is_refused() -> None:
         object(),
     ],
 )
-def test_a_malformed_document_is_refused_by_its_path(document: Any) -> None:
+def test_a_malformed_document_is_rejected_by_its_path(document: Any) -> None:
     with pytest.raises(CheckpointError, match=r"a\.1: malformed state document: .*; use another checkpoint"):
         unflatten({"a": [0, document]}, {"here": torch.ones(1)})
 
@@ -259,7 +259,7 @@ json_documents = st.recursive(
 
 
 @given(json_documents)
-def test_any_document_is_read_or_refused(document: Any) -> None:
+def test_any_document_is_read_or_rejected(document: Any) -> None:
     try:
         tree = unflatten(document, {"t": torch.ones(1)})
     except CheckpointError:

@@ -94,7 +94,7 @@ def test_a_store_whose_folder_holds_other_files_is_left_alone(memory: Any) -> No
     assert names(memory, ROOT) == {"thesis.tex"}
 
 
-def test_every_changed_byte_in_a_store_is_refused(memory: Any) -> None:
+def test_every_changed_byte_in_a_store_is_rejected(memory: Any) -> None:
     path = f"{ROOT}/ck"
     write(path, 1)
     for name in sorted(names(memory, path) - {"checkpoint.txt"}):

@@ -73,13 +73,13 @@ def test_info_is_plain_data_without_tensors(folder: Path) -> None:
     assert read_seal(folder).info == info
 
 
-def test_sealing_twice_is_refused(folder: Path) -> None:
+def test_sealing_twice_is_rejected(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="is sealed already; write to a new folder"):
         write_seal(folder, {}, {}, kind=KIND)
     assert read_seal(folder).info == {"step": 7}
 
 
-def test_sealing_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_sealing_what_is_not_there_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12")
     for name, message in [("b", "b is missing"), ("a", "a has 2 bytes, not 3")]:
         with pytest.raises(CheckpointError, match=message):
@@ -96,7 +96,7 @@ def test_a_folder_without_a_seal_does_not_exist(folder: Path) -> None:
         read_seal(folder)
 
 
-def test_every_truncation_of_the_manifest_is_refused(folder: Path) -> None:
+def test_every_truncation_of_the_manifest_is_rejected(folder: Path) -> None:
     manifest = folder / "manifest.json"
     whole = manifest.read_bytes()
     for size in range(len(whole)):
@@ -105,7 +105,7 @@ def test_every_truncation_of_the_manifest_is_refused(folder: Path) -> None:
             read_seal(folder)
 
 
-def test_every_changed_bit_of_the_manifest_is_refused(folder: Path) -> None:
+def test_every_changed_bit_of_the_manifest_is_rejected(folder: Path) -> None:
     manifest = folder / "manifest.json"
     whole = manifest.read_bytes()
     for i in range(len(whole) * 8):
@@ -124,15 +124,15 @@ def test_a_newer_format_says_so_and_is_no_leftover(folder: Path) -> None:
     craft(folder, format=2)
     with pytest.raises(
         CheckpointError, match=r"has format 2, and this callsheet knows up to 1; use a newer callsheet"
-    ) as refusal:
+    ) as rejection:
         read_seal(folder)
-    assert not isinstance(refusal.value, Unsealed)
+    assert not isinstance(rejection.value, Unsealed)
 
 
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "", ".", "..", "a/../../x", "a//b", "a/b", "./a", "C:\\x", "a\\b", "x\0"]
 )
-def test_a_name_that_leads_outside_is_refused(folder: Path, name: str) -> None:
+def test_a_name_that_leads_outside_is_rejected(folder: Path, name: str) -> None:
     (folder.parent / "x").write_bytes(b"outside")
     craft(folder, files={name: {"size_bytes": 7, "sha256": hashlib.sha256(b"outside").hexdigest()}})
     with pytest.raises(CheckpointError, match="is not the name of a file inside a checkpoint"):
@@ -147,7 +147,7 @@ def test_a_name_that_leads_outside_is_refused(folder: Path, name: str) -> None:
         LocalFolder(folder).replace(name, b"")
 
 
-def test_a_link_is_refused(folder: Path) -> None:
+def test_a_link_is_rejected(folder: Path) -> None:
     sealed = read_seal(folder)
     (folder / "a").rename(folder.parent / "outside")
     (folder / "a").symlink_to(folder.parent / "outside")
@@ -159,7 +159,7 @@ def test_a_link_is_refused(folder: Path) -> None:
         storage.verify(LocalFolder(folder), "a", sealed.files["a"])
 
 
-def test_a_manifest_that_is_a_link_or_a_pipe_is_refused_without_waiting(folder: Path) -> None:
+def test_a_manifest_that_is_a_link_or_a_pipe_is_rejected_without_waiting(folder: Path) -> None:
     (folder / "manifest.json").rename(folder.parent / "outside")
     (folder / "manifest.json").symlink_to(folder.parent / "outside")
     with pytest.raises(CheckpointError, match="cannot read"):
@@ -170,7 +170,7 @@ def test_a_manifest_that_is_a_link_or_a_pipe_is_refused_without_waiting(folder: 
         read_seal(folder)
 
 
-def test_a_missing_or_different_file_is_refused(folder: Path) -> None:
+def test_a_missing_or_different_file_is_rejected(folder: Path) -> None:
     sealed = read_seal(folder)
     (folder / "a").write_bytes(b"conTent")
     assert read_seal(folder) == sealed  # the size is right: the digest is for the reader
@@ -208,13 +208,13 @@ def test_a_missing_or_different_file_is_refused(folder: Path) -> None:
         {"files": {"a": {"size_bytes": -1, "sha256": ""}}},
     ],
 )
-def test_a_crafted_manifest_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+def test_a_crafted_manifest_is_rejected(folder: Path, changes: dict[str, Any]) -> None:
     craft(folder, **changes)
     with pytest.raises(CheckpointError):
         read_seal(folder)
 
 
-def test_a_manifest_too_deep_to_read_is_refused(folder: Path) -> None:
+def test_a_manifest_too_deep_to_read_is_rejected(folder: Path) -> None:
     body = b'"format": 1, "info": ' + b"[" * 100_000
     (folder / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
     with pytest.raises(CheckpointError, match="malformed"):

@@ -217,7 +217,7 @@ def failing_reads(path: str) -> Any:
     return told
 
 
-def test_a_checkpoint_that_does_not_hold_is_refused_by_all_before_anything_is_filled(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_hold_is_rejected_by_all_before_anything_is_filled(tmp_path: Path) -> None:
     first, second = run_ranks(failing_reads, 2, str(tmp_path / "ck"))
     assert first == second
     size, elsewhere, *damaged = first

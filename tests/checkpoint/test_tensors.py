@@ -70,7 +70,7 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
     ],
     ids=["sparse", "meta", "complex128", "e8m0", "subclass"],
 )
-def test_what_the_file_cannot_hold_is_refused(tensor: torch.Tensor, why: str) -> None:
+def test_what_the_file_cannot_hold_is_rejected(tensor: torch.Tensor, why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"ema\.w: .*{why}.* cannot be written to a tensor file; save"):
         check_storable("ema.w", tensor)
 
@@ -87,7 +87,7 @@ def test_rows_are_read_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
-def test_a_file_that_is_none_is_refused(content: bytes) -> None:
+def test_a_file_that_is_none_is_rejected(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"ck/t: not a tensor file"):
         read_header(io.BytesIO(content), len(content), "ck/t")
 
@@ -119,7 +119,7 @@ WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
     ids=str,
 )
-def test_a_crafted_header_is_refused(header: Any) -> None:
+def test_a_crafted_header_is_rejected(header: Any) -> None:
     text = json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(8)
     with pytest.raises(CheckpointError, match="not a tensor file"):

@@ -275,10 +275,10 @@ def test_so_is_one_of_the_file(place: Path, capsys: pytest.CaptureFixture[str], 
 )
 def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: str) -> None:
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         prepared("finetune", arguments, command="show")
-    assert str(refused.value).startswith(said)
-    assert "\n" not in str(refused.value)
+    assert str(rejected.value).startswith(said)
+    assert "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_what_is_not_there_is_named(trained: Path, capsys: pytest.CaptureFixture
     assert said in capsys.readouterr().err
 
 
-def test_a_run_of_bad_checkpoints_alone_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_bad_checkpoints_alone_is_rejected(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             ["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]", "--stop_on_nan", "false"]

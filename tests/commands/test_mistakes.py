@@ -8,8 +8,8 @@ import pytest
 
 from callsheet.cli import main
 from callsheet.errors import ConfigError
+from callsheet.recipes.existing_run import reject_another_job
 from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.standing import refuse_another_job
 
 BASE = "recipe: pretrain\nrun_name: mine\nmax_duration: 4ba\n"
 SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_path: callsheet.callbacks.CheckpointSaver\n"
@@ -64,7 +64,7 @@ def test_a_resume_with_other_values_names_them_and_the_way_out(tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"another optimizer \(optimizer\.lr: 0\.1 in the run, 0\.2 now\).*--resume new.*--run_name"
     ):
-        refuse_another_job(there, now, ())
+        reject_another_job(there, now, ())
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def test_torchrun_opens_a_run_of_one_process_in_shards(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_average_in_other_shards_is_refused_with_the_way_round_it(trained: Path) -> None:
-    refused = torchrun("evaluate", "averaged", "--parallel", "fsdp", "--data.validation_windows", "4")
-    assert refused.returncode != 0
-    assert "--callbacks '[]' evaluates the weights of the checkpoint without it" in refused.stderr
+def test_an_average_in_other_shards_is_rejected_with_the_way_round_it(trained: Path) -> None:
+    rejected = torchrun("evaluate", "averaged", "--parallel", "fsdp", "--data.validation_windows", "4")
+    assert rejected.returncode != 0
+    assert "--callbacks '[]' evaluates the weights of the checkpoint without it" in rejected.stderr
 
 
 # --- launch ---

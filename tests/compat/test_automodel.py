@@ -17,7 +17,7 @@ from PIL import Image
 from callsheet import Callback as OurCallback
 from callsheet import ConfigError, Context
 from callsheet.bridges.automodel import guest
-from callsheet.bridges.foreign import NotOnTheList
+from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.callbacks import History
 from callsheet.compat import automodel
 from callsheet.compat.automodel import (
@@ -355,7 +355,7 @@ def test_columns_are_renamed_as_automodel_does(tmp_path: Path) -> None:
         recipe.recipe.trainer.close()
 
 
-REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+REJECTED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda cfg: cfg["step_scheduler"].update(max_stepz=3), r"step_scheduler\.max_stepz: there is no such key; did you mean 'max_steps'\?"),
     (lambda cfg: cfg.update(optimiser={}), r"optimiser: there is no such key; did you mean 'optimizer'\?"),
     (lambda cfg: cfg["distributed"].update(tp_size=2), r"distributed\.tp_size: 2"),
@@ -373,8 +373,8 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
-def test_what_is_not_carried_is_refused_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), REJECTED, ids=[message[:30] for _, message in REJECTED])
+def test_what_is_not_carried_is_rejected_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     change(cfg)
     with pytest.raises(ConfigError, match=message):
@@ -394,7 +394,7 @@ def test_of_a_configuration_all_that_is_carried_arrives(tmp_path: Path) -> None:
     config = TrainFinetuneRecipeForNextTokenPrediction(cfg)._config
     assert (config.lora.r, config.lora.alpha, config.lora.targets) == (4, 8.0, "all-linear")
     assert (config.packing, config.sequence_length, config.eval_batch_size) == (True, 64, 2)
-    assert (config.batch_size, config.accumulate, config.max_duration) == (4, 4, "4ba")
+    assert (config.batch_size, config.gradient_accumulation_steps, config.max_duration) == (4, 4, "4ba")
     assert (config.clip_grad_norm, config.export, config.save_in_background) == (0.5, True, True)
     assert (config.seed, config.timeout_seconds, config.device) == (1111, 60.0, "cpu")
     optimizer = config.optimizer([torch.nn.Parameter(torch.ones(1))])

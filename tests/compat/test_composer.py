@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from callsheet import Callback as OurCallback
-from callsheet import ConfigError, Context, NotCarried
+from callsheet import ConfigError, Context, NotSupported
 from callsheet.bridges.composer.names import COMPOSER_EVENTS
 from callsheet.compat.composer import (
     Callback,
@@ -249,7 +249,7 @@ def test_what_state_does_not_have_is_named() -> None:
             assert not hasattr(state, "fsdp_config")
             state.fsdp_config  # noqa: B018
 
-    with pytest.raises(NotCarried, match="Composer's State has here no 'fsdp_config'"):
+    with pytest.raises(NotSupported, match="Composer's State has here no 'fsdp_config'"):
         trained(callbacks=[Curious()])
 
 
@@ -409,8 +409,8 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         ),
     ],
 )
-def test_what_is_not_carried_is_refused_by_name(make: Any, says: str) -> None:
-    with pytest.raises(NotCarried, match=says):
+def test_what_is_not_carried_is_rejected_by_name(make: Any, says: str) -> None:
+    with pytest.raises(NotSupported, match=says):
         make()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet import ConfigError, NotCarried
+from callsheet import ConfigError, NotSupported
 from callsheet.compat import composer
 from callsheet.compat.composer import DataSpec, Evaluator, Trainer
 from callsheet.compat.composer.models import ComposerClassifier, ComposerModel, HuggingFaceModel
@@ -92,9 +92,9 @@ def test_submodules_are_imported_first(path: str, name: str) -> None:
 )
 def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: str) -> None:
     found = getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), name)
-    with pytest.raises(NotCarried, match=rf"^{name} is not carried over from Composer: .*{instead}"):
+    with pytest.raises(NotSupported, match=rf"^{name} is not carried over from Composer: .*{instead}"):
         found()
-    with pytest.raises(NotCarried, match=r"^get_world_size is not carried over"):
+    with pytest.raises(NotSupported, match=r"^get_world_size is not carried over"):
         importlib.import_module("callsheet.compat.composer.utils").dist.get_world_size()
 
 
@@ -132,7 +132,7 @@ def test_precision_by_name() -> None:
     assert Precision("AMP_BF16") is composer.core.Precision.AMP_BF16
     assert str(Precision.AMP_BF16) == "amp_bf16"
     trained(precision=Precision.FP32)
-    with pytest.raises(NotCarried, match="precision='amp_fp8'"):
+    with pytest.raises(NotSupported, match="precision='amp_fp8'"):
         trained(precision=Precision.AMP_FP8)
 
 
@@ -153,9 +153,9 @@ def test_a_model_of_transformers_trains() -> None:
     with torch.no_grad():
         loss = model.loss(model(batches[0]), batches[0])
     assert float(trainer.state.eval_metrics["eval"]["Perplexity"].compute().log()) == pytest.approx(float(loss), rel=1e-4)
-    with pytest.raises(NotCarried, match=r"peft\.get_peft_model"):
+    with pytest.raises(NotSupported, match=r"peft\.get_peft_model"):
         HuggingFaceModel(model.model, peft_config=object())
-    with pytest.raises(NotCarried, match="load_path"):
+    with pytest.raises(NotSupported, match="load_path"):
         HuggingFaceModel.hf_from_composer_checkpoint("x.pt")
     with pytest.raises(ValueError, match=r"^Unexpected batch type"):
         model((ids, ids))
@@ -169,14 +169,14 @@ def test_a_model_of_transformers_trains() -> None:
         ({"save_weights_only": True}, "state_dict()"),
     ],
 )
-def test_arguments_of_checkpoints_are_refused_by_name(given: dict[str, Any], instead: str) -> None:
+def test_arguments_of_checkpoints_are_rejected_by_name(given: dict[str, Any], instead: str) -> None:
     (name,) = given
-    with pytest.raises(NotCarried, match=rf"^Trainer\({name}=.* is not carried over from Composer: .*{re.escape(instead)}"):
+    with pytest.raises(NotSupported, match=rf"^Trainer\({name}=.* is not carried over from Composer: .*{re.escape(instead)}"):
         trained(**given)
 
 
-def test_functions_of_a_data_spec_are_refused_by_name() -> None:
-    with pytest.raises(NotCarried, match=r"^DataSpec\(split_batch=.* is not carried over from Composer"):
+def test_functions_of_a_data_spec_are_rejected_by_name() -> None:
+    with pytest.raises(NotSupported, match=r"^DataSpec\(split_batch=.* is not carried over from Composer"):
         DataSpec(data(), split_batch=lambda batch, size: [batch])
 
 

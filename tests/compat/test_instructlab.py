@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from bridges.homes import instructlab as home  # type: ignore[import-not-found]  # pytest has its folder on the path
-from callsheet import ConfigError, NotCarried
+from callsheet import ConfigError, NotSupported
 from callsheet.compat.instructlab import (
     HOOK_NAMES,
     CallbackManager,
@@ -143,7 +143,7 @@ def _package(name: str) -> Any:
     return importlib.import_module(f"instructlab.training.{name}")
 
 
-def refusals_of(interface: Any) -> dict[str, str]:
+def rejections_of(interface: Any) -> dict[str, str]:
     """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
 
     class Listens(interface.TrainerCallback):  # type: ignore[misc]
@@ -171,12 +171,12 @@ def refusals_of(interface: Any) -> dict[str, str]:
 
 def test_error_messages_begin_as_the_package_s() -> None:
     """Users' tests match them; a hint may follow."""
-    theirs = refusals_of(_package("callbacks"))
-    for what, message in refusals_of(importlib.import_module("callsheet.compat.instructlab.callbacks")).items():
+    theirs = rejections_of(_package("callbacks"))
+    for what, message in rejections_of(importlib.import_module("callsheet.compat.instructlab.callbacks")).items():
         assert message.startswith(theirs[what].partition(". Pass an instance")[0]), what
 
 
-def test_arguments_are_refused_in_the_package_s_words(tmp_path: Path) -> None:
+def test_arguments_are_rejected_in_the_package_s_words(tmp_path: Path) -> None:
     theirs = _package("config")
     needed = vars(arguments(tmp_path))
     for changes in ({"validation_split": 1.5}, {"validation_split": 0.5}):
@@ -222,7 +222,7 @@ def test_the_package_s_modules_and_names_are_found() -> None:
         lambda: inner.FSDPOptions(),
     ]
     for use in uses:
-        with pytest.raises(NotCarried, match=r"is not carried over from InstructLab: .* leave it out"):
+        with pytest.raises(NotSupported, match=r"is not carried over from InstructLab: .* leave it out"):
             use()
 
 
@@ -375,9 +375,9 @@ def test_a_hook_that_never_returns_is_given_up_and_named(
 
 
 def test_source_is_sent_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotCarried, match=r"^serialize_callback\(\).*callsheet\.transport"):
+    with pytest.raises(NotSupported, match=r"^serialize_callback\(\).*callsheet\.transport"):
         serialize_callback(TrainerCallback())
-    with pytest.raises(NotCarried, match=r"^deserialize_callback\(\).*callsheet\.transport"):
+    with pytest.raises(NotSupported, match=r"^deserialize_callback\(\).*callsheet\.transport"):
         deserialize_callback("eA==")
     monkeypatch.setattr(sys, "argv", ["main_ds.py", "--callbacks=eA=="])
     with pytest.raises(SystemExit, match=r"^--callbacks: source is sent to nobody here.*callsheet\.transport"):

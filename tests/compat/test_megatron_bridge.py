@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridges.homes.megatron_bridge import interface  # type: ignore[import-not-found]  # pytest has its folder on the path
-from callsheet import NotCarried
+from callsheet import NotSupported
 from callsheet.bridges.megatron_bridge import names as ours
 from callsheet.callbacks import History
 from callsheet.compat.megatron_bridge import (
@@ -159,7 +159,7 @@ def test_a_manager_answers_as_the_package_s(names: ModuleType) -> None:
         manager.user_state = {}
 
 
-def refusals_of(interface: ModuleType) -> dict[str, str]:
+def rejections_of(interface: ModuleType) -> dict[str, str]:
     """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
     manager = interface.CallbackManager()
     calls: dict[str, Callable[[], object]] = {
@@ -179,8 +179,8 @@ def refusals_of(interface: ModuleType) -> dict[str, str]:
 @pytest.mark.skipif(real is None, reason="Megatron Bridge is not installed")
 def test_error_messages_begin_as_the_package_s() -> None:
     """Users' tests match them; a hint may follow. The list of events is a frozenset there, in no order."""
-    theirs = refusals_of(real)
-    for what, message in refusals_of(ours).items():
+    theirs = rejections_of(real)
+    for what, message in rejections_of(ours).items():
         assert message.startswith(theirs[what].partition("frozenset(")[0]), what
 
 
@@ -563,7 +563,7 @@ def test_another_forward_step_is_taken(config: ConfigContainer) -> None:
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             pretrain(config, wrong)  # type: ignore[arg-type]  # that is the test
-    with pytest.raises(NotCarried, match="schedule plan"):
+    with pytest.raises(NotSupported, match="schedule plan"):
         forward_step(None, iter([]), None, return_schedule_plan=True)  # type: ignore[arg-type]  # it looks at neither
 
 
@@ -586,10 +586,10 @@ def test_a_group_that_is_there_stays(config: ConfigContainer) -> None:
         dist.destroy_process_group()
 
 
-def test_what_is_not_carried_out_is_refused_by_name(config: ConfigContainer) -> None:
-    with pytest.raises(NotCarried, match="TrainingConfig has here no 'manual_gc'"):
+def test_what_is_not_carried_out_is_rejected_by_name(config: ConfigContainer) -> None:
+    with pytest.raises(NotSupported, match="TrainingConfig has here no 'manual_gc'"):
         config.train.manual_gc = True  # type: ignore[attr-defined]  # that is the test
-    with pytest.raises(NotCarried, match="ConfigContainer has here no 'ddp'"):
+    with pytest.raises(NotSupported, match="ConfigContainer has here no 'ddp'"):
         _ = config.ddp  # type: ignore[attr-defined]  # that is the test
     assert not hasattr(config.model, "fp8")
     for section, name, value in [
@@ -602,11 +602,11 @@ def test_what_is_not_carried_out_is_refused_by_name(config: ConfigContainer) -> 
     ]:
         before = getattr(getattr(config, section), name)
         setattr(getattr(config, section), name, value)
-        with pytest.raises(NotCarried, match=name):
+        with pytest.raises(NotSupported, match=name):
             job_of(config)
         setattr(getattr(config, section), name, before)
     config.mixed_precision = "fp8"
-    with pytest.raises(NotCarried, match="mixed_precision"):
+    with pytest.raises(NotSupported, match="mixed_precision"):
         job_of(config)
     config.mixed_precision = "bf16_mixed"
     assert job_of(config).precision == "bf16"

@@ -54,7 +54,7 @@ def parts(device: str = "cuda") -> tuple[nn.Module, list[tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"precision": "bf16"}, {"accumulate": 2}, {"microbatch_size": 8}, {"clip_grad_norm": 1.0}]
+    "options", [{}, {"precision": "bf16"}, {"gradient_accumulation_steps": 2}, {"microbatch_size": 8}, {"clip_grad_norm": 1.0}]
 )
 def test_nothing_waits_for_the_device_off_log_boundaries(options: dict[str, Any]) -> None:
     model, data = parts()

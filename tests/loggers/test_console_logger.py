@@ -165,7 +165,7 @@ def test_a_pipe_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: py
         ({"table_rows": -1}, "table_rows=-1"),
     ],
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ConsoleLogger(**options)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, Context, LogRecord, RunInfo, Trainer
+from callsheet import Callback, Context, MetricsRecord, RunInfo, Trainer
 from callsheet.loggers import CSVLogger
 from callsheet.testing import run_ranks
 
@@ -32,7 +32,7 @@ class Keeps(Callback):
     phase = "report"
 
     def __init__(self) -> None:
-        self.records: list[LogRecord] = []
+        self.records: list[MetricsRecord] = []
 
     def on_log(self, ctx: Context) -> None:
         self.records.append(ctx.record)

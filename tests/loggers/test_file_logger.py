@@ -186,7 +186,7 @@ def test_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("options", "said"), [({"capture": "fds"}, "did you mean 'fd'"), ({"max_bytes": 0}, "max_bytes=0: give more than 0")]
 )
-def test_refuses_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FileLogger(**options)
 

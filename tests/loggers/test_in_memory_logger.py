@@ -111,7 +111,7 @@ def test_a_name_that_nothing_told_is_an_error(tmp_path: Path) -> None:
         logger.history("train/los")
 
 
-def test_refuses_what_cannot_work() -> None:
+def test_rejects_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="most=0"):
         InMemoryLogger(most=0)
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import nn
 
 import callsheet
-from callsheet import Callback, ConfigError, Context, LogRecord, RunInfo, Trainer
+from callsheet import Callback, ConfigError, Context, MetricsRecord, RunInfo, Trainer
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import run_ranks
 
@@ -78,10 +78,10 @@ def curve(folder: Path) -> list[tuple[int, dict[str, float]]]:
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a file, read as strictly as JSON asks."""
 
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=reject) for line in path.read_text().splitlines()]
 
 
 def events(folder: Path) -> list[tuple[str, int]]:
@@ -92,7 +92,7 @@ def events(folder: Path) -> list[tuple[str, int]]:
 
 
 def test_every_record_is_a_line_that_reads_back(tmp_path: Path) -> None:
-    kept: list[LogRecord] = []
+    kept: list[MetricsRecord] = []
 
     class Keep(Callback):
         phase = "report"
@@ -213,11 +213,11 @@ def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog:
     def table(ctx: Context) -> None:
         ctx.log_table("scores", ["score"], [[ctx.step]])
 
-    def mend(ctx: Context) -> None:
+    def hint(ctx: Context) -> None:
         (folder / "tables").unlink()
 
     acts = {f"at_{step}": table for step in (2, 3, 4, 5, 7)}
-    fit(tmp_path, Acts(at_1=break_disk, at_6=mend, **acts), loggers=[JSONLLogger(flush_seconds=0.001)])
+    fit(tmp_path, Acts(at_1=break_disk, at_6=hint, **acts), loggers=[JSONLLogger(flush_seconds=0.001)])
     assert [line["rows"] for line in lines(folder / "tables" / "scores.jsonl")] == [[[1]], [[2]], [[3]], [[4]], [[5]], [[7]]]
     assert len(read_metrics(folder)) == 9 + 3  # of other files nothing is lost
     told = [record.getMessage() for record in caplog.records if "JSONLLogger" in record.getMessage()]
@@ -489,6 +489,6 @@ def test_ended_twice(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
 
 
-def test_refuses_what_cannot_work() -> None:
+def test_rejects_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="flush_seconds=0"):
         JSONLLogger(flush_seconds=0)

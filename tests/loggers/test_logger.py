@@ -30,7 +30,7 @@ class Keeps(Logger):
 
 def tell(logger: Logger) -> Manager:
     manager = CallbackManager([logger])
-    ctx = Context(RunInfo("run"), loggers=manager.tell_loggers)
+    ctx = Context(RunInfo("run"), loggers=manager.notify_loggers)
     ctx.step = 7
     manager.open(ctx)
     ctx.log_hyperparameters({"lr": 0.1})
@@ -54,7 +54,7 @@ def test_a_logger_need_not_store_anything(caplog: pytest.LogCaptureFixture) -> N
 def test_other_ranks_do_not_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     keeps, ctx = Keeps(), Context(RunInfo("run"))
-    CallbackManager([keeps]).tell_loggers("log_table", ctx, name="t", columns=["a"], rows=[])
+    CallbackManager([keeps]).notify_loggers("log_table", ctx, name="t", columns=["a"], rows=[])
     assert keeps.given == []
 
 

@@ -502,7 +502,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
         ({"tracking_uri": "https://me:word@host"}, "MLFLOW_TRACKING_PASSWORD"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], match: str) -> None:
+def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as found:
         MLflowLogger(**options)
     assert "word@" not in str(found.value)

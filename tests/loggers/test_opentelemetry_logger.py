@@ -28,7 +28,7 @@ from torch import nn
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger
-from callsheet.registration import heard_by
+from callsheet.registration import handlers_of
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
@@ -284,8 +284,8 @@ def test_steps_as_asked(tmp_path: Path, collector: Collector, steps: str, each: 
 
 
 def test_steps_that_nobody_asked_for_are_not_listened_to() -> None:
-    assert not {"on_train_step_end", "on_forward_start", "on_fetch_end"} & heard_by(OpenTelemetryLogger()).keys()
-    assert "on_train_step_end" in heard_by(OpenTelemetryLogger(steps="all"))
+    assert not {"on_train_step_end", "on_forward_start", "on_fetch_end"} & handlers_of(OpenTelemetryLogger()).keys()
+    assert "on_train_step_end" in handlers_of(OpenTelemetryLogger(steps="all"))
 
 
 def test_a_few_steps_are_sampled(tmp_path: Path, collector: Collector) -> None:
@@ -425,7 +425,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
         ({"endpoint": "https://me:word@host"}, "OTEL_EXPORTER_OTLP_HEADERS"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], match: str) -> None:
+def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as found:
         OpenTelemetryLogger(**options)
     assert "word@" not in str(found.value)

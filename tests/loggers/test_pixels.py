@@ -34,7 +34,7 @@ def test_values() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4, 5), (4, 5, 2), (0, 4)])
-def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+def test_other_shapes_are_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"one at a time"):
         as_pixels(torch.zeros(shape))
 

@@ -175,7 +175,7 @@ def test_many_records_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_refuses_what_it_does_not_know() -> None:
+def test_rejects_what_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="bar='on'"):
         ProgressBarLogger(bar="on")
 

@@ -258,7 +258,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_bad_options_are_refused() -> None:
+def test_bad_options_are_rejected() -> None:
     with pytest.raises(ConfigError, match="give more than 0"):
         TensorboardLogger(flush_seconds=0)
 

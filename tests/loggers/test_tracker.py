@@ -208,7 +208,7 @@ def test_arrays_in_a_cell_are_text() -> None:
         "https://host/?api_key=word",
     ],
 )
-def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+def test_a_secret_in_a_url_is_rejected_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="give it as SOMETHING instead") as found:
         check_no_secret("server", url, "SOMETHING")
     assert "word" not in str(found.value)

@@ -300,7 +300,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
         ({"server_url": "https://host?write_token=word"}, "TRACKIO_WRITE_TOKEN"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], match: str) -> None:
+def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as found:
         TrackioLogger(**options)
     assert "=word" not in str(found.value)

@@ -364,7 +364,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
         ({"settings": {"base_url": "https://me:word@host"}}, "WANDB_BASE_URL"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], match: str) -> None:
+def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         WandBLogger(**options)
 

@@ -231,7 +231,7 @@ def test_numbers_as_labels_parquet_and_streams(data: Path, tmp_path: Path) -> No
     assert classify(config).trainer.state.timestamp.batch == 3
 
 
-REFUSED: dict[str, tuple[list[Any] | str, list[str], str]] = {
+REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
     "empty": ([], [], "there is no row in it"),
     "no JSON": ('{"text": "a", "label": "x"}\nnonsense\n', [], "bad.jsonl:2: this line is no JSON"),
     "no column": ([{"text": "a", "lable": "x"}], [], "bad.jsonl:1: there is no column 'label'; did you mean 'lable'?"),
@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[list[Any] | str, list[str], str]] = {
     "no text": ([{"text": "a", "label": "x"}, {"text": None, "label": "y"}], [], "bad.jsonl:2: its text is None"),
     "too long": (
         [{"text": "a", "label": "x"}, {"text": "b" * 40, "label": "y"}],
-        ["--too_long", "refuse", "--sequence_length", "32"],
+        ["--too_long", "reject", "--sequence_length", "32"],
         "bad.jsonl:2: its text has 40 tokens, and may have 1 to 32",
     ),
     "weights": (
@@ -261,11 +261,11 @@ REFUSED: dict[str, tuple[list[Any] | str, list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_refused_by_its_place_before_anything_runs(
+@pytest.mark.parametrize("case", REJECTED)
+def test_bad_input_is_rejected_by_its_place_before_anything_runs(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content, options, said = REFUSED[case]
+    content, options, said = REJECTED[case]
     path = tmp_path / "bad.jsonl"
     if isinstance(content, str):
         path.write_text(content)

@@ -61,7 +61,7 @@ def test_without_a_mark_it_is_what_each_answer_adds_to_the_template(tmp_path: Pa
     assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(asked)
 
 
-def test_a_template_that_changes_what_was_said_is_refused_where_it_matters(tmp_path: Path) -> None:
+def test_a_template_that_changes_what_was_said_is_rejected_where_it_matters(tmp_path: Path) -> None:
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template=str(tmp_path / "forgetful.jinja"))
@@ -121,7 +121,7 @@ def test_a_row_that_cannot_be_used_is_named_by_its_place(row: dict[str, Any], sa
     assert said in str(caught.value)
 
 
-def test_messages_without_a_template_and_a_template_that_is_not_there_are_refused() -> None:
+def test_messages_without_a_template_and_a_template_that_is_not_there_are_rejected() -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         Conversations(byte_tokenizer(), template="plain").example({"messages": TALK}, "here:1")
     with pytest.raises(ConfigError, match=r"chat_template='nowhere\.jinja'"):

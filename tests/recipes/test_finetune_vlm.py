@@ -95,7 +95,7 @@ def test_what_assistants_say_is_learnt_and_nothing_else(tmp_path: Path, side: st
     processor.tokenizer.padding_side = side
     rows = Rows(str(make_rows(tmp_path)))
     table, form = rows.read(()), ImageText(processor, rows)
-    batch = ImageBatches(processor, 128, "refuse")([form(table[i], table.place(i)) for i in range(3)])  # type: ignore[union-attr]  # a table
+    batch = ImageBatches(processor, 128, "reject")([form(table[i], table.place(i)) for i in range(3)])  # type: ignore[union-attr]  # a table
     said = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
     assert said == ["red<|end|>green<|end|>", "green<|end|>", "blue<|end|>"]
     assert batch["pixel_values"].shape == (4, 3, 8, 8)  # two images of the first row
@@ -116,7 +116,7 @@ def test_a_token_across_the_border_belongs_to_what_is_learnt(tmp_path: Path) -> 
     processor.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     processor.image_token, processor.image_token_id, processor.chat_template = "<image>", 4, None
     row = {"image": Image.new("L", (4, 4)), "prompt": "ab", "completion": "cca"}
-    batch = ImageBatches(processor, 64, "refuse")([ImageText(processor, None)(row, "row 1")])
+    batch = ImageBatches(processor, 64, "reject")([ImageText(processor, None)(row, "row 1")])
     assert batch["input_ids"].tolist() == [[4, 4, 4, 4, 0, 3, 2, 0, 5]]
     assert batch["labels"].tolist() == [[-100] * 5 + [3, 2, 0, 5]]
 
@@ -141,7 +141,7 @@ def test_images_of_different_lengths_between_turns(tmp_path: Path) -> None:
     processor = described.make_processor()
     row = {"messages": turns("red", "green"), "images": [Image.new("RGB", (30, 12)), Image.new("RGB", (9, 30))]}
     other = {"image": Image.new("RGB", (16, 16)), "prompt": "p", "completion": "blue"}
-    form, batches = ImageText(processor, None), ImageBatches(processor, 256, "refuse")
+    form, batches = ImageText(processor, None), ImageBatches(processor, 256, "reject")
     batch = batches([form(row, "row 1"), form(other, "row 2")])
     said = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
     assert said == ["red<|end|>green<|end|>", "blue<|end|>"]
@@ -160,7 +160,7 @@ def test_a_longer_row_is_cut_behind_its_images_where_that_is_wanted() -> None:
     with pytest.raises(
         ConfigError, match=r"row 7: this row has 70 tokens, those of its 1 images included, and sequence_length is 30"
     ):
-        ImageBatches(processor, 30, "refuse")([example])
+        ImageBatches(processor, 30, "reject")([example])
     with pytest.raises(ConfigError, match=r"row 7: .* holds a part of an image"):
         ImageBatches(processor, 10, "truncate")([example])
 
@@ -283,7 +283,7 @@ def test_what_is_exported_gives_the_same_logits_and_is_trained_on_from_its_folde
     processor = AutoProcessor.from_pretrained(folder)
     form = ImageText(processor, recipe.config.train)
     examples = [form(recipe.rows["train"][i], f"{recipe.config.train.path}:{i + 1}") for i in (0, 3, 6, 9)]  # type: ignore[union-attr]
-    assert all(torch.equal(batch[name], value) for name, value in ImageBatches(processor, 128, "refuse")(examples).items())
+    assert all(torch.equal(batch[name], value) for name, value in ImageBatches(processor, 128, "reject")(examples).items())
     with torch.no_grad():
         torch.testing.assert_close(loads(folder)(**batch).logits, recipe.trainer.model.eval()(**batch).logits, atol=1e-6, rtol=0)
     before = weights(recipe)
@@ -398,18 +398,18 @@ def test_a_row_that_cannot_be_used_is_named(
         ({"size": 16}, "cannot look at what the processor makes of an image: .*16"),
     ],
 )
-def test_a_processor_that_does_not_fit_the_model_is_refused(change: dict[str, Any], said: str) -> None:
+def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, Any], said: str) -> None:
     model = tiny().make_model(byte_processor(8, 2), 64)
     processor = byte_processor(change.pop("size", 8), 2)
     for name, value in change.items():
         setattr(processor, name, value)
     example = ImageText(processor, None)({"image": Image.new("RGB", (8, 8)), "prompt": "p", "completion": "c"}, "row 1")
-    batch = ImageBatches(processor, 128, "refuse")([example])
+    batch = ImageBatches(processor, 128, "reject")([example])
     with pytest.raises(ConfigError, match=said):
         check_images(model, batch)
 
 
-def test_a_processor_with_another_image_token_is_refused() -> None:
+def test_a_processor_with_another_image_token_is_rejected() -> None:
     config = tiny().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
     processor = byte_processor(8, 2)
     processor.image_token_id = 7
@@ -417,7 +417,7 @@ def test_a_processor_with_another_image_token_is_refused() -> None:
         VisionLanguageModel(config=config).make_model(processor, 64)
 
 
-def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_refused() -> None:
+def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected() -> None:
     llava = tiny().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
     llava["text_config"]["vocab_size"] = 100
     with pytest.raises(ConfigError, match=r"262 tokens, and the model of model\.config knows 100"):
@@ -429,7 +429,7 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_refused(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"microbatch_size": 2}, "a smaller batch_size with accumulate"),
+        ({"microbatch_size": 2}, "a smaller batch_size with gradient_accumulation_steps"),
         ({"too_long": "truncated"}, "did you mean 'truncate'"),
         ({"validation": {"test": Rows("x")}, "train": Rows("x")}, "cannot be called test"),
         ({"validation": {"seen": Rows("x")}}, "no train"),

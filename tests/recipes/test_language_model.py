@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 # --- keys ---
 
 
-def test_a_key_that_no_configuration_has_is_refused() -> None:
+def test_a_key_that_no_configuration_has_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"llama has no key 'hiden_size'; did you mean 'hidden_size'"):
         built(LanguageModel(config={"model_type": "llama", "hiden_size": 16}))
     gpt: dict[str, Any] = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -81,7 +81,7 @@ def test_values_over_those_of_a_folder_are_its_keys(folder: Path) -> None:
 # --- weights ---
 
 
-def test_weights_that_a_folder_lacks_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_weights_that_a_folder_lacks_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks 9 of the weights of a LlamaForCausalLM, .* such as model\.layers\.1\.input"):
         built(LanguageModel(str(folder), config={"num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="lacks 9 of the weights"):  # the head alone may be new
@@ -111,7 +111,7 @@ def test_a_classifying_head_may_be_new_where_there_was_none(folder: Path, tmp_pa
 # --- lengths ---
 
 
-def test_sequences_longer_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+def test_sequences_longer_than_the_model_takes_are_rejected(tmp_path: Path) -> None:
     said = "sequences of up to 64 tokens are longer than the 63 that the model takes; give shorter ones"
     short = {**SMALL, "max_position_embeddings": 63}
     with pytest.raises(ConfigError, match=said):

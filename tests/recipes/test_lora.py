@@ -67,7 +67,7 @@ def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp
 
 
 @pytest.mark.slow
-def test_what_rank_0_cannot_write_is_refused_on_all(run: Path, tmp_path: Path) -> None:
+def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
     for text in said:

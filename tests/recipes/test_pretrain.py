@@ -201,9 +201,9 @@ def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
 def test_bad_rows_are_named_before_anything_runs(content: str, said: str, tmp_path: Path) -> None:
     given = config(tmp_path)
     (tmp_path / "train.jsonl").write_text(content)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         pretrain(given)
-    assert said in str(refused.value)
+    assert said in str(rejected.value)
     assert not (tmp_path / "runs").exists()
 
 

@@ -36,7 +36,7 @@ def encode(row: Row, _: str) -> Example:
 
 
 def examples(*rows: str) -> Examples:
-    return Examples(Given(*rows), encode, Fit(100, "refuse"))
+    return Examples(Given(*rows), encode, Fit(100, "reject"))
 
 
 def test_cross_entropies_are_those_of_the_counts() -> None:

@@ -69,7 +69,7 @@ def test_an_epoch_monitor_by_method_and_by_catch_all() -> None:
     assert one.epochs == other.epochs == [0, 1]  # what is completed; `ctx.epoch` is the one in hand, from 1
 
 
-def test_a_catch_all_beside_methods_of_events_is_refused() -> None:
+def test_a_catch_all_beside_methods_of_events_is_rejected() -> None:
     class Both(Callback):
         def on_event(self, ctx: Context) -> None: ...
 

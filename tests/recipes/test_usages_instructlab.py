@@ -110,7 +110,7 @@ def test_every_event_of_a_lane_is_told_before_the_end_in_order() -> None:  # the
 def test_what_a_lane_reads_is_its_own() -> None:
     class Vandal(Callback):
         lane = "background"
-        needs = ("user_state", "eval_results")
+        snapshot_fields = ("user_state", "eval_results")
         has_come = 0
 
         def on_eval_all_end(self, ctx: Context) -> None:

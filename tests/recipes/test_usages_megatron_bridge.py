@@ -16,7 +16,7 @@ from callsheet import (
     Callback,
     CallbackManager,
     Context,
-    FieldNotTold,
+    FieldNotAvailable,
     RunInfo,
     Trainer,
     normalize_callbacks,
@@ -139,7 +139,7 @@ def test_a_step_s_fields_are_told_at_its_end_alone(event: str, listed: Mapping[s
 def test_a_field_outside_its_window_is_an_error_and_not_none() -> None:
     manager = CallbackManager()
     manager.register("on_train_start", lambda ctx: ctx.loss_dict)
-    with pytest.raises(FieldNotTold, match="on_train_step_end"):  # there it is None; here it says where it can be read
+    with pytest.raises(FieldNotAvailable, match="on_train_step_end"):  # there it is None; here it says where it can be read
         train(manager)
 
 

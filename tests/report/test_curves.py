@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet import LogRecord
+from callsheet import MetricsRecord
 from callsheet.report import RunFolder
 from callsheet.report.contents import contents
 from callsheet.report.curves import MOST_POINTS, OTHERS, curves, families, thinned
@@ -34,12 +34,12 @@ def test_thinning_keeps_the_ends_and_the_extremes(ys: list[float], most: int) ->
     assert any(not math.isfinite(value) for value in shown) == any(not math.isfinite(value) for value in ys)
 
 
-def run_of(records: list[LogRecord]) -> RunFolder:
+def run_of(records: list[MetricsRecord]) -> RunFolder:
     return RunFolder(Path(), "run", records=records, times=[math.nan] * len(records))
 
 
 def test_a_short_run_is_drawn_whole() -> None:
-    told = curves(run_of([LogRecord(step, {"train/loss": 1 / step}, elapsed_seconds=step * 2.0) for step in range(1, 1001)]))
+    told = curves(run_of([MetricsRecord(step, {"train/loss": 1 / step}, elapsed_seconds=step * 2.0) for step in range(1, 1001)]))
     curve = told["curves"]["train/loss"]
     assert curve["x"] == list(range(1, 1001))
     assert curve["y"] == [float(f"{1 / step:.9g}") for step in range(1, 1001)]
@@ -49,7 +49,7 @@ def test_a_short_run_is_drawn_whole() -> None:
 
 def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
     values = {12_345: 99.0, 54_321: math.nan}
-    told = curves(run_of([LogRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
+    told = curves(run_of([MetricsRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
     curve = told["curves"]["train/loss"]
     drawn = dict(zip(curve["x"], curve["y"], strict=True))
     assert len(drawn) <= MOST_POINTS
@@ -59,7 +59,7 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
 
 def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
     names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
-    records = [LogRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
+    records = [MetricsRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
     told = curves(run_of(records))["curves"]
     assert len(told["train/loss"]["x"]) == 1500
     assert 100 < len(told["l2_norm/grad/layer.5"]["x"]) < 300
@@ -112,7 +112,7 @@ def test_families() -> None:
 def test_the_speed_of_a_device_stands_with_that_of_all_and_not_twice() -> None:
     def told(scale: float) -> list[list[str]]:
         values = {"throughput/samples_per_second": 8.0, "throughput/device/samples_per_second": 8.0 * scale, "throughput/a": 1.0}
-        (family,) = curves(run_of([LogRecord(1, values)]))["families"]
+        (family,) = curves(run_of([MetricsRecord(1, values)]))["families"]
         return [[curve["name"] for curve in chart["curves"]] for chart in family["charts"]]
 
     assert told(1.0) == [["throughput/a"], ["throughput/samples_per_second"]]
@@ -120,11 +120,11 @@ def test_the_speed_of_a_device_stands_with_that_of_all_and_not_twice() -> None:
 
 
 def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
-    record = LogRecord(1, {"train/loss": 1.0}, samples_per_second=5.0, tokens_per_second=7.0, memory_bytes=11)
+    record = MetricsRecord(1, {"train/loss": 1.0}, samples_per_second=5.0, tokens_per_second=7.0, memory_bytes=11)
     told = curves(run_of([record]))["curves"]
     assert told["throughput/samples_per_second"]["y"] == [5.0]
     assert told["memory/process"]["y"] == [11.0]
-    monitored = LogRecord(
+    monitored = MetricsRecord(
         1, {"throughput/samples_per_second": 6.0, "memory/resident": 1.0}, samples_per_second=5.0, memory_bytes=11
     )
     told = curves(run_of([monitored]))["curves"]
@@ -140,7 +140,7 @@ def test_the_tiles_say_what_the_charts_show(is_monitored: bool) -> None:
         for rate, peak in ((90.0, 7.0), (110.0, 8.0))
     ]
     records = [
-        LogRecord(
+        MetricsRecord(
             step,
             {"time/token": 500.0 * step, "train/tokens_per_second": 1.0} | (more[step - 1] if is_monitored else {}),
             elapsed_seconds=5.0 * step,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet import LogRecord
+from callsheet import MetricsRecord
 from callsheet.context import Outcome
 from callsheet.costs import CostReport, Failures
 from callsheet.report import RunFolder
@@ -60,7 +60,7 @@ def test_a_lost_run_is_an_error(tmp_path: Path) -> None:
 
 def test_logs_that_warn_and_memory_that_ran_out() -> None:
     log = "fine\n2026-01-01 WARNING callback X takes 12 % of the step\nValueError: no\nthe word warning alone\n"
-    records = [LogRecord(1, {"memory/ooms": 2.0, "memory/alloc_retries": 0.0})]
+    records = [MetricsRecord(1, {"memory/ooms": 2.0, "memory/alloc_retries": 0.0})]
     run = RunFolder(
         Path(), "run", outcome=Outcome.FINISHED, records=records, times=[0.0], logs={"logs/rank-0.log": log}, torn_lines=3
     )

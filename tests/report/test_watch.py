@@ -26,7 +26,7 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, RequestRefused, Trainer
+from callsheet import Callback, ConfigError, Context, RequestRejected, Trainer
 from callsheet.callbacks import SaveOnTrigger
 from callsheet.callbacks.listeners import LISTENERS, announce, withdraw
 from callsheet.checkpoint import find_checkpoints
@@ -296,7 +296,7 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
         (b'{"act": "stop"}', "many", 413),
     ],
 )
-def test_what_is_no_request_is_refused(
+def test_what_is_no_request_is_rejected(
     going: Path, serve: Callable[[Path], WatchServer], body: bytes, length: str | None, status: int
 ) -> None:
     visitor = Client(serve(going))
@@ -580,7 +580,7 @@ def test_the_page_says_why_nothing_can_be_asked(going: Path, sheet: str, told: s
     said = json.loads(run.news("") or b"")["no_acts"]
     assert (why in said) if why else said == ""
     if why:
-        with pytest.raises(RequestRefused, match=re.escape(said)):
+        with pytest.raises(RequestRejected, match=re.escape(said)):
             run.ask("save")
         assert not (going / "trigger").exists()
 
@@ -605,7 +605,7 @@ class Asks(Callback):
             eventually((folder / "call_sheet.txt").exists if self.has_sheet else lambda: True)
             try:
                 self.said = LiveRun(folder).ask("stop")
-            except RequestRefused as error:
+            except RequestRejected as error:
                 self.said = str(error)
 
 

@@ -44,7 +44,7 @@ def finds(check: str, what: Callable[[], Callback] | Subject, folder: Path) -> s
         CHECKS[check](what, folder)
     error = caught.value
     assert error.check == check
-    assert str(error) == f"{error.callback} does not pass {check}: {error.found}; {error.mend}"
+    assert str(error) == f"{error.callback} does not pass {check}: {error.found}; {error.hint}"
     return f"{error.callback}: {error.found}"
 
 
@@ -269,7 +269,7 @@ def test_closes_twice(tmp_path: Path) -> None:
     assert "has no attribute 'began'" in finds("closes_twice", ExpectsTraining, tmp_path)
 
 
-# --- lets_errors_out, makes_way ---
+# --- lets_errors_out, is_preemptive ---
 
 
 class FailsAsWell(Callback):
@@ -299,7 +299,7 @@ class NotNow(Callback):
     ("make", "found"), [(Obstinate, "training goes on after it was stopped"), (NotNow, "RuntimeError: not now")]
 )
 def test_makes_way(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
-    assert found in finds("makes_way", make, tmp_path)
+    assert found in finds("is_preemptive", make, tmp_path)
 
 
 def test_outside_the_main_thread_nothing_can_be_preempted_which_is_said(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_outside_the_main_thread_nothing_can_be_preempted_which_is_said(tmp_path
 
     def check() -> None:
         try:
-            CHECKS["makes_way"](Sound, tmp_path)
+            CHECKS["is_preemptive"](Sound, tmp_path)
         except BaseException as error:
             raised.append(error)
 
@@ -419,7 +419,7 @@ class Draws(Callback):
 class Runs(Callback):
     """Runs the model as it is: batch norm takes notice, and dropout draws, for which it does not ask."""
 
-    samples = True
+    draws_random = True
 
     def on_train_step_end(self, ctx: Context) -> None:
         ctx.model(ctx.batch[0])

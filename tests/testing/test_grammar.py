@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import Callback, CallsheetError, ConfigError, Context, RunInfo, UnknownEventError
-from callsheet.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_told
+from callsheet.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_available
 from callsheet.manager import CallbackManager
 from callsheet.testing import GrammarChecker, GrammarError, Recorder, check_events
 from callsheet.testing.grammar import NONE, read_order
@@ -51,7 +51,7 @@ def test_what_could_come_is_what_would_be_taken(order: str, names: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("order", "taken", "refused"),
+    ("order", "taken", "rejected"),
     [
         ("", [""], ["a"]),
         ("a", ["a"], ["", "a a", "b"]),
@@ -67,22 +67,22 @@ def test_what_could_come_is_what_would_be_taken(order: str, names: list[str]) ->
         ("first_one second_one?", ["first_one", "first_one second_one"], ["second_one"]),
     ],
 )
-def test_the_signs_mean_what_the_lifecycle_s_table_says(order: str, taken: list[str], refused: list[str]) -> None:
+def test_the_signs_mean_what_the_lifecycle_s_table_says(order: str, taken: list[str], rejected: list[str]) -> None:
     assert [matches(order, names.split()) for names in taken] == [True] * len(taken)
-    assert [matches(order, names.split()) for names in refused] == [False] * len(refused)
+    assert [matches(order, names.split()) for names in rejected] == [False] * len(rejected)
 
 
 @pytest.mark.parametrize(
     ("order", "message"),
     [("(a b", "bracket is missing"), ("a b)", "bracket too many"), ("*", "repeats nothing"), ("a | + b", "repeats nothing")],
 )
-def test_a_broken_order_is_refused(order: str, message: str) -> None:
+def test_a_broken_order_is_rejected(order: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*{re.escape(repr(order))}"):
         read_order(order)
 
 
 @pytest.mark.parametrize("order", ["a, b", "a & b", "Fetch", "fetch2", "a{2}"])
-def test_a_sign_that_means_nothing_is_refused(order: str) -> None:
+def test_a_sign_that_means_nothing_is_rejected(order: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(order))):
         read_order(order)
 
@@ -200,7 +200,7 @@ def index_after(events: list[str], event: str) -> int:
     return events.index(event) + 1
 
 
-REFUSED: dict[str, tuple[list[str], str, str, str]] = {
+REJECTED: dict[str, tuple[list[str], str, str, str]] = {
     # the sequence up to the refused event; the event; where it stood; what could have come
     "a step without a fetch": (trained()[:8], "on_train_step_start", "run > train > round > epoch", "or fetch or"),
     "loss before forward": (trained(*STEP)[:13], "on_loss_start", "forward_backward > microbatch", "forward"),
@@ -237,9 +237,9 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_names_the_event_its_place_and_what_could_have_come(name: str) -> None:
-    before, event, place, could = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_rejection_names_the_event_its_place_and_what_could_have_come(name: str) -> None:
+    before, event, place, could = REJECTED[name]
     checker = GrammarChecker()
     for told in before:
         checker.tell(told)
@@ -259,7 +259,7 @@ def test_a_refusal_names_the_event_its_place_and_what_could_have_come(name: str)
         ([], "on_run_end", "no run is open"),
     ],
 )
-def test_an_end_of_what_is_not_innermost_is_refused(before: list[str], event: str, message: str) -> None:
+def test_an_end_of_what_is_not_innermost_is_rejected(before: list[str], event: str, message: str) -> None:
     checker = GrammarChecker()
     for told in before:
         checker.tell(told)
@@ -271,7 +271,7 @@ def test_an_end_of_what_is_not_innermost_is_refused(before: list[str], event: st
     ("events", "open_spans"),
     [([], "the run, which was never told"), (SET_UP, "run"), (trained(*STEP)[:11], "run > train > round > epoch > train_step")],
 )
-def test_an_unfinished_sequence_is_refused_naming_what_is_open(events: list[str], open_spans: str) -> None:
+def test_an_unfinished_sequence_is_rejected_naming_what_is_open(events: list[str], open_spans: str) -> None:
     with pytest.raises(GrammarError, match=f"after {len(events)} events there is no end of {open_spans}$"):
         check_events(events)
 
@@ -290,12 +290,12 @@ def test_after_an_exception_only_the_run_s_end_is_told(event: str) -> None:
         checker.tell(event)
 
 
-def test_a_second_exception_is_refused() -> None:
+def test_a_second_exception_is_rejected() -> None:
     with pytest.raises(GrammarError, match=r"event 3, on_exception, .*a second exception"):
         check_events(["on_run_start", "on_exception", "on_exception", "on_run_end"])
 
 
-def test_a_refusal_is_an_assertion_and_one_of_ours() -> None:
+def test_a_rejection_is_an_assertion_and_one_of_ours() -> None:
     with pytest.raises(AssertionError):
         check_events(["on_train_start"])
     with pytest.raises(CallsheetError):
@@ -329,7 +329,7 @@ def test_nothing_is_told_outside_the_run(events: list[str]) -> None:
         check_events(events)
 
 
-def test_an_unknown_event_is_refused_by_name() -> None:
+def test_an_unknown_event_is_rejected_by_name() -> None:
     with pytest.raises(UnknownEventError, match="'on_train_stepend'; did you mean 'on_train_step_end'"):
         check_events(["on_run_start", "on_train_stepend"])
 
@@ -380,7 +380,7 @@ def test_the_end_of_the_span_within_is_taken_and_is_the_last() -> None:
         check_events(["on_train_step_end"], within="train_step")
 
 
-def test_a_misspelt_span_is_refused() -> None:
+def test_a_misspelt_span_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'trian'; did you mean 'train'"):
         GrammarChecker(orders={"trian": "round*"})
     with pytest.raises(ConfigError, match="'trian'; did you mean 'train'"):
@@ -467,10 +467,10 @@ def test_the_always_told_fields_are_readable_at_every_event() -> None:
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
 def test_the_checker_knows_no_more_than_the_table(name: str) -> None:
-    """`fields_told` goes by an event's place in the canonical order, and the checker by what has been told."""
+    """`fields_available` goes by an event's place in the canonical order, and the checker by what has been told."""
     for event, readable in readable_along(ACCEPTED[name]):
         if event not in ANYWHERE:
-            assert readable <= set(fields_told(event)), event
+            assert readable <= set(fields_available(event)), event
 
 
 # --- the recorder ---
@@ -510,7 +510,7 @@ def test_the_recorder_hears_last_of_its_event_what_others_wrote() -> None:
     assert recorder.values["loss"] == [("on_loss_end", 2.0)]
 
 
-def test_the_recorder_refuses_a_field_that_there_is_not() -> None:
+def test_the_recorder_rejects_a_field_that_there_is_not() -> None:
     with pytest.raises(CallsheetError, match="learning_rat"):
         Recorder(fields=("learning_rat",))
 

@@ -13,7 +13,7 @@ from callsheet import Callback, Context
 class Far(Callback):
     """Counts steps, says so, and does at some steps what callbacks should not."""
 
-    needs = ("loss",)
+    snapshot_fields = ("loss",)
 
     def __init__(self, *, bias: int = 0, crash_at: int = 0, exit_at: int = 0, stop_at: int = 0, hang_at: int = 0) -> None:
         self.bias, self.crash_at, self.exit_at, self.stop_at, self.hang_at = bias, crash_at, exit_at, stop_at, hang_at

@@ -23,7 +23,7 @@ from callsheet.errors import DistributedError
 from callsheet.signals import SignalWatch
 from callsheet.testing.ranks import RankProcesses, run_ranks
 from callsheet.trainer.agreement import Agreement
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 HERE = socket.gethostname()
 
@@ -34,7 +34,7 @@ class Rank:
     def __init__(self, *, timeout: float = 30.0, grace: float = 3.0) -> None:
         ranks = read_ranks()
         self.number = ranks.rank
-        self.world = World(ranks, torch.device("cpu"), timeout)
+        self.world = ProcessGroups(ranks, torch.device("cpu"), timeout)
         self.control = Control(is_shared=ranks.world_size > 1)
         self.signals = SignalWatch(["SIGTERM"], grace=grace)
         self.agreement = Agreement(self.world, self.control, self.signals)

@@ -32,14 +32,14 @@ def trainer_of(folder: str, **changes: Any) -> Trainer:
 DIFFERING: dict[str, tuple[Any, Any]] = {
     "run_name": ("one", "another"),
     "log_interval": ("5ba", "10ba"),
-    "accumulate": (1, 2),
+    "gradient_accumulation_steps": (1, 2),
     "precision": ("fp32", "bf16"),
     "seed": (1, None),
     "max_duration": ("1ep", "2ep"),
 }
 
 
-def refused(folder: str) -> list[tuple[str, bool]]:
+def rejected(folder: str) -> list[tuple[str, bool]]:
     rank, told = int(os.environ["RANK"]), []
     for name, values in DIFFERING.items():
         try:
@@ -53,8 +53,8 @@ def refused(folder: str) -> list[tuple[str, bool]]:
     return told
 
 
-def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(refused, 2, str(tmp_path))
+def test_arguments_that_differ_are_rejected_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(rejected, 2, str(tmp_path))
     assert first == second
     assert [message.partition(" is ")[0] for message, _ in first] == [*DIFFERING, "callbacks that need all ranks"]
     assert "log_interval is '10ba' on rank 1, and '5ba' on rank 0; give the same on every rank" in first[1][0]
@@ -73,7 +73,7 @@ def misfit(folder: str) -> list[str]:
     return found
 
 
-def test_another_model_is_refused_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_another_model_is_rejected_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
     first, second = run_ranks(misfit, 2, str(tmp_path))
     assert len(first) == len(second) == 2
     for told in (*first, *second):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet import Callback, CallsheetError, ConfigError, Context, NotACallbackError, Outcome, RequestRefused, Trainer
+from callsheet import Callback, CallsheetError, ConfigError, Context, NotACallbackError, Outcome, RequestRejected, Trainer
 from callsheet.callbacks import Lambda
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.loggers import JSONLLogger
@@ -101,7 +101,7 @@ other_model = nn.Linear(2, 1)
         ({"preempt_signals": ["SIGWINTER"]}, r"no signal 'SIGWINTER'"),
     ],
 )
-def test_the_constructor_refuses(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_the_constructor_rejects(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, **changes)
     assert not any(tmp_path.iterdir())
@@ -109,13 +109,13 @@ def test_the_constructor_refuses(changes: dict[str, Any], message: str, tmp_path
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])
 @pytest.mark.parametrize("value", ["10xx", "ten", 2.5, True])
-def test_a_time_that_is_none_is_refused_under_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:
+def test_a_time_that_is_none_is_rejected_under_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=argument):
         trainer_of(tmp_path, **{argument: value})
 
 
 @pytest.mark.parametrize("value", [3, "3"])
-def test_a_duration_without_a_unit_is_refused_with_both_spellings(value: Any, tmp_path: Path) -> None:
+def test_a_duration_without_a_unit_is_rejected_with_both_spellings(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"max_duration={value!r} has no unit: give '3ep' for epochs, or '3ba' for batches"):
         trainer_of(tmp_path, max_duration=value)
     with trainer_of(tmp_path) as trainer, pytest.raises(ConfigError, match="'3ep' for epochs, or '3ba' for batches"):
@@ -167,7 +167,7 @@ def test_what_is_told_of_other_frameworks_arguments_is_no_argument_here() -> Non
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "xpu", "mps"])
-def test_a_device_that_is_not_here_is_refused_before_anything_is_created(device: str, tmp_path: Path) -> None:
+def test_a_device_that_is_not_here_is_rejected_before_anything_is_created(device: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match=rf"device='{device}' cannot be used here: .* give 'cpu', or 'auto'"):
@@ -175,14 +175,14 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_created(device:
     assert not any(tmp_path.iterdir())
 
 
-def test_an_unknown_precision_is_refused_before_anything_is_created(tmp_path: Path) -> None:
+def test_an_unknown_precision_is_rejected_before_anything_is_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown precision 'bf17'; did you mean 'bf16'\?"):
         trainer_of(tmp_path, precision="bf17", callbacks=JSONLLogger())
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval"])
-def test_an_interval_of_zero_is_refused_under_its_argument_s_name(argument: str, tmp_path: Path) -> None:
+def test_an_interval_of_zero_is_rejected_under_its_argument_s_name(argument: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{argument}.*more than 0"):
         trainer_of(tmp_path, **{argument: 0})
 
@@ -194,7 +194,7 @@ def test_an_unknown_unit_is_named_with_those_that_there_are(argument: str, tmp_p
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval"])
-def test_an_interval_of_zero_is_refused(argument: str, tmp_path: Path) -> None:
+def test_an_interval_of_zero_is_rejected(argument: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"more than 0, not '0.*'"):
         trainer_of(tmp_path, **{argument: "0ba"})
 
@@ -209,7 +209,7 @@ def test_an_interval_of_zero_is_refused(argument: str, tmp_path: Path) -> None:
         ("clip_grad_norm", "1"),
     ],
 )
-def test_a_number_of_the_wrong_kind_is_refused(argument: str, value: Any, tmp_path: Path) -> None:
+def test_a_number_of_the_wrong_kind_is_rejected(argument: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=argument):
         trainer_of(tmp_path, **{argument: value})
 
@@ -224,12 +224,12 @@ def test_a_run_cannot_be_named_after_the_folder_above(tmp_path: Path) -> None:
     [torch.optim.lr_scheduler.ExponentialLR, lambda optimizer: 3, torch.optim.lr_scheduler.ReduceLROnPlateau],
     ids=["class", "number", "plateau"],
 )
-def test_what_cannot_be_stepped_as_a_scheduler_is_refused(scheduler: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_stepped_as_a_scheduler_is_rejected(scheduler: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="scheduler"):
         trainer_of(tmp_path, scheduler=scheduler)
 
 
-def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_scheduler_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
     elsewhere = torch.optim.lr_scheduler.StepLR(sgd(list(other_model.parameters())), 1)
     with pytest.raises(ConfigError, match="scheduler"):
         trainer_of(tmp_path, scheduler=elsewhere)
@@ -241,12 +241,12 @@ def test_an_unknown_argument_is_python_s_own_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("callbacks", ["Recorder", Recorder, [Recorder], {"recorder": 1}, [print]])
-def test_what_is_no_callback_is_refused(callbacks: Any, tmp_path: Path) -> None:
+def test_what_is_no_callback_is_rejected(callbacks: Any, tmp_path: Path) -> None:
     with pytest.raises(NotACallbackError):
         trainer_of(tmp_path, callbacks=callbacks)
 
 
-def test_half_a_launch_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launch_environment_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -260,7 +260,7 @@ def test_a_broken_launch_environment_is_named(tmp_path: Path, monkeypatch: pytes
         trainer_of(tmp_path)
 
 
-def test_a_refusal_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -> None:
+def test_a_rejection_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -> None:
     recorder = Recorder(fields=("exception", "span"))
     with pytest.raises(ConfigError) as raised:
         trainer_of(tmp_path, train_dataloader=[], callbacks=recorder)
@@ -273,7 +273,7 @@ def test_a_refusal_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("missing", ["optimizer", "train_dataloader"])
-def test_fit_without_its_parts_is_refused(missing: str, tmp_path: Path) -> None:
+def test_fit_without_its_parts_is_rejected(missing: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fit\(\) needs (an optimizer|a train_dataloader); give the Trainer one"):
         trainer_of(tmp_path, **{missing: None}).fit()
 
@@ -281,12 +281,12 @@ def test_fit_without_its_parts_is_refused(missing: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("duration", "message"), [("0ba", "max_duration='0ba'"), ("3 ages", "unknown unit 'ages'"), ("", "is no time")]
 )
-def test_fit_refuses_a_duration_that_is_none(duration: str, message: str, tmp_path: Path) -> None:
+def test_fit_rejects_a_duration_that_is_none(duration: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path).fit(duration)
 
 
-def test_fit_refuses_rounds_of_unknown_length(tmp_path: Path) -> None:
+def test_fit_rejects_rounds_of_unknown_length(tmp_path: Path) -> None:
     class Guard(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
             assert ctx.epoch < 5, "training would never end"
@@ -295,18 +295,18 @@ def test_fit_refuses_rounds_of_unknown_length(tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks=Guard()).fit("2iter")
 
 
-def test_an_epoch_without_batches_is_refused(tmp_path: Path) -> None:
+def test_an_epoch_without_batches_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"epoch 1 had no batches; is the dataset empty, or was an iterator used up\?"):
         trainer_of(tmp_path, train_dataloader=Endless()).fit()
 
 
-def test_evaluate_without_data_is_refused(tmp_path: Path) -> None:
+def test_evaluate_without_data_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluate\(\) has no data; give it a dataloader, or the Trainer an eval_dataloader"):
         trainer_of(tmp_path).evaluate()
 
 
 @pytest.mark.parametrize("method", ["evaluate", "test", "predict"])
-def test_an_iterator_or_nothing_is_refused_there_too(method: str, tmp_path: Path) -> None:
+def test_an_iterator_or_nothing_is_rejected_there_too(method: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataloader.* is an iterator"):
         getattr(trainer_of(tmp_path), method)(stream())
     with pytest.raises(ConfigError, match=r"dataloader.* has no batches"):
@@ -330,34 +330,34 @@ class Calls(Callback):
         self.call = call
         self.catches = catches
         self.trainer: Trainer | None = None
-        self.refusals: list[RequestRefused] = []
+        self.rejections: list[RequestRejected] = []
 
     def on_event(self, ctx: Context) -> None:
-        if ctx.event == self.event and self.trainer is not None and not self.refusals:
+        if ctx.event == self.event and self.trainer is not None and not self.rejections:
             try:
                 self.call(self.trainer)
-            except RequestRefused as refusal:
-                self.refusals.append(refusal)
+            except RequestRejected as rejection:
+                self.rejections.append(rejection)
                 if not self.catches:
                     raise
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_end", "on_train_end"])
-def test_calling_the_trainer_from_a_callback_of_training_is_refused(name: str, event: str, tmp_path: Path) -> None:
-    call, mend = CALLS[name]
+def test_calling_the_trainer_from_a_callback_of_training_is_rejected(name: str, event: str, tmp_path: Path) -> None:
+    call, hint = CALLS[name]
     calls, recorder = Calls(event, call, catches=False), Recorder()
     trainer = trainer_of(tmp_path, callbacks=[calls, recorder], eval_dataloader=some_data())
     calls.trainer = trainer
-    with pytest.raises(RequestRefused, match=rf"^{name}\(\) inside fit\(\) would come in the midst of it{mend}(\n|$)") as raised:
+    with pytest.raises(RequestRejected, match=rf"^{name}\(\) inside fit\(\) would come in the midst of it{hint}(\n|$)") as raised:
         trainer.fit()
-    assert [raised.value] == calls.refusals
+    assert [raised.value] == calls.rejections
     check_events(recorder.events)
     assert trainer.run.outcome is Outcome.FAILED
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_refusal_that_the_callback_catches_leaves_training_whole(name: str, tmp_path: Path) -> None:
+def test_a_rejection_that_the_callback_catches_leaves_training_whole(name: str, tmp_path: Path) -> None:
     calls, recorder = Calls("on_train_step_end", CALLS[name][0], catches=True), Recorder()
     torch.manual_seed(0)
     with trainer_of(tmp_path, callbacks=[calls, recorder]) as trainer:
@@ -366,7 +366,7 @@ def test_a_refusal_that_the_callback_catches_leaves_training_whole(name: str, tm
     torch.manual_seed(0)
     with trainer_of(tmp_path) as undisturbed:
         undisturbed.fit()
-    assert len(calls.refusals) == 1
+    assert len(calls.rejections) == 1
     check_events(recorder.events)
     assert trainer.run.outcome is Outcome.FINISHED
     assert trainer.state.timestamp.batch == 2
@@ -375,9 +375,9 @@ def test_a_refusal_that_the_callback_catches_leaves_training_whole(name: str, tm
 
 @pytest.mark.parametrize("name", ["evaluate", "test", "predict", "fit", "save_checkpoint"])
 @pytest.mark.parametrize("outer", ["evaluate", "test", "predict"])
-def test_calling_the_trainer_from_a_callback_of_an_evaluation_is_refused(name: str, outer: str, tmp_path: Path) -> None:
+def test_calling_the_trainer_from_a_callback_of_an_evaluation_is_rejected(name: str, outer: str, tmp_path: Path) -> None:
     event = {"evaluate": "on_eval_step_end", "test": "on_test_step_end", "predict": "on_predict_step_end"}[outer]
-    call, mend = CALLS[name]
+    call, hint = CALLS[name]
     calls, recorder = Calls(event, call, catches=True), Recorder()
     with trainer_of(tmp_path, callbacks=[calls, recorder]) as trainer:
         calls.trainer = trainer
@@ -387,8 +387,8 @@ def test_calling_the_trainer_from_a_callback_of_an_evaluation_is_refused(name: s
             else:
                 getattr(trainer, outer)(some_data())
     check_events(recorder.events)
-    [refusal] = calls.refusals
-    assert re.fullmatch(rf"{name}\(\) inside {outer}\(\) would come in the midst of it{mend}", str(refusal))
+    [rejection] = calls.rejections
+    assert re.fullmatch(rf"{name}\(\) inside {outer}\(\) would come in the midst of it{hint}", str(rejection))
 
 
 # --- losses and batches ---
@@ -420,12 +420,12 @@ class Loses(Task):
         pytest.param(lambda outputs: (outputs.mean(),), r"should be a scalar tensor", id="tuple"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Callable[[Tensor], Any], message: str, tmp_path: Path) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_rejected(loss: Callable[[Tensor], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, task=Loses(loss)).fit()
 
 
-def test_a_plain_function_whose_loss_has_no_mean_is_refused(tmp_path: Path) -> None:
+def test_a_plain_function_whose_loss_has_no_mean_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"shape \(3, 1\)"):
         trainer_of(tmp_path, task=nn.MSELoss(reduction="none")).fit()
 
@@ -450,7 +450,7 @@ def test_the_different_lengths_are_named() -> None:
         ((torch.ones(0, 2), torch.ones(0, 1)), "is empty"),
     ],
 )
-def test_a_batch_that_cannot_be_split_is_refused(batch: Any, found: str) -> None:
+def test_a_batch_that_cannot_be_split_is_rejected(batch: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=f"the batch cannot be split: it {found}; give .*, or microbatch_size=None"):
         split(batch, 2)
 
@@ -461,12 +461,12 @@ def test_what_has_no_length_goes_into_every_microbatch() -> None:
     assert (second["ids"].tolist(), second["names"], second["epoch"]) == ([2], ["c"], 3)
 
 
-def test_a_scalar_tensor_in_a_batch_is_refused_as_what_it_is() -> None:
+def test_a_scalar_tensor_in_a_batch_is_rejected_as_what_it_is() -> None:
     with pytest.raises(ConfigError, match="split"):
         split((torch.ones(4), torch.tensor(3.0)), 2)
 
 
-def test_every_refusal_is_one_of_ours(tmp_path: Path) -> None:
+def test_every_rejection_is_one_of_ours(tmp_path: Path) -> None:
     """A caller may catch them all by one name, and as the built-in kind that they are."""
     with pytest.raises(CallsheetError):
         trainer_of(tmp_path, microbatch_size=0)
@@ -498,7 +498,7 @@ def test_intervals_longer_than_the_run_are_told(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
-def test_a_batch_that_is_none_is_refused(place: int, tmp_path: Path) -> None:
+def test_a_batch_that_is_none_is_rejected(place: int, tmp_path: Path) -> None:
     data: list[Any] = some_data() * 2
     data[place] = None
     with pytest.raises(ConfigError, match=r"gave None for a batch of epoch 1"):

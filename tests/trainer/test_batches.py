@@ -22,7 +22,7 @@ from callsheet.randomness import seed_all
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer.batches import TrainBatches
 from callsheet.trainer.data import SeededDataset, SharedBatches
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 from .small_run import Noisy
 
@@ -100,7 +100,7 @@ def loader_for(kind: str, rank: int = 0, batch_size: int = 2) -> Any:
     }[kind]
 
 
-def made_batches(world: World, kind: str, batch_size: int = 2) -> TrainBatches:
+def made_batches(world: ProcessGroups, kind: str, batch_size: int = 2) -> TrainBatches:
     batches = TrainBatches(world, 9, shard=not kind.startswith("own"), count_samples=len)
     batches.load(loader_for(kind, world.rank, batch_size))
     return batches
@@ -130,7 +130,7 @@ def saved(state: State) -> State:
 
 def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
     """On one rank: two epochs straight on, and the same resumed at every place of the second, by new objects in another random state."""
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     wrong: dict[str, list[Any]] = {}
     for kind in kinds:
         seed_all(world.rank)
@@ -170,7 +170,7 @@ def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
 
 def with_workers() -> tuple[list[Any], list[Any], int]:
     """On one rank of two with four workers each: an epoch straight on, and resumed; and how many epochs' noise there was."""
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     seed_all(world.rank)
     straight = made_batches(world, "workers")
     epochs = [trained(straight, number) for number in (1, 2)]
@@ -197,7 +197,7 @@ def test_augmentation_in_workers_is_exact_on_several_ranks() -> None:
 
 def until_place(kind: str, batch_size: int, place: int, state: bytes | None, until: int | None) -> tuple[list[Any], bytes]:
     """On one rank: what it takes of the second epoch, from `state` on, and the state then."""
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     batches = made_batches(world, kind, batch_size)
     if state is not None:
         batches.load_state_dict(pickle.loads(state))
@@ -233,7 +233,7 @@ def test_another_number_of_ranks_goes_on(kind: str) -> None:
 
 
 def another_world(state: bytes, kind: str) -> str:
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     batches = TrainBatches(world, 9, shard=not kind.startswith("own"))
     batches.load_state_dict(pickle.loads(state))
     try:
@@ -257,7 +257,7 @@ def test_a_place_in_the_ranks_own_data_is_theirs_alone() -> None:
 
 
 def too_few() -> list[str]:
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     errors = []
     for loader in (DataLoader(Numbers(1)), [torch.ones(1)]):
         with pytest.raises(ConfigError) as error:
@@ -273,7 +273,7 @@ def too_few() -> list[str]:
     return [*errors, str(error.value)]
 
 
-def test_too_few_samples_or_others_are_refused() -> None:
+def test_too_few_samples_or_others_are_rejected() -> None:
     for errors in run_ranks(too_few, 2):
         assert "train_dataloader has 1 samples, fewer than the 2 ranks" in errors[0]
         assert "train_dataloader has 1 batches, fewer than the 2 ranks" in errors[1]

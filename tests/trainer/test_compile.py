@@ -152,12 +152,12 @@ def test_activations_are_computed_again_on_ranks(parallel: str) -> None:
         assert found[1] == 2 * expected[1]
 
 
-def test_a_model_that_offers_no_way_is_refused() -> None:
+def test_a_model_that_offers_no_way_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\).*torch\.utils\.checkpoint"):
         Trainer(nn.Linear(1, 1), mse_loss, [(torch.ones(1, 1), torch.ones(1, 1))], gradient_checkpointing=True)
 
 
-def test_a_hugging_face_model_that_has_none_is_refused() -> None:
+def test_a_hugging_face_model_that_has_none_is_rejected() -> None:
     model = tiny_llama()
     type(model).supports_gradient_checkpointing = False
     try:

@@ -134,7 +134,7 @@ def test_no_interval_means_on_request_only() -> None:
     assert evaluated.names == [(2, "asked")]
 
 
-def test_a_bad_interval_is_refused_with_the_evaluator_s_name() -> None:
+def test_a_bad_interval_is_rejected_with_the_evaluator_s_name() -> None:
     with pytest.raises(ConfigError, match="the interval of 'often'='4 batches'"):
         trainer_of(eval_dataloader={"often": Evaluator(loader(1, 1), "4 batches")})
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet import Background, Callback, Context, LogRecord, Trainer
-from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS, fields_told
+from callsheet import Background, Callback, Context, MetricsRecord, Trainer
+from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS, fields_available
 from callsheet.testing import run_ranks
 
 RANKS = 4
@@ -46,7 +46,7 @@ class Checker(Callback):
 
     def on_event(self, ctx: Context) -> None:
         event = str(ctx.event)
-        for name in (*ALWAYS, *fields_told(event)):
+        for name in (*ALWAYS, *fields_available(event)):
             if not ctx.has(name):
                 self.faults.append(f"{name} is not told at {event} on rank {ctx.run.rank}")
             elif name in REPLICATED and name not in ("event", "state", "control", "exception", "model"):
@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
         return float(value).hex()
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
-    if isinstance(value, LogRecord):
+    if isinstance(value, MetricsRecord):
         return repr(replace(value, memory_bytes=0))  # each rank's own
     return repr(value)
 
@@ -120,7 +120,7 @@ def test_every_event_reaches_every_rank_with_its_fields(tmp_path: Path) -> None:
 def test_the_check_can_fail(tmp_path: Path) -> None:
     """A field whose window is told wrongly in the table would be found."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.fields_told", lambda event: ("batch",))
+        patch.setattr(f"{__name__}.fields_available", lambda event: ("batch",))
         checker = Checker()
         with Trainer(
             nn.Linear(2, 1),

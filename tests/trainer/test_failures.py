@@ -196,7 +196,7 @@ def test_one_trainer_after_another(has_group: bool) -> None:
         ]
 
 
-def refused_on_ranks() -> list[Any]:
+def rejected_on_ranks() -> list[Any]:
     found: list[Any] = []
     for changes in ({"parallel": "single"}, {"precision": "fp8"}, {"log_ranks": "none"}, {"max_duration": "0ep"}):
         with pytest.raises(ConfigError):
@@ -205,5 +205,5 @@ def refused_on_ranks() -> list[Any]:
     return found
 
 
-def test_a_refusal_leaves_no_group() -> None:
-    assert run_ranks(refused_on_ranks, 2, timeout=60) == [[False] * 4] * 2
+def test_a_rejection_leaves_no_group() -> None:
+    assert run_ranks(rejected_on_ranks, 2, timeout=60) == [[False] * 4] * 2

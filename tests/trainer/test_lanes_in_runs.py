@@ -26,7 +26,7 @@ from callsheet import (
     Outcome,
     Process,
     RegistrationError,
-    RequestRefused,
+    RequestRejected,
     RunInfo,
     Trainer,
     every,
@@ -138,7 +138,7 @@ def test_intervals_gates_and_phases_are_kept(tmp_path: Path) -> None:
 
 def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
     class Watch(Callback):
-        needs = ("loss", "loss_dict", "grad_norm", "learning_rate", "user_state", "batch")
+        snapshot_fields = ("loss", "loss_dict", "grad_norm", "learning_rate", "user_state", "batch")
 
         def __init__(self) -> None:
             self.seen: list[list[Any]] = []
@@ -187,8 +187,8 @@ def test_what_it_does_not_hold_is_named_with_the_mend(tmp_path: Path) -> None:
     fit(tmp_path, Background(Greedy()))
     assert "not told in a lane: training goes on with it" in messages["model"]
     assert "not told in a lane" in messages["optimizer"]
-    assert "needs = ('loss', ...)" in messages["loss"]
-    assert "needs = ('user_state', ...)" in messages["user_state"]
+    assert "snapshot_fields = ('loss', ...)" in messages["loss"]
+    assert "snapshot_fields = ('user_state', ...)" in messages["user_state"]
     assert "it can be read at on_eval_all_end" in messages["eval_results"]
     assert "has no field 'nonsense'" in messages["nonsense"]
 
@@ -219,7 +219,7 @@ def test_without_needs_it_holds_what_costs_nothing(tmp_path: Path) -> None:
 
 def test_lanes_change_nothing(tmp_path: Path) -> None:
     class Copies(Ears):
-        needs = ("loss", "batch", "outputs", "grad_norm", "user_state")
+        snapshot_fields = ("loss", "batch", "outputs", "grad_norm", "user_state")
 
     bare = run_small(tmp_path / "bare")
     with_lanes = run_small(tmp_path / "lanes", Background(Copies()), Background(Recorder()))
@@ -237,7 +237,7 @@ def test_what_it_logs_stands_in_a_record_and_tables_reach_the_loggers(tmp_path: 
             tables.append((threading.current_thread().name, name, columns, rows))
 
     class Says(Callback):
-        needs = ("loss",)
+        snapshot_fields = ("loss",)
 
         def on_train_step_end(self, ctx: Context) -> None:
             ctx.log({"says/steps": 1}, over="sum", across="same")
@@ -279,7 +279,7 @@ def test_its_requests_are_carried_out(what: str, tmp_path: Path) -> None:
 
 
 def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
-    refused: list[str] = []
+    rejected: list[str] = []
 
     class Asks(Callback):
         def on_train_end(self, ctx: Context) -> None:
@@ -290,11 +290,15 @@ def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
             ):
                 try:
                     ask()
-                except (RequestRefused, ConfigError) as error:
-                    refused.append(str(error))
+                except (RequestRejected, ConfigError) as error:
+                    rejected.append(str(error))
 
     fit(tmp_path, Background(Asks()))
-    assert [message[:22] for message in refused] == ["control.stop(replicate", "ctx.gather() in a lane", "unknown kind of checkp"]
+    assert [message[:22] for message in rejected] == [
+        "control.stop(replicate",
+        "ctx.gather() in a lane",
+        "unknown kind of checkp",
+    ]
 
 
 # --- failing ---
@@ -332,7 +336,7 @@ def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: py
 
 def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) -> None:
     class Reads(Callback):
-        needs = ("user_state",)
+        snapshot_fields = ("user_state",)
 
         def __init__(self) -> None:
             self.seen: list[float] = []
@@ -364,7 +368,7 @@ def test_a_process_that_hangs_holds_up_no_checkpoint_for_ever(tmp_path: Path, ca
 
 def test_what_cannot_be_copied_is_the_callbacks_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Wants(Callback):
-        needs = ("user_state",)
+        snapshot_fields = ("user_state",)
 
         def on_train_step_end(self, ctx: Context) -> None: ...
 
@@ -498,14 +502,14 @@ def test_it_can_be_removed_by_what_it_holds() -> None:
 # --- what is refused ---
 
 
-def test_what_cannot_run_in_a_lane_is_refused_when_it_is_added() -> None:
+def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
     class Draws(Callback):
-        samples = True
+        draws_random = True
 
         def on_log(self, ctx: Context) -> None: ...
 
     class Wants(Callback):
-        needs = ("model", "loss")
+        snapshot_fields = ("model", "loss")
 
         def on_log(self, ctx: Context) -> None: ...
 
@@ -551,7 +555,7 @@ def failing_on_one_rank(folder: str, in_lane: bool) -> list[int]:
     manager.register("on_train_step_end", lambda ctx: steps.append(ctx.step))
     with small_trainer(Path(folder), callbacks=manager, max_duration="30ep", seed=1) as trainer:
         trainer.fit()
-        off = [member.is_off for member in manager._members[:1]]
+        off = [member.is_off for member in manager._registrations[:1]]
     return [len(steps), callback.calls, int(off[0])]
 
 
@@ -634,7 +638,7 @@ def test_a_process_can_stop_the_run_and_a_class_can_say_that_it_wants_one(tmp_pa
     assert manager.call_sheet().rows()[0][4] == "process"
 
 
-def test_what_another_process_cannot_make_anew_is_refused() -> None:
+def test_what_another_process_cannot_make_anew_is_rejected() -> None:
     class Local(Callback):
         def on_log(self, ctx: Context) -> None: ...
 
@@ -710,7 +714,7 @@ def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -
 class KeepsLosses(Callback):
     """Keeps the tensors that it is given, and their values where it is called."""
 
-    needs = ("loss",)
+    snapshot_fields = ("loss",)
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from callsheet import Callback, ConfigError, Context, FieldNotTold, Outcome, RunEndedError, Trainer
+from callsheet import Callback, ConfigError, Context, FieldNotAvailable, Outcome, RunEndedError, Trainer
 from callsheet.lifecycle import EVENTS, FIELDS, POINTS, SPAN_OF, SPANS
 from callsheet.testing import GrammarChecker
 
@@ -132,7 +132,7 @@ class Witness(Callback):
         for name in FIELDS:
             try:
                 values[name] = getattr(ctx, name)
-            except FieldNotTold as error:
+            except FieldNotAvailable as error:
                 if name not in str(error) or ctx.has(name):
                     self.problems.append(f"{ctx.event}: {name}: {error}")
             else:
@@ -155,7 +155,7 @@ class Witness(Callback):
 
 
 class Keeper(Callback):
-    keep = ("outputs",)
+    keep_fields = ("outputs",)
 
     def on_train_end(self, ctx: Context) -> None: ...
 

@@ -48,7 +48,7 @@ class Quiet(Callback):
 class Reader(Callback):
     """Reads what it is told, asks for long windows, logs, and keeps things."""
 
-    keep = ("outputs",)
+    keep_fields = ("outputs",)
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -77,7 +77,7 @@ class Draws(Callback):
 
 
 class SaysSo(Draws):
-    samples = True
+    draws_random = True
 
 
 @pytest.mark.parametrize("made", [Quiet, Reader, Recorder, lambda: SaysSo(*EVENTS)], ids=["quiet", "reader", "recorder", "draws"])
@@ -141,13 +141,13 @@ DRAWERS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("source", DRAWERS)
-def test_the_checking_mode_refuses_one_that_does_not_say_so(source: str, tmp_path: Path) -> None:
+def test_the_checking_mode_rejects_one_that_does_not_say_so(source: str, tmp_path: Path) -> None:
     class Sneaky(Callback):
         def on_log(self, ctx: Context) -> None:
             DRAWERS[source]()
 
     manager = CallbackManager([Sneaky()], checking=True)
-    with pytest.raises(CallsheetError, match=r"Sneaky.*test_neutrality\.py:\d+.*on_log.*samples = True"):
+    with pytest.raises(CallsheetError, match=r"Sneaky.*test_neutrality\.py:\d+.*on_log.*draws_random = True"):
         with small_trainer(tmp_path, callbacks=manager) as checked:
             checked.fit()
 

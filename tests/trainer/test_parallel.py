@@ -62,7 +62,7 @@ class AccumulatesLater(Callback):
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 2:
-            ctx.control.accumulate(self.batches)
+            ctx.control.set_gradient_accumulation(self.batches)
 
 
 class Norms(Callback):
@@ -145,7 +145,7 @@ def train_perceptrons(kind: str) -> dict[str, dict[str, Any]]:
             scheduler=scheduler_of,
             max_duration=f"{EPOCHS}ep",
             microbatch_size=case.microbatch_size,
-            accumulate=case.accumulate,
+            gradient_accumulation_steps=case.accumulate,
             clip_grad_norm=CLIP,
             parallel=KINDS[kind],
             callbacks=[norms, *later],
@@ -265,7 +265,7 @@ def train_llamas(kind: str) -> dict[str, Any]:
             optimizer=momentum,
             max_duration=f"{EPOCHS}ep",
             microbatch_size=case.microbatch_size,
-            accumulate=case.accumulate,
+            gradient_accumulation_steps=case.accumulate,
             log_interval="1ba",
             shard_data=False,
             parallel=KINDS[kind],
@@ -342,7 +342,7 @@ def train_normalised(kind: str) -> dict[str, Any]:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         shard_data=False,
         parallel=kind,
-        accumulate=2,
+        gradient_accumulation_steps=2,
     ) as trainer:
         trainer.fit("1ep")
         after = model.norm.running_mean.item()  # type: ignore[union-attr]
@@ -407,7 +407,7 @@ def test_auto_replicates_what_fits_and_one_rank_has_nobody_to_share_with() -> No
             assert type(trainer.model[0].weight) is nn.Parameter  # type: ignore[index]
 
 
-def refused() -> dict[str, str]:
+def rejected() -> dict[str, str]:
     """What each way that cannot work is told, on a rank."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     data = [(torch.ones(1, 3), torch.ones(1, 1))] * 2
@@ -428,8 +428,8 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_work_is_refused_on_all_ranks() -> None:
-    for told in run_ranks(refused, 2):
+def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
+    for told in run_ranks(rejected, 2):
         assert "parallel='single' among 2 ranks" in told["single"]
         assert "'ddp' or 'fsdp'" in told["single"]
         assert "shard_size=3 does not divide the 2 ranks" in told["shard_size"]

@@ -113,7 +113,7 @@ def test_gradients_are_seen_as_they_are(precision: str, kind: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"accumulate": 2}])
+@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}])
 def test_a_step_that_overflows_is_left_out_with_its_scheduler(fused: bool, parts: dict[str, int]) -> None:
     looks, recorder = Looks(), Recorder()
     with trainer_of(

@@ -13,7 +13,7 @@ from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.metrics import ACROSS, OVER, MetricLog
 from callsheet.testing.ranks import run_ranks
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 WAYS = [(over, across) for over in OVER for across in ACROSS]
 BOUNDARIES, STEPS = 3, 5
@@ -38,7 +38,7 @@ def plan(seed: int, rank: int) -> Logged:
 
 def here() -> tuple[int, MetricLog]:
     ranks = read_ranks()
-    world = World(ranks, torch.device("cpu"), 30)
+    world = ProcessGroups(ranks, torch.device("cpu"), 30)
     return ranks.rank, MetricLog(world)
 
 
@@ -178,7 +178,7 @@ def test_a_name_that_all_ranks_know_of_in_another_way() -> None:
 class Counted:
     """A world that counts what it is asked."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessGroups) -> None:
         self.world = world
         self.calls: list[str] = []
 
@@ -189,7 +189,7 @@ class Counted:
 
 def what_a_boundary_costs() -> list[list[str]]:
     ranks = read_ranks()
-    counted = Counted(World(ranks, torch.device("cpu"), 30))
+    counted = Counted(ProcessGroups(ranks, torch.device("cpu"), 30))
     log = MetricLog(counted)
     costs = []
     for boundary in range(4):

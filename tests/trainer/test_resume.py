@@ -745,7 +745,7 @@ def test_a_save_that_takes_longer_than_the_grace_is_told(behind: bool, tmp_path:
 
 
 @pytest.mark.parametrize("hidden", [5, 7])
-def test_auto_refuses_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
+def test_auto_rejects_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
     before = {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()}
     model = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, 1))
     with pytest.raises(CheckpointError, match=r"3 sealed checkpoint.*none could be resumed from.*model.*another run_name"):
@@ -753,7 +753,7 @@ def test_auto_refuses_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int
     assert {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()} == before
 
 
-def test_auto_refuses_to_start_anew_where_all_are_damaged(run_of_three: Path) -> None:
+def test_auto_rejects_to_start_anew_where_all_are_damaged(run_of_three: Path) -> None:
     for path in run_of_three.glob("*/shard-00000.safetensors"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -793,7 +793,7 @@ def test_a_model_whose_buffer_is_no_number_is_not_good(tmp_path: Path) -> None:
 def test_a_signal_between_the_fetches_of_a_step_is_heeded_at_once(tmp_path: Path) -> None:
     """The batches that were fetched for the step that was not are fetched again."""
     options: dict[str, Any] = {
-        "accumulate": 2,
+        "gradient_accumulation_steps": 2,
         "microbatch_size": None,
         "log_interval": "1ba",
         "epochs_per_round": None,

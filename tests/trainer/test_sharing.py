@@ -35,7 +35,7 @@ from callsheet.testing.ranks import run_ranks
 from callsheet.trainer.data import SeededDataset, shared
 from callsheet.trainer.data.seeded import mixed, seeded
 from callsheet.trainer.data.splitting import Split, drawn_order
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 SMALL = st.integers(1, 5)
 RANKS = 3
@@ -325,7 +325,7 @@ def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 def gone_through() -> dict[str, list[Any]]:
     """On one rank: each loader twice; batches and what was said of them."""
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     found: dict[str, list[Any]] = {}
@@ -374,9 +374,9 @@ def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[
     assert "own unknown" in fillers
 
 
-def refused(kind: str) -> str:
+def rejected(kind: str) -> str:
     """On one rank: the error, which must be there on all."""
-    world = World(read_ranks(), torch.device("cpu"), timeout=60)
+    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     empty: Iterable[Any] = [] if world.rank == 1 else [[1]]
     cases: dict[str, tuple[Any, bool]] = {
         "own empty": (empty, False),
@@ -409,6 +409,6 @@ def refused(kind: str) -> str:
         ("too few", "data has 5 samples, not enough for one batch of 2 on each of 3 ranks"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_on_all_ranks(kind: str, message: str) -> None:
-    for rank, error in enumerate(run_ranks(refused, RANKS, kind)):
+def test_what_cannot_be_shared_is_rejected_on_all_ranks(kind: str, message: str) -> None:
+    for rank, error in enumerate(run_ranks(rejected, RANKS, kind)):
         assert message.format(rank, rank) in error

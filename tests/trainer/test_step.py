@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 from callsheet import (
     Callback,
     Context,
-    FieldNotTold,
-    LogRecord,
+    FieldNotAvailable,
+    MetricsRecord,
     Outcome,
     RegistrationError,
-    RequestRefused,
+    RequestRejected,
     RunEndedError,
     Time,
     Trainer,
@@ -78,7 +78,7 @@ class Steps(Callback):
 
 class Logged(Callback):
     def __init__(self) -> None:
-        self.records: list[LogRecord] = []
+        self.records: list[MetricsRecord] = []
 
     def on_log(self, ctx: Context) -> None:
         self.records.append(ctx.record)
@@ -429,7 +429,7 @@ def test_what_evaluation_is_given_is_not_what_training_is_given() -> None:
 
 
 class WantsOutputs(Callback):
-    keep = ("outputs",)
+    keep_fields = ("outputs",)
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
@@ -453,7 +453,7 @@ def test_outputs_are_kept_to_the_step_s_end_for_whoever_declares_it() -> None:
 def test_outputs_are_let_go_before_backward_where_nobody_declares_it() -> None:
     class Looks(Callback):
         def on_backward_start(self, ctx: Context) -> None:
-            with pytest.raises(FieldNotTold, match=r"outputs.*on_backward_start.*on_forward_end to on_loss_end"):
+            with pytest.raises(FieldNotAvailable, match=r"outputs.*on_backward_start.*on_forward_end to on_loss_end"):
                 _ = ctx.outputs
 
     with trainer_of(linear(), [(column(1), column(0))], Looks()) as trainer:
@@ -461,9 +461,9 @@ def test_outputs_are_let_go_before_backward_where_nobody_declares_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["record", "boundary", "optimizer"])
-def test_a_field_whose_window_cannot_be_longer_is_refused(name: str) -> None:
+def test_a_field_whose_window_cannot_be_longer_is_rejected(name: str) -> None:
     class Wants(Callback):
-        keep = (name,)
+        keep_fields = (name,)
 
         def on_train_step_start(self, ctx: Context) -> None: ...
 
@@ -705,7 +705,7 @@ def test_a_script_that_never_closes_tells_the_end_at_exit(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()  # nothing asked for a file
 
 
-def test_closing_in_the_midst_of_training_is_refused_or_ends_it_in_order() -> None:
+def test_closing_in_the_midst_of_training_is_rejected_or_ends_it_in_order() -> None:
     recorder = Recorder()
     held: list[Trainer] = []
 
@@ -715,7 +715,7 @@ def test_closing_in_the_midst_of_training_is_refused_or_ends_it_in_order() -> No
 
     trainer = trainer_of(linear(), [(column(1), column(0))], Closes(), recorder)
     held.append(trainer)
-    with suppress(RequestRefused):
+    with suppress(RequestRejected):
         trainer.fit("2ep")
     trainer.close()
     assert recorder.events.count("on_run_end") == 1

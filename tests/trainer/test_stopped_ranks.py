@@ -17,7 +17,7 @@ from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver
 from callsheet.distributed import read_ranks
 from callsheet.errors import DistributedError
-from callsheet.recipes.standing import of_rank_zero
+from callsheet.recipes.existing_run import of_rank_zero
 from callsheet.testing.ranks import RankProcesses
 from callsheet.trainer.store import attempt_store
 

@@ -57,7 +57,7 @@ def with_others(model: nn.Module, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [one_loss, with_others])
-@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"accumulate": 2}])
+@pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}])
 def test_one_function_trains_as_a_loss_function_does(step: Any, parts: dict[str, int]) -> None:
     models = [linear(), linear()]
     results, named = [], Named()
@@ -80,13 +80,13 @@ def test_the_other_losses_are_means_too() -> None:
 
 
 @pytest.mark.parametrize("given", [lambda model, batch: model(batch[0]), lambda model, batch: (model(batch[0]), 1.0)])
-def test_a_function_that_gives_something_else_is_refused(given: Any) -> None:
+def test_a_function_that_gives_something_else_is_rejected(given: Any) -> None:
     with Trainer(linear(), ForwardStepTask(given), DATA, optimizer=sgd) as trainer:
         with pytest.raises(ConfigError, match=r"forward_step gave (Tensor|tuple); let it return \(outputs, a function"):
             trainer.fit()
 
 
-def test_a_loss_that_is_no_scalar_is_refused_with_its_shape() -> None:
+def test_a_loss_that_is_no_scalar_is_rejected_with_its_shape() -> None:
     task = ForwardStepTask(lambda model, batch: (model(batch[0]), lambda outputs: outputs))
     with Trainer(linear(), task, DATA, optimizer=sgd) as trainer:
         with pytest.raises(ConfigError, match=r"loss has the shape \(5, 1\)"):
@@ -94,11 +94,11 @@ def test_a_loss_that_is_no_scalar_is_refused_with_its_shape() -> None:
 
 
 def test_its_metrics_need_judged() -> None:
-    with pytest.raises(ConfigError, match=r"override judged\(outputs, batch\)"):
+    with pytest.raises(ConfigError, match=r"override predictions_and_targets\(outputs, batch\)"):
         ForwardStepTask(one_loss, metrics={"mean": MeanMetric()})
 
     class Judged(ForwardStepTask):
-        def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
             return (outputs - batch[1]).abs(), torch.ones_like(outputs)
 
     model = linear()
@@ -119,7 +119,7 @@ def test_metrics_stand_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("task", [None, nn.MSELoss, "mse"])
-def test_what_is_no_task_is_refused(task: Any) -> None:
+def test_what_is_no_task_is_rejected(task: Any) -> None:
     with pytest.raises(ConfigError, match=r"give a loss function of \(outputs, targets\)"):
         Trainer(linear(), task, DATA)
 
@@ -181,7 +181,7 @@ def judged_samples(number: int) -> TensorDataset:
 class Positive(SupervisedTask):
     """Whether the first class is the right one, besides which it is."""
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         return outputs[:, 0].sigmoid(), (batch[1] == 0).long()
 
 
@@ -305,8 +305,8 @@ def test_other_models_metrics_compare_logits_and_labels(kind: str) -> None:
     expected = (logits == batch["labels"])[counts].float().mean().item()
 
     class Flat(HuggingFaceTask):
-        def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-            logits, labels = super().judged(outputs, batch)
+        def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+            logits, labels = super().predictions_and_targets(outputs, batch)
             return logits.reshape(-1, 3), labels.reshape(-1)
 
     metric = MulticlassAccuracy(3, average="micro", ignore_index=-100)
@@ -346,4 +346,4 @@ def test_labels_of_a_step_are_counted(options: dict[str, Any]) -> None:
 
 def test_labels_of_all_ranks_are_counted() -> None:
     assert run_ranks(label_tokens, 2, "causal", {}) == [[10.0] * 3] * 2
-    assert label_tokens("causal", {"accumulate": 3}) == [30.0]
+    assert label_tokens("causal", {"gradient_accumulation_steps": 3}) == [30.0]

@@ -60,8 +60,8 @@ def data(kind: str) -> Any:
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "microbatches": {"microbatch_size": 1},
-    "accumulated": {"accumulate": 2},
-    "both": {"accumulate": 2, "microbatch_size": 1},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "both": {"gradient_accumulation_steps": 2, "microbatch_size": 1},
 }
 
 

@@ -17,14 +17,14 @@ with needed_by("callsheet.attach"):
     from torch import nn
     from torch.optim import Optimizer
 
+from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.place import length_of
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import Context, Outcome
-from callsheet.errors import ConfigError, NotCarried, RequestRefused, mark_as_users, names_unknown
+from callsheet.errors import ConfigError, NotSupported, RequestRejected, mark_as_users, names_unknown
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import random_state, restore_random_state
@@ -34,7 +34,7 @@ from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
-_SHARED = ("accumulate", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
+_SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
 """Arguments of the Trainer that `attach` has too."""
 
 
@@ -46,7 +46,7 @@ def attach(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] | None = None,
     scheduler: Any = None,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     scaler: Any = None,
     max_duration: str | Time | None = None,
     log_interval: str | int | Time = "10ba",
@@ -72,7 +72,7 @@ def attach(
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
         scheduler: saved in checkpoints, and shown to callbacks; the loop steps it.
-        accumulate: how many batches the loop takes for one optimizer step; so many are fetched at once.
+        gradient_accumulation_steps: how many batches the loop takes for one optimizer step; so many are fetched at once.
         scaler: the `torch.amp.GradScaler` by which the loop scales the loss.
         max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
         log_interval: how often a record is made; a bare number means batches.
@@ -89,7 +89,7 @@ def attach(
 
     Raises:
         ConfigError: an argument that cannot work.
-        NotCarried: in the first step; see `strict`.
+        NotSupported: in the first step; see `strict`.
 
     Example:
         >>> import torch
@@ -106,8 +106,12 @@ def attach(
         >>> len(history["train/loss"])
         3
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate!r}: give a whole number above 0")
+    if (
+        isinstance(gradient_accumulation_steps, bool)
+        or not isinstance(gradient_accumulation_steps, int)
+        or gradient_accumulation_steps < 1
+    ):
+        raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
     manager = normalize_callbacks(callbacks) or CallbackManager()
     manager.add(loggers or ())
     check_model(model)
@@ -131,7 +135,7 @@ def attach(
         ),
         model,
         optimizer,
-        accumulate=accumulate,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         scaler=scaler,
         resume=os.fspath(resume) if resume is not None else None,
         strict=strict,
@@ -189,7 +193,7 @@ class AttachedRun:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        accumulate: int,
+        gradient_accumulation_steps: int,
         scaler: Any,
         resume: str | None,
         strict: bool,
@@ -197,7 +201,7 @@ class AttachedRun:
         self._run = run
         self._model = model
         self._optimizer = optimizer
-        self._accumulate = accumulate
+        self._accumulate = gradient_accumulation_steps
         self._scaler = scaler
         self._resume = resume
         self._strict = strict
@@ -206,7 +210,7 @@ class AttachedRun:
         self._is_over = False
         self._is_iterating = False
         self._is_checked = False
-        self._hears_fetch = self._hears_microbatch = True
+        self._listens_to_fetch = self._listens_to_microbatch = True
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
         self._backward: Any = None  # a BackwardWatch, within the `with` block
         self._has_given_up = False
@@ -247,7 +251,7 @@ class AttachedRun:
             self._run.made.append(results)
             return
         try:
-            self._catch_up(goes_on=True)
+            self._process_lane_messages(goes_on=True)
             self._run.evaluated(results)
         except Exception as error:
             self._give_up(error)
@@ -259,7 +263,7 @@ class AttachedRun:
             yield epoch
             if self._run.state.timestamp.epoch == epoch:
                 if self._run.ctx.step == self._run.state.baseline.batch and not self._has_given_up:
-                    raise RequestRefused(
+                    raise RequestRejected(
                         "an epoch of run.epochs() is over, and nothing was told of it: take its batches from run.steps(dataloader)"
                     )
                 return  # the loop has not taken the epoch's steps to their end
@@ -268,46 +272,46 @@ class AttachedRun:
         """One epoch: the batches, each to be trained on before the next is taken; those that a resumed run had taken are left out.
 
         Raises:
-            RequestRefused: inside another call of it.
+            RequestRejected: inside another call of it.
         """
         if self._is_iterating:
-            raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
+            raise RequestRejected("steps() inside steps(): an epoch has to be over before the next begins")
         if not self._hooks and not self._has_given_up:
-            raise RequestRefused("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
+            raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
         if self._is_over:
             return
         if not self._begin_epoch():
             return
-        run, narrator, ctx, place, watch = self._run, self._run.narrator, self._run.ctx, self._place, self._backward
+        run, driver, ctx, place, watch = self._run, self._run.driver, self._run.ctx, self._place, self._backward
         batches: Iterator[Any] | None = None
         self._is_iterating = True
         given = 0  # of the batches of the step in hand
         try:
             if not self._has_given_up:
-                narrator.start("epoch")
+                driver.start("epoch")
                 batches = place.begin(dataloader)
             while not self._is_over and not self._has_given_up:
                 given = 0
                 group = self._fetched(batches)  # type: ignore[arg-type]
                 if not group:
                     break
-                narrator.start_step()
+                driver.start_step()
                 run.counted = counts_of(group[0])
                 for batch in group[1:]:
                     samples, tokens = counts_of(batch)
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._optimizer_hooks.has_stepped, watch.total = False, None
-                watch.is_on, is_heard = True, self._hears_microbatch
+                watch.is_on, has_listeners = True, self._listens_to_microbatch
                 place.taken += len(group)  # before the loop has them: it may leave by a break
                 for batch in group:
                     ctx.batch = batch
-                    if is_heard:
+                    if has_listeners:
                         ctx.microbatch = batch
-                        narrator.start("microbatch")
+                        driver.start("microbatch")
                         batch = ctx.microbatch
                         given += 1
                         yield batch
-                        narrator.end("microbatch")
+                        driver.end("microbatch")
                     else:
                         given += 1
                         yield batch
@@ -332,7 +336,7 @@ class AttachedRun:
         state = self._run.state
         if not self._has_given_up:
             try:
-                self._catch_up(goes_on=True)
+                self._process_lane_messages(goes_on=True)
             except Exception as error:
                 self._give_up(error)
         if self._has_given_up:
@@ -393,29 +397,29 @@ class AttachedRun:
         if self._has_given_up:
             raise error
         run = self._run
-        was_in_step = run.narrator.is_open("train_step")
+        was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # which raises what the user has to know of
         self._has_given_up, self._was_in_step = True, was_in_step
         self._is_over |= run.signals.received is not None  # else nobody would answer it
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._run.signals.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of a step, fewer at the epoch's end."""
-        narrator, ctx = self._run.narrator, self._run.ctx
+        driver, ctx = self._run.driver, self._run.ctx
         group = self._group = []
-        if narrator.listen():
-            self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
-            self._model_hooks.listen(self._hears_microbatch)
-            self._optimizer_hooks.listen(narrator.is_read)
-        is_heard = self._hears_fetch
+        if driver.listen():
+            self._listens_to_fetch, self._listens_to_microbatch = driver.listens_to("fetch"), driver.listens_to("microbatch")
+            self._model_hooks.listen(self._listens_to_microbatch)
+            self._optimizer_hooks.listen(driver.is_read)
+        has_listeners = self._listens_to_fetch
         for _ in range(self._accumulate):
-            if is_heard:
-                narrator.start("fetch")
+            if has_listeners:
+                driver.start("fetch")
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
@@ -423,8 +427,8 @@ class AttachedRun:
                 raise
             if batch is not None:
                 group.append(batch)  # before a callback can fail: the loop is given it all the same
-            if is_heard:
-                narrator.end("fetch")
+            if has_listeners:
+                driver.end("fetch")
                 if batch is not None:
                     group[-1] = ctx.batch
             if batch is None:
@@ -444,20 +448,20 @@ class AttachedRun:
         run, batches = self._run, self._accumulate
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # it leaves steps out until it has found its scale
-                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
-                raise NotCarried(
+                raise NotSupported(
                     f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; say with "
-                    "accumulate= how many batches it takes for a step, and give attach the optimizer that it steps"
+                    "gradient_accumulation_steps= how many batches it takes for a step, and give attach the optimizer that it steps"
                 )
-        run.check_carried(strict=self._strict, logger=logger)
+        run.check_supported(strict=self._strict, logger=logger)
 
-    def _catch_up(self, *, goes_on: bool) -> None:
+    def _process_lane_messages(self, *, goes_on: bool) -> None:
         """The loop has left the last epoch by a `break`: the step in hand and the epoch are over."""
         run = self._run
-        if run.narrator.is_open("train_step"):
+        if run.driver.is_open("train_step"):
             self._end_step()
-        if run.narrator.is_open("epoch"):
+        if run.driver.is_open("epoch"):
             if goes_on:
                 self._epoch_is_left()
             self._is_over = run.end_epoch(is_whole=goes_on) and (goes_on or self._is_over)
@@ -478,7 +482,7 @@ class AttachedRun:
                 self._give_up(error)
         except BaseException as error:
             run.fail(error)
-            self._let_go()
+            self._release()
             raise
         self._is_over = run.boundaries.is_over
         return self
@@ -486,10 +490,10 @@ class AttachedRun:
     def _begin(self) -> None:
         run = self._run
         run.begin(self._resume)
-        self._model_hooks = ModelHooks(run.narrator, run.ctx, self._model)
-        self._backward = BackwardWatch(run.narrator, run.ctx, self._scaler)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, self._model)
+        self._backward = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._hooks = [self._model_hooks, self._backward]
-        self._optimizer_hooks = OptimizerHooks(run.narrator, self._optimizer, watch=self._backward)
+        self._optimizer_hooks = OptimizerHooks(run.driver, self._optimizer, watch=self._backward)
         self._hooks.append(self._optimizer_hooks)
         run.losses = self._backward.reader
         run.signals.__enter__()
@@ -506,7 +510,7 @@ class AttachedRun:
                     run.fail(raised)
                     raise
         finally:
-            self._let_go()
+            self._release()
         is_interrupted = run.signals.received is Signals.SIGINT if self._has_given_up else False
         if error is None and (is_interrupted or run.lifetime.outcome is Outcome.INTERRUPTED):
             raise KeyboardInterrupt
@@ -514,7 +518,7 @@ class AttachedRun:
     def _finish(self) -> None:
         if not self._has_given_up:
             try:
-                self._catch_up(goes_on=False)
+                self._process_lane_messages(goes_on=False)
                 self._run.finish()
             except Exception as error:
                 self._give_up(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
 
 
 class BoundaryOrder:
@@ -11,13 +11,13 @@ class BoundaryOrder:
     Args:
         host: the name of the framework in messages.
         narrator: the narrator of the training.
-        eval_narrator: the narrator of the evaluations.
+        eval_driver: the narrator of the evaluations.
     """
 
-    def __init__(self, host: str, narrator: Narrator, eval_narrator: Narrator) -> None:
+    def __init__(self, host: str, driver: LifecycleDriver, eval_driver: LifecycleDriver) -> None:
         self._host = host
-        self._narrator = narrator
-        self._evaluations = eval_narrator.opened
+        self._driver = driver
+        self._evaluations = eval_driver.opened
         self._fired: str | None = (
             None  # the letters of what has been fired at this boundary; None if training is not at a boundary
         )
@@ -35,7 +35,7 @@ class BoundaryOrder:
 
         Within a training, a boundary has one of each before and after its evaluation, in the lifecycle's order.
         """
-        inside = self._narrator.innermost
+        inside = self._driver.innermost
         if len(self._evaluations) > 1:
             return False
         if inside not in ("train", "round", "epoch"):
@@ -47,9 +47,9 @@ class BoundaryOrder:
 
     def is_barred(self, name: str) -> bool:
         """Return whether an evaluation, a test or a prediction may not begin now; log it if so."""
-        if self._narrator.innermost == "run" or (name == "eval_all" and self.may_come("E")):
+        if self._driver.innermost == "run" or (name == "eval_all" and self.may_come("E")):
             return False
-        self._narrator.say_once(
+        self._driver.say_once(
             f"{self._host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
             "events are not fired; training goes on."
         )
@@ -57,14 +57,14 @@ class BoundaryOrder:
 
     def warn_of_checkpoint(self) -> None:
         """Log that the framework writes a checkpoint whose events cannot be fired now."""
-        self._narrator.say_once(
+        self._driver.say_once(
             f"{self._host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
             "between two steps. Its events are not fired; training goes on."
         )
 
     def excuse(self, what: str) -> None:
         """Log that a handler reads a field which the framework has not provided."""
-        self._narrator.say_once(
+        self._driver.say_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training goes on."
         )
 

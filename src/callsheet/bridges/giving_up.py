@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from callsheet.context import TrainState
-from callsheet.errors import CallsheetError, FieldNotTold, HostError, is_users
+from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users
 from callsheet.lifetime import Lifetime
 
 logger = logging.getLogger("callsheet")
@@ -31,7 +31,7 @@ class ObservedRun(Protocol):
 def is_for_user(error: BaseException) -> bool:
     """Return whether the user has to know of the error: one of a callback or of another function of the user's, one that callsheet raises on
     purpose, a file that cannot be written, or no `Exception`. Other errors are faults of a host."""
-    is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotTold)
+    is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotAvailable)
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
 
@@ -88,9 +88,9 @@ class GivesUp:
                 )
             self._has_given_up = True
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Forget the run in hand."""
         self._ends()
         self._run = None

@@ -16,13 +16,13 @@ from callsheet.background import inner
 from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import reads_of, writes_to_run_folder
 from callsheet.callback import Callback, label_of
 from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.control import SAVE_KINDS, Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import NotCarried, mark_as_users
+from callsheet.errors import NotSupported, mark_as_users
 from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
@@ -33,9 +33,9 @@ from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.arguments import check_run_name, duration, log_boundary, new_name
 from callsheet.trainer.boundaries import Boundaries
 from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
-from callsheet.trainer.world import World
 
 
 class HostedRun:
@@ -94,7 +94,7 @@ class HostedRun:
         self.control = Control(able=able, is_shared=ranks.world_size > 1)
         self.state = TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None)
         self.signals = SignalWatch(signals)
-        self.world = World(ranks, self.device, timeout_seconds)
+        self.world = ProcessGroups(ranks, self.device, timeout_seconds)
         name = run_name or self.world.of_rank_zero(new_name())
         info = RunInfo(
             name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
@@ -108,7 +108,7 @@ class HostedRun:
             model=model,
             control=self.control,
             accumulator=self.records.metrics,
-            loggers=self.manager.tell_loggers,
+            loggers=self.manager.notify_loggers,
         )
         self.world.at_step = lambda: ctx.step
         self.lifetime = Lifetime(self.manager, ctx)
@@ -133,14 +133,14 @@ class HostedRun:
         )
         self.lifetime.at_end(self.checkpoints.close)
         self.agreement.durable = self.checkpoints.durable
-        self.evaluation = HostEvaluation(ctx, evaluates, self.tell_evaluation)
+        self.evaluation = HostEvaluation(ctx, evaluates, self.fire_evaluation)
         self.boundaries = _Boundaries(
             self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard  # type: ignore[arg-type]
         )  # fmt: skip
         # A checkpoint names the last step's loss: the host's to who is told of it; ours in its file, where anybody can ask for it.
         askers = _OF_CHECKPOINTS if saves is not None else EVENTS
         is_asked_by_signal = saves is None and bool(signals)
-        self.narrator = Narrator(
+        self.driver = LifecycleDriver(
             self.spans,
             {
                 "on_train_start": self._train_goes_on,
@@ -158,14 +158,14 @@ class HostedRun:
             },
             step_passes=self._step_passes,
             is_recorded=lambda: self.records.are_read,
-            is_loss_told=lambda: is_asked_by_signal or any(getattr(self.manager.heard, event) for event in askers),
+            is_loss_needed=lambda: is_asked_by_signal or any(getattr(self.manager.has_listeners, event) for event in askers),
         )
-        self.eval_narrator = Narrator(self.eval_spans, {})
-        self.eval_narrator.is_barred = self._is_barred
-        self._order = BoundaryOrder(host, self.narrator, self.eval_narrator)
+        self.eval_driver = LifecycleDriver(self.eval_spans, {})
+        self.eval_driver.is_barred = self._is_barred
+        self._order = BoundaryOrder(host, self.driver, self.eval_driver)
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval_ctx.excuse = self._order.excuse
-        self._judging = self.eval_narrator.opened
+        self._judging = self.eval_driver.opened
         self._found: dict[str, dict[str, float]] = {}
         self.losses: Callable[[], Tensor | None] = lambda: None
         """The step's mean loss, or None; the host says how it is found."""
@@ -181,7 +181,7 @@ class HostedRun:
         """What the evaluation in hand has found so far, by the dataset's name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the step in hand; they are told when it is over."""
-        self.mends: Mapping[str, str] = {}
+        self.hints: Mapping[str, str] = {}
         """For a request that cannot be carried out here, how it could."""
         self.parts: dict[str, Stateful] = {}
         """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
@@ -221,7 +221,7 @@ class HostedRun:
         self.checkpoints.shared = shared
         self.checkpoints.local = {"callbacks": self.manager, "records": self.records, **self.parts}
         self.checkpoints.load(resume)
-        self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        self.manager.notify_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
         self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
@@ -229,9 +229,9 @@ class HostedRun:
             each.user_state = self.manager.user_state
         if is_writing:
             self.guard.begin()
-        self.narrator.start("data_init")
+        self.driver.start("data_init")
         if data_is_made:
-            self.narrator.end("data_init")
+            self.driver.end("data_init")
         self.manager.between_steps(ctx.step)
         self.boundaries.begin()
 
@@ -244,29 +244,29 @@ class HostedRun:
         """The same, for a host that may still evaluate or test. What was logged after the last record is told."""
         self.records.tally.stop()
         self.records.tally.settle(self.state)
-        self.narrator.end("train")
-        self.manager.settle(self.ctx)
+        self.driver.end("train")
+        self.manager.flush_lanes(self.ctx)
         self.records.tell(self.ctx)
         self.boundaries.finish()
         self.boundaries.conclude()
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the loop: tell it, and the end."""
-        self.narrator.forget()
-        self.eval_narrator.forget()
+        self.driver.forget()
+        self.eval_driver.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
         """Have the hooks that observe this run call `leave`, a method of the host, with an error of their own. It raises what the user has
         to know of; else the hooks go on in the user's computation. The host is not kept alive."""
-        self.narrator.give_up = self.eval_narrator.give_up = weakly(leave)
+        self.driver.give_up = self.eval_driver.give_up = weakly(leave)
 
     # --- after a step and an epoch ---
 
     def end_step(self) -> bool:
         """The step in hand is over; whether training is to end."""
-        self.narrator.end_step()
+        self.driver.end_step()
         ctx, made = self.ctx, self.made
         if made:
             self.made = []
@@ -277,42 +277,42 @@ class HostedRun:
             is_over = self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
             return is_over
-        if self.manager.heard.on_checkpoint_due:
-            self.boundaries.tell_checkpoint_due("step")
+        if self.manager.has_listeners.on_checkpoint_due:
+            self.boundaries.fire_checkpoint_due("step")
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
         """The epoch in hand is over, or left; its boundary is reached later, behind the evaluation that the host makes of it."""
         for part in ("train_step", "fetch"):  # one that was left in its midst, and one that found the data at its end
-            self.narrator.end(part)
+            self.driver.end(part)
         self.records.tally.settle(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
         if self.ctx.has("batch"):
             del self.ctx.batch
-        self.narrator.end("epoch")
+        self.driver.end("epoch")
 
     def end_epoch(self, *, is_whole: bool) -> bool:
         """The epoch in hand is over, or left; whether training is to end."""
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 
-    def check_carried(self, *, strict: bool, logger: Any, narrator: Narrator | None = None) -> None:
+    def check_supported(self, *, strict: bool, logger: Any, driver: LifecycleDriver | None = None) -> None:
         """After the first step, or the first of the `narrator` of evaluations: refuse, or warn of, events that somebody hears and that
         the host has not told.
 
         Raises:
-            NotCarried: with `strict`; the message names event, callbacks and host.
+            NotSupported: with `strict`; the message names event, callbacks and host.
         """
-        made_up = (narrator or self.narrator).made_up
-        for name in sorted(made_up, key=list(SPANS).index):
+        synthesized = (driver or self.driver).synthesized
+        for name in sorted(synthesized, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
-                self._not_carried(event, "has not told it in its first step", strict, logger, _CAUSES.get(name, ""))
-        made_up.clear()
+                self._not_supported(event, "has not told it in its first step", strict, logger, _CAUSES.get(name, ""))
+        synthesized.clear()
 
     # --- checkpoints of the host's own ---
 
-    def tell_checkpoint(
+    def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
     ) -> CheckpointInfo:
         """Tell a checkpoint that the host has just written, of the last step or of `step`; `write` adds to it what is kept here.
@@ -351,7 +351,7 @@ class HostedRun:
         self.manager.fire("on_checkpoint_published", ctx)
         ctx.close("on_checkpoint_published")
 
-    def refuse(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
+    def reject(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
         """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end, or whose every request it cannot
         carry out, as far as their source shows; log what others will miss.
 
@@ -359,21 +359,21 @@ class HostedRun:
             never: the events that it never tells.
 
         Raises:
-            NotCarried: with `strict`; the message names event, callbacks and host.
+            NotSupported: with `strict`; the message names event, callbacks and host.
         """
         edges = {"on_run_start", "on_run_end"}
         told = {each for event in EVENTS if event not in edges and event not in never for each in self._listeners(event)}
         for event in never:
             if any(each not in told for each in self._listeners(event)):
-                self._not_carried(event, "never tells it", strict, logger)
+                self._not_supported(event, "never tells it", strict, logger)
         for each in dict.fromkeys(each for event in never for each in self._listeners(event)):
-            if each in told and not self._hears_all(each):
+            if each in told and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._listeners(event))
                 logger.info("%s hears %s besides, which %s never tells", _name_of(each), missed, self.host)
         if self.control.able and _REQUESTS - self.control.able:  # with none at all, nothing is trained that could be asked for
-            self._refuse_requests(strict=strict, logger=logger)
+            self._reject_requests(strict=strict, logger=logger)
 
-    def _refuse_requests(self, *, strict: bool, logger: Any) -> None:
+    def _reject_requests(self, *, strict: bool, logger: Any) -> None:
         for each in self.manager.callbacks:
             asked = _REQUESTS & {read.removeprefix("control.") for read in reads_of(each) if read.startswith("control.")}
             if cannot := sorted(asked - self.control.able):
@@ -381,10 +381,10 @@ class HostedRun:
                 if not asked & self.control.able:
                     message = f"{label_of(each)} asks for {missed}, which {self.host} cannot do on request here"
                     if strict:
-                        mend = next(
-                            (self.mends[request] for request in cannot if request in self.mends), "leave the callback out"
+                        hint = next(
+                            (self.hints[request] for request in cannot if request in self.hints), "leave the callback out"
                         )
-                        raise NotCarried(f"{message}; {mend}, or pass strict=False to go on until it asks")
+                        raise NotSupported(f"{message}; {hint}, or pass strict=False to go on until it asks")
                     logger.warning("%s", message)
                 else:
                     logger.info("%s may ask for %s, which %s cannot do on request here", label_of(each), missed, self.host)
@@ -392,16 +392,16 @@ class HostedRun:
     def _listeners(self, event: str) -> list[Any]:
         return self.manager.list_callbacks(event)
 
-    def _not_carried(self, event: str, why: str, strict: bool, logger: Any, cause: str = "") -> None:
-        listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._hears_all(each))
+    def _not_supported(self, event: str, why: str, strict: bool, logger: Any, cause: str = "") -> None:
+        listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._listens_to_all(each))
         if not listeners:
             return
         message = f"{listeners} hears {event}, and {self.host} {why}{cause}"
         if strict:
-            raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without that event")
+            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without that event")
         logger.warning("%s", message)
 
-    def _hears_all(self, listener: Any) -> bool:
+    def _listens_to_all(self, listener: Any) -> bool:
         """Whether it takes what there is, and asks for no event by its name."""
         if isinstance(listener, Callback):
             return type(inner(listener)).on_event is not Callback.on_event
@@ -409,25 +409,25 @@ class HostedRun:
 
     # --- evaluation ---
 
-    def hears_outputs(self, kind: str) -> bool:
+    def listens_to_outputs(self, kind: str) -> bool:
         """Whether anybody hears, of the steps of an `eval` or `test`, the model's forward, or could read its outputs behind it."""
         forward, step = getattr(self.eval_spans, f"{kind}_forward"), getattr(self.eval_spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_evaluations(self, *, standalone: bool = False) -> None:
         """The host begins to evaluate; nothing where it has begun."""
-        ctx, narrator = self.eval_ctx, self.eval_narrator
-        if not narrator.is_open("eval_all"):
+        ctx, driver = self.eval_ctx, self.eval_driver
+        if not driver.is_open("eval_all"):
             self.records.tally.stop()
             ctx.step, ctx.epoch, ctx.standalone = self.ctx.step, self.ctx.epoch, standalone
             self.found = {}
-            narrator.start("eval_all")
+            driver.start("eval_all")
 
     def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
         """The host begins to evaluate a dataset; of a run's evaluation the first, or the next."""
         self.begin_evaluations(standalone=standalone)
         self.eval_ctx.eval_name = name
-        self.eval_narrator.start("eval")
+        self.eval_driver.start("eval")
 
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
         """The dataset in hand is evaluated: its losses and metrics by name."""
@@ -436,22 +436,22 @@ class HostedRun:
         ctx.eval_name = name
         ctx.eval_losses = {metric: torch.tensor(value) for metric, value in values.items() if "loss" in metric}
         ctx.log({f"{name}/{metric}": value for metric, value in values.items()}, across="same")
-        self.eval_narrator.end("eval")
+        self.eval_driver.end("eval")
 
     def end_evaluation(self) -> None:
         """All datasets are evaluated."""
-        if not self.eval_narrator.is_open("eval_all"):
-            if self._found and self.narrator.is_open("train_step"):
+        if not self.eval_driver.is_open("eval_all"):
+            if self._found and self.driver.is_open("train_step"):
                 self.made.append(self._found)  # told when the step is over
             self._found = {}
             self.records.tally.start()
             return
         self.evaluation.results.update(self.found)
         self.eval_ctx.eval_results = self.found
-        self.eval_narrator.end("eval_all")
+        self.eval_driver.end("eval_all")
         self.records.tally.start()
 
-    def tell_evaluation(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
+    def fire_evaluation(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
         """Tell an evaluation that the host has made, after the fact: its results by the dataset's name, then by the metric's."""
         for name, found in results.items():
             self.begin_evaluation(name, standalone=standalone)
@@ -463,11 +463,11 @@ class HostedRun:
         """The same between two epochs, or outside training: a record and a checkpoint may follow."""
         self.records.tally.settle(self.state)
         self._tell_all([results])
-        self.boundaries.tell_checkpoint_due("epoch")
+        self.boundaries.fire_checkpoint_due("epoch")
 
     def _tell_all(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
         for results in made:
-            self.tell_evaluation(results, standalone=not self.narrator.is_open("train"))
+            self.fire_evaluation(results, standalone=not self.driver.is_open("train"))
         self.records.tell(self.ctx)
 
     # --- where the framework does what the host did not foresee ---
@@ -480,16 +480,16 @@ class HostedRun:
 
     def leave_evaluation(self) -> None:
         """The framework goes on, and has not said that the evaluation is over: end it, so that the weights are those that are trained."""
-        narrator = self.eval_narrator
-        self.narrator.say_once(
+        driver = self.eval_driver
+        self.driver.say_once(
             f"{self.host} goes on, and the end of {self._judging[1].name} was not reported. It is ended here; training goes on."
         )
-        if narrator.is_open("eval"):
+        if driver.is_open("eval"):
             self.end_dataset(self.eval_ctx.eval_name if self.eval_ctx.has("eval_name") else "validation", {})
-        if narrator.is_open("eval_all"):
+        if driver.is_open("eval_all"):
             self.end_evaluation()
         for span in ("test", "predict"):
-            narrator.end(span)
+            driver.end(span)
 
     def _train_goes_on(self) -> None:
         if len(self._judging) > 1:
@@ -540,7 +540,7 @@ class HostedRun:
     def _step_passes(self) -> None:
         """It ends, and nobody hears that: nothing of it is left but what it counts for."""
         ctx, loss = self.ctx, self._count_step()
-        if self.narrator.is_read:
+        if self.driver.is_read:
             if loss is not None:
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
@@ -561,7 +561,7 @@ class HostedRun:
         state.previous_timestamp, state.timestamp = now, now.next_batch()
         tally.samples += samples
         tally.tokens += tokens
-        return self.losses() if self.narrator.is_loss_read else None
+        return self.losses() if self.driver.is_loss_read else None
 
 
 def _is_other_and_alive(thread: threading.Thread) -> bool:
@@ -585,9 +585,9 @@ class _Boundaries(Boundaries):
 
     may_come: Callable[[str], bool]
 
-    def tell_checkpoint_due(self, boundary: str) -> None:
+    def fire_checkpoint_due(self, boundary: str) -> None:
         if self.may_come("D"):
-            super().tell_checkpoint_due(boundary)
+            super().fire_checkpoint_due(boundary)
 
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")

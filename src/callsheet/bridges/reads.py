@@ -19,7 +19,7 @@ def reads_of(callback: Callback) -> set[str]:
     Left out is what it asks for first, with `ctx.has("loss")`. What it hands the context on to is not followed, and a class without
     source says nothing.
     """
-    found, asked = set(inner(callback).needs), set[str]()
+    found, asked = set(inner(callback).snapshot_fields), set[str]()
     for kind in type(inner(callback)).__mro__:
         if kind is Callback:
             break

@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.copies import add_hook
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.context import Context
 
 logger = logging.getLogger("callsheet")
 
-_TORCH_S: Callable[..., None] = Tensor.backward
+_ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[
     BackwardWatch
 ] = []  # the latest made last: it is asked first, so that a run within another's step has its own losses
-_backward = _TORCH_S  # what stands behind ours
+_backward = _ORIGINAL_BACKWARD  # what stands behind ours
 _stands = False  # whether ours does, as far as we know: somebody may stand before it by now, who calls it
 
 
-class Deaf:
+class InertHooks:
     """The owner of hooks in a copy of a model: whoever calls the copy is not the loop, so all that it is asked is nothing, and no."""
 
-    def __getattr__(self, name: str) -> Deaf:
+    def __getattr__(self, name: str) -> InertHooks:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -37,14 +37,14 @@ class Deaf:
     def __call__(self, *_: Any, **__: Any) -> None: ...
 
 
-class StaysBehind:
+class NotCopied:
     """The owner of hooks in a model; it is not copied, nor pickled, with the model."""
 
-    is_deaf: bool = False
+    is_inert: bool = False
     """Whether who calls the model is not the loop, as with every copy."""
 
-    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
-        return Deaf, ()
+    def __reduce__(self) -> tuple[type[InertHooks], tuple[()]]:
+        return InertHooks, ()
 
 
 class Hook:
@@ -60,7 +60,7 @@ class Hook:
         self.stands = False
         """Whether it does."""
 
-    def stand(self, is_wanted: bool, function: Callable[..., Any]) -> None:
+    def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
         """Put it up or take it away, if it is not so; the function is not kept here, whose owner keeps this."""
         if is_wanted and not self.stands:
             self._remove, self.stands = add_hook(self._register, function), True
@@ -74,61 +74,61 @@ class Hook:
             self.stands = False
 
 
-def start_forward(narrator: Narrator, ctx: Context) -> None:
+def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     """The loop calls the model within a microbatch. A forward that follows a backward begins the step's next microbatch: a loop may take
     several of what the host has told as one."""
-    parts = narrator.parts
+    parts = driver.parts
     microbatch = parts["microbatch"]
     if microbatch.done == len(microbatch.sequence):
         if parts["backward"].is_open:
             return  # computed again for the backward, as with activation checkpointing
         given = ctx.microbatch if ctx.has("microbatch") else None
-        narrator.end("microbatch")
+        driver.end("microbatch")
         ctx.microbatch = given
-        narrator.start("microbatch")
+        driver.start("microbatch")
         if ctx.microbatch is not given:
             ctx.microbatch = given  # which the loop has had since the step began
-            narrator.say_once(
+            driver.say_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
             )
-    narrator.start("forward")
+    driver.start("forward")
 
 
-class ModelHooks(StaysBehind):
+class ModelHooks(NotCopied):
     """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
 
     They stand in the model only between `listen(True)` and `listen(False)`.
     """
 
-    def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module) -> None:
-        self._narrator = narrator
+    def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module) -> None:
+        self._driver = driver
         self._ctx = ctx
-        self._microbatch = narrator.parts["microbatch"]
+        self._microbatch = driver.parts["microbatch"]
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
-    def listen(self, is_heard: bool) -> None:
+    def listen(self, has_listeners: bool) -> None:
         """Stand in the model, or leave it as it was."""
-        self._before.stand(is_heard, self._begins)
-        self._after.stand(is_heard, self._ends)
+        self._before.install(has_listeners, self._begins)
+        self._after.install(has_listeners, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         try:
             if self._microbatch.is_open and model.training and torch.is_grad_enabled():
-                start_forward(self._narrator, self._ctx)
+                start_forward(self._driver, self._ctx)
         except Exception as error:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
-        narrator = self._narrator
+        driver = self._driver
         try:
-            if narrator.is_open("forward"):
+            if driver.is_open("forward"):
                 ctx = self._ctx
                 ctx.outputs = outputs
-                narrator.start("loss")  # which ends the forward
+                driver.start("loss")  # which ends the forward
                 return ctx.outputs
         except Exception as error:
-            narrator.give_up(error)
+            driver.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -136,7 +136,7 @@ class ModelHooks(StaysBehind):
         self.listen(False)
 
 
-class JudgingHooks(StaysBehind):
+class JudgingHooks(NotCopied):
     """Tells the forward of a model in evaluation or prediction, and its outputs, which a callback may replace.
 
     They stand in the model only between `listen(True)` and `listen(False)`.
@@ -145,32 +145,32 @@ class JudgingHooks(StaysBehind):
         kind: `eval`, `test` or `predict`.
     """
 
-    def __init__(self, narrator: Narrator, ctx: Context, model: nn.Module, *, kind: str = "eval") -> None:
-        self._narrator = narrator
+    def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module, *, kind: str = "eval") -> None:
+        self._driver = driver
         self._ctx = ctx
         self._step, self._forward = f"{kind}_step", f"{kind}_forward"
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
-    def listen(self, is_heard: bool) -> None:
+    def listen(self, has_listeners: bool) -> None:
         """Stand in the model, or leave it as it was."""
-        self._before.stand(is_heard, self._begins)
-        self._after.stand(is_heard, self._ends)
+        self._before.install(has_listeners, self._begins)
+        self._after.install(has_listeners, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         try:
-            if not model.training and self._narrator.is_open(self._step):
-                self._narrator.start(self._forward)
+            if not model.training and self._driver.is_open(self._step):
+                self._driver.start(self._forward)
         except Exception as error:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         try:
-            if self._narrator.is_open(self._forward):
+            if self._driver.is_open(self._forward):
                 self._ctx.outputs = outputs
-                self._narrator.end(self._forward)
+                self._driver.end(self._forward)
                 return self._ctx.outputs
         except Exception as error:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -204,9 +204,11 @@ class OptimizerHooks:
         watch: where the loop's losses are summed.
     """
 
-    def __init__(self, narrator: Narrator, *optimizers: Optimizer, asks: bool = True, watch: BackwardWatch | None = None) -> None:
-        self._narrator = narrator
-        self._step, self._clip, self._own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
+    def __init__(
+        self, driver: LifecycleDriver, *optimizers: Optimizer, asks: bool = True, watch: BackwardWatch | None = None
+    ) -> None:
+        self._driver = driver
+        self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
         """Since this was last set to False."""
         self._asks = asks
@@ -221,9 +223,9 @@ class OptimizerHooks:
     def listen(self, is_read: bool) -> None:
         """Stand in the optimizer, as far as is needed for steps that somebody reads, or that nobody does."""
         for hook in self._before:
-            hook.stand(is_read or self._is_given_closures, self._begins)
+            hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
-            hook.stand(is_read or self._asks, self._ends)
+            hook.install(is_read or self._asks, self._ends)
 
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -239,13 +241,13 @@ class OptimizerHooks:
         return None
 
     def _begin(self) -> None:
-        if not self._clip.is_quiet:
-            self._narrator.tell("clip_gradients")  # whether or not the loop has clipped them
+        if not self._clip.has_no_listeners:
+            self._driver.tell("clip_gradients")  # whether or not the loop has clipped them
         own = self._own
-        if not own.is_quiet:
-            self._narrator.start("optimizer_step")
-        elif own.act_at_start is not None and self._narrator.is_read:  # as the narrator would, without a call of it at every step
-            own.act_at_start()
+        if not own.has_no_listeners:
+            self._driver.start("optimizer_step")
+        elif own.before_start is not None and self._driver.is_read:  # as the narrator would, without a call of it at every step
+            own.before_start()
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the closure's place."""
@@ -256,7 +258,7 @@ class OptimizerHooks:
                 if self._step.is_open:
                     self._begin()
         except Exception as error:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
         return loss
 
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,8 +267,8 @@ class OptimizerHooks:
                 self.has_stepped = True
                 if len(args) > 1 or kwargs:
                     self._end_with_closure(args, kwargs)
-                if not self._own.is_quiet:
-                    self._narrator.end("optimizer_step")
+                if not self._own.has_no_listeners:
+                    self._driver.end("optimizer_step")
         except Exception as error:
             self._fail(error, self._after, optimizer._optimizer_step_post_hooks, self._ends)
 
@@ -276,7 +278,7 @@ class OptimizerHooks:
         """Give up inside one of the hooks, over which torch is iterating."""
         self._kept = ours
         try:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
         except BaseException:  # torch iterates no further
             if self._is_removed:
                 for hook in ours:
@@ -296,7 +298,7 @@ class OptimizerHooks:
             # Nobody reads the steps, and there was no hook before this one. The loss in a checkpoint is the last all the same.
             self._is_given_closures = True
             for hook in self._before:
-                hook.stand(True, self._begins)
+                hook.install(True, self._begins)
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
@@ -335,11 +337,11 @@ class BackwardWatch:
         scaler: the `torch.amp.GradScaler` by which the loop scales the loss, which is then told without the scale.
     """
 
-    def __init__(self, narrator: Narrator, ctx: Context, scaler: Any = None) -> None:
-        self._narrator = narrator
+    def __init__(self, driver: LifecycleDriver, ctx: Context, scaler: Any = None) -> None:
+        self._driver = driver
         self._ctx = ctx
         self._scaler = scaler
-        self._backward = narrator.parts["backward"]
+        self._backward = driver.parts["backward"]
         self._thread = get_ident()
         self.is_on = False
         """Whether the loop is within a step."""
@@ -393,26 +395,26 @@ class BackwardWatch:
                 try:
                     self.total = self._before_closure + self.total
                 except Exception as error:
-                    self._narrator.give_up(error)
+                    self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Tell it and go backward, where it is the loop's and somebody listens; whether it was."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
-        is_heard, given = not self._backward.is_quiet, loss
+        has_listeners, given = not self._backward.has_no_listeners, loss
         try:
             scaler, scale, told = self._scaler, None, loss
             if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
                 scale = scaler._scale
                 told = loss / scale
-            if is_heard:
-                narrator, ctx = self._narrator, self._ctx
+            if has_listeners:
+                driver, ctx = self._driver, self._ctx
                 if self._backward.is_open:
                     return False
-                if narrator.is_open("microbatch"):
-                    narrator.start("loss")
+                if driver.is_open("microbatch"):
+                    driver.start("loss")
                     ctx.loss = told
-                    narrator.start("backward")  # which ends the loss
+                    driver.start("backward")  # which ends the loss
                     if ctx.loss is not told:
                         told = ctx.loss
                         given = told if scale is None else told * scale
@@ -421,14 +423,14 @@ class BackwardWatch:
             value = told.detach()
             self.total = value if self.total is None else self.total + value
         except Exception as error:
-            self._narrator.give_up(error)
+            self._driver.give_up(error)
             return False
         _backward(given, *args, **options)
-        if is_heard:
+        if has_listeners:
             try:
-                self._narrator.end("backward")
+                self._driver.end("backward")
             except Exception as error:
-                self._narrator.give_up(error)
+                self._driver.give_up(error)
         return True
 
 
@@ -437,7 +439,7 @@ def _stand(is_wanted: bool) -> None:
     global _backward, _stands
     now: Any = Tensor.backward
     if is_wanted:
-        if now is not _watched_backward and (not _stands or now is _TORCH_S):
+        if now is not _watched_backward and (not _stands or now is _ORIGINAL_BACKWARD):
             _backward = now
             Tensor.backward = _watched_backward  # type: ignore[method-assign]
         _stands = True

@@ -191,7 +191,7 @@ class Mail:
         mail.set_content(f"{notification.text}\n")
         try:
             with self._connected(timeout) as connection:
-                refused = connection.send_message(mail)
+                rejected = connection.send_message(mail)
         except smtplib.SMTPResponseException as error:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
         except smtplib.SMTPRecipientsRefused:
@@ -200,9 +200,9 @@ class Mail:
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:
             raise NotDelivered(type(error).__name__, is_final=True) from None
-        if refused:  # the others have it: another try would send it to them again
+        if rejected:  # the others have it: another try would send it to them again
             of = len(self._recipients.split(","))
-            raise NotDelivered(f"it refused {len(refused)} of {of} recipients", is_final=True)
+            raise NotDelivered(f"it refused {len(rejected)} of {of} recipients", is_final=True)
 
     def _connected(self, timeout: float) -> smtplib.SMTP:
         context = ssl.create_default_context()

@@ -13,7 +13,7 @@ logger = logging.getLogger("callsheet")
 class FreeOutputs(Callback):
     """Let go of the model's outputs when the loss is computed and everybody has been told, before the backward.
 
-    The Trainer does this by itself, unless a callback asks for them until the step's end, with `keep = ("outputs",)`. Then this callback
+    The Trainer does this by itself, unless a callback asks for them until the step's end, with `keep_fields = ("outputs",)`. Then this callback
     overrules it: `ctx.outputs` is None from the loss's end on, and the memory of the logits is the backward's alone. What evaluations
     give is left alone. Without such a callback it has nothing to do, and says so once.
     """

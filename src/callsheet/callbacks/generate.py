@@ -48,7 +48,7 @@ class Generate(Callback):
     """
 
     collective = True  # sharded, every forward is one
-    # It does not say `samples`: the random states would be read at every step, and are wanted when it is time alone.
+    # It does not set `draws_random`: the random states would be read at every step, and are wanted when it is time alone.
 
     def __init__(
         self,

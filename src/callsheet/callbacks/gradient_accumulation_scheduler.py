@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 class GradientAccumulationScheduler(Callback):
     """Accumulate gradients over more batches, or fewer, from an epoch on.
 
-    Before the first of its epochs the run's own `accumulate` holds. A step's mean is over all samples of its batches, so that the learning
+    Before the first of its epochs the run's own `gradient_accumulation_steps` holds. A step's mean is over all samples of its batches, so that the learning
     rate is for the larger batch; the last step of an epoch has what is left. It keeps no state: a resumed run takes what its epoch calls for.
 
     Args:
@@ -42,4 +42,4 @@ class GradientAccumulationScheduler(Callback):
         """Take what the epoch calls for."""
         called_for = [batches for epoch, batches in self._schedule.items() if epoch <= ctx.epoch]
         if called_for:
-            ctx.control.accumulate(called_for[-1])
+            ctx.control.set_gradient_accumulation(called_for[-1])

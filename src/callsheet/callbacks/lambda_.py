@@ -18,7 +18,7 @@ class Lambda(Callback):
     """Call functions at events, each with the context: `Lambda(on_log=print_loss, on_train_end=lambda ctx: print("done"))`.
 
     What stands on a function, such as `@every("100ba")` or `@rank_zero_only`, counts as on a method. A function that draws random numbers,
-    or calls collectives, needs what any callback does: `samples` and `collective`, attributes of the instance. It keeps no state, so
+    or calls collectives, needs what any callback does: `draws_random` and `collective`, attributes of the instance. It keeps no state, so
     several stand side by side as they are. `manager.register(event, function)` does the same for one function.
 
     Args:

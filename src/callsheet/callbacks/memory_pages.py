@@ -42,7 +42,7 @@ class Drawing:
         if is_told:
             ctx.log_file(f"memory/{path.name}", path)
         self._has_begun = True
-        self._manager.tell_loggers("draw_memory", ctx, path=path.absolute(), is_told=is_told)
+        self._manager.notify_loggers("draw_memory", ctx, path=path.absolute(), is_told=is_told)
 
     def end(self, ctx: Context) -> None:
         """Wait until all is drawn, two minutes at most, and give it to the loggers."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from callsheet.callback import Callback, label_of
 from callsheet.callbacks.listeners import announce, withdraw
-from callsheet.callbacks.wishes import LONGEST, LONGEST_WHY, WORDS, claimed_lines, printable
+from callsheet.callbacks.trigger_file import LONGEST, LONGEST_WHY, WORDS, claimed_lines, printable
 from callsheet.context import Context
-from callsheet.errors import ConfigError, RequestRefused, did_you_mean
+from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")
 
@@ -120,5 +120,5 @@ class SaveOnTrigger(Callback):
                 logger.warning(
                     "%s: %r is no wish%s (one of %s)", label_of(self), word[:40], did_you_mean(word[:40], WORDS), words
                 )
-        except RequestRefused as error:
+        except RequestRejected as error:
             logger.warning("%s: %s", label_of(self), error)

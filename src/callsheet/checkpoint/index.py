@@ -28,7 +28,7 @@ _MANY_ELEMENTS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardLocation:
     """Where a chunk stands, and as what."""
 
     file: str
@@ -41,7 +41,7 @@ class Index:
     """What DCP's planner has to know of the tensors, and the place of each chunk, by the tensor's name and the chunk's offsets."""
 
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[tuple[str, torch.Size], Place]
+    places: dict[tuple[str, torch.Size], ShardLocation]
 
     def metadata(self, names: Iterable[str]) -> Metadata:
         """As DCP wants it, of these tensors alone."""
@@ -110,7 +110,7 @@ def _read_entry(index: Index, room: dict[str, int], name: str, entry: Json) -> N
             raise ValueError(f"{file} is too small for what should stand in it")
         seen.add(file)
         chunks.append(ChunkStorageMetadata(offsets, sizes))
-        index.places[name, offsets] = Place(file, dtype, sizes)
+        index.places[name, offsets] = ShardLocation(file, dtype, sizes)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _overlap(chunks):
         raise ValueError("its chunks leave holes or overlap")
     index.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)

@@ -58,7 +58,7 @@ def dump(document: Json) -> bytes:
 def parse(content: bytes, source: str) -> Json:
     """The JSON in the bytes of `source`; `CheckpointError` where they are none, or hold what strict JSON lacks."""
     try:
-        return json.loads(content, parse_constant=_refuse)
+        return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{source} is not JSON: {error}; use another checkpoint") from error
 
@@ -220,7 +220,7 @@ def _array(dtype: str, shape: list[Any], data: str) -> Any:
     return numpy.ndarray(shape, numpy.dtype(dtype), buffer=content).copy()
 
 
-def _refuse(constant: str) -> None:
+def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from callsheet.commands.given import loaded
+from callsheet.commands.cli_values import loaded
 from callsheet.commands.key_types import names_code, parts_of, typed_keys
 from callsheet.distributed import read_ranks
 from callsheet.errors import ConfigError, did_you_mean
@@ -35,11 +35,11 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
         ConfigError: a variable would name code to import.
     """
     types = typed_keys(parser)
-    refused = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)
-    keys = {variable(key): key for key in types if key not in refused}
+    rejected = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)
+    keys = {variable(key): key for key in types if key not in rejected}
     found: dict[str, str] = {}
     for name, value in sorted(_ours(variables)):
-        if key := next((key for key in refused if name == variable(key) or name.startswith(f"{variable(key)}__")), None):
+        if key := next((key for key in rejected if name == variable(key) or name.startswith(f"{variable(key)}__")), None):
             raise ConfigError(
                 f"{name}: {key!r} is not taken from the environment, since it says what code is imported; "
                 f"unset the variable, and give it in the recipe file or as --{key}"

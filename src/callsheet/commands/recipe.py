@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from callsheet import callbacks
 from callsheet.callback import Callback, import_path
 from callsheet.commands import environment, names
-from callsheet.commands.given import pairs
-from callsheet.commands.refusals import place_of, plain_refusal
+from callsheet.commands.cli_values import pairs
+from callsheet.commands.rejections import place_of, plain_rejection
 from callsheet.commands.shipped import RECIPES, recipe_path
 from callsheet.commands.yaml_file import read_yaml
 from callsheet.distributed import read_ranks
@@ -182,7 +182,7 @@ def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], to
     try:
         return parser.parse_args([*before, *overrides], env=False)
     except argparse.ArgumentError as error:
-        why = plain_refusal(parser, str(error), path, [*before, *overrides])
+        why = plain_rejection(parser, str(error), path, [*before, *overrides])
         told_by = next(
             (environment.variable(key) for key, value in told.items() if f"{key}={value}:" in why or f"'{key}'" in why), ""
         )

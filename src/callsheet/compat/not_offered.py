@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The class of such names: calling one and reading a public attribute raise `NotCarried`."""
+    """The class of such names: calling one and reading a public attribute raise `NotSupported`."""
 
     instead: str
     system: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotCarried(f"{cls.__name__} is not carried over from {cls.system}: {cls.instead}")
+        raise NotSupported(f"{cls.__name__} is not carried over from {cls.system}: {cls.instead}")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        raise NotCarried(f"{cls.__name__}.{name} is not carried over from {cls.system}: {cls.instead}")
+        raise NotSupported(f"{cls.__name__}.{name} is not carried over from {cls.system}: {cls.instead}")
 
     def __repr__(cls) -> str:
         return f"<{cls.__name__}, not carried over from {cls.system}>"

@@ -29,8 +29,8 @@ from callsheet.signals import GRACE_SECONDS
 from callsheet.transport import payload
 from callsheet.transport.data import decode
 from callsheet.transport.payload import KEY, PAYLOAD, pack
+from callsheet.transport.preflight import command
 from callsheet.transport.sealed import Key, read_private, unseal
-from callsheet.transport.trial import command
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from callsheet.capture import copied
 from callsheet.lanes import Lane, LaneOptions, close, drain
 from callsheet.loggers.file_names import replace_file
-from callsheet.taker import copied
 
 _OPTIONS = LaneOptions(queue=64, deadline=60.0)  # images wait in memory
 
@@ -31,12 +31,12 @@ class ImageWriter:
         """Have `images`, as they are now, written to `files`, paths in the folder, and `then` called, which says that they are there."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
         self._lane.put((list(files), copied(here, {}), then))
-        self._tell_failure()
+        self._report_failure()
 
     def flush(self) -> None:
         """Wait until all that was given is written, a minute at most."""
         left = drain([self._lane], _OPTIONS.deadline)
-        self._tell_failure()
+        self._report_failure()
         for undelivered in left:
             raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")
 
@@ -58,7 +58,7 @@ class ImageWriter:
         except Exception as error:  # whoever gave them is told
             self._failure = error
 
-    def _tell_failure(self) -> None:
+    def _report_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

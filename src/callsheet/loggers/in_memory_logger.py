@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, LogRecord
+from callsheet.context import Context, MetricsRecord
 from callsheet.costs import CostReport
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.logger import Logger
@@ -37,7 +37,7 @@ class InMemoryLogger(Logger):
         self._forget()
 
     def _forget(self) -> None:
-        self.records: list[LogRecord] = []
+        self.records: list[MetricsRecord] = []
         """The records, with what others had added to them by then."""
         self.hyperparameters: dict[str, Any] = {}
         """The run's configuration, and what was logged."""

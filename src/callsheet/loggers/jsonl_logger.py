@@ -16,7 +16,7 @@ from typing import Any
 
 import callsheet
 from callsheet.callback import label_of
-from callsheet.context import Context, LogRecord
+from callsheet.context import Context, MetricsRecord
 from callsheet.costs import CostReport, Window
 from callsheet.errors import ConfigError
 from callsheet.loggers.file_names import folder_of, path_from, replace_file
@@ -27,7 +27,7 @@ from callsheet.loggers.line_writer import LineWriter
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.resumption import records_before
 
-_FIELDS = tuple(field.name for field in fields(LogRecord))
+_FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import LogRecord
+from callsheet.context import MetricsRecord
 
 METRICS = "metrics.jsonl"
 
@@ -37,13 +37,13 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def read_metrics(folder: str | os.PathLike[str]) -> list[LogRecord]:
+def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
     """The records in a run's folder, in the order in which they were logged; none where there is no `metrics.jsonl`.
 
     Where the run was resumed, the records of the future that did not happen are left out, so that the curve goes on without doubles.
     Torn lines are passed by. May be called while the run goes on.
     """
-    records: list[LogRecord] = []
+    records: list[MetricsRecord] = []
     for line in read_lines(Path(folder) / METRICS):
         try:
             if "resumed_from_step" in line:
@@ -55,6 +55,8 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[LogRecord]:
     return records
 
 
-def _record(line: dict[str, Any]) -> LogRecord:
-    told = {field.name: line[field.name] for field in fields(LogRecord) if field.name in line}  # another version may tell fewer
-    return LogRecord(**{**told, "values": {name: float(value) for name, value in line["values"].items()}})
+def _record(line: dict[str, Any]) -> MetricsRecord:
+    told = {
+        field.name: line[field.name] for field in fields(MetricsRecord) if field.name in line
+    }  # another version may tell fewer
+    return MetricsRecord(**{**told, "values": {name: float(value) for name, value in line["values"].items()}})

@@ -47,14 +47,14 @@ class LineWriter:
             self._given.append((name, line))
             if not self._something.is_set():
                 self._something.set()
-            self._tell_failure()
+            self._report_failure()
 
     def flush(self) -> None:
         """Write what waits, now."""
         if os.getpid() == self._process:
             with self._writing:
                 self._write()
-            self._tell_failure()
+            self._report_failure()
 
     def close(self) -> None:
         """Write what waits and end the thread; may be called twice.
@@ -106,7 +106,7 @@ class LineWriter:
             self._failure = failures[0]
         self._is_failing = bool(failures)
 
-    def _tell_failure(self) -> None:
+    def _report_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             failure.add_note("the lines wait, and are written as soon as they can be")

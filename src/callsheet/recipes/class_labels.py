@@ -8,7 +8,7 @@ from typing import Any
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.language_model import CLASSIFIES, LanguageModel, loaded
-from callsheet.recipes.rows import refuse
+from callsheet.recipes.rows import reject
 
 WEIGHTS = ("none", "balanced")
 
@@ -48,10 +48,10 @@ class ClassLabels:
         numbers = [label for label in found if isinstance(label, int)]
         if numbers and len(numbers) < len(found):
             name = next(label for label in found if isinstance(label, str))
-            refuse(found[name], f"the label {name!r} is a name, and that at {found[numbers[0]]} a number; give names or numbers")
+            reject(found[name], f"the label {name!r} is a name, and that at {found[numbers[0]]} a number; give names or numbers")
         if numbers:
             if min(numbers) < 0:
-                refuse(found[min(numbers)], f"the label {min(numbers)} is below 0, the number of the first class")
+                reject(found[min(numbers)], f"the label {min(numbers)} is below 0, the number of the first class")
             return cls([str(number) for number in range(max(numbers) + 1)], are_numbers=True)
         return cls(sorted(found))
 
@@ -67,13 +67,13 @@ class ClassLabels:
         _check_kind(label, place)
         if isinstance(label, int):
             if not 0 <= label < len(self.names):
-                refuse(
+                reject(
                     place, f"the label {label} is out of range; there are {len(self.names)} classes, 0 to {len(self.names) - 1}"
                 )
             return label
         if label not in self._numbers:
             near = did_you_mean(label, self.names)
-            refuse(place, f"the label {label!r} is none of the classes{near} ({', '.join(self.names[:20])}); add it to `labels`")
+            reject(place, f"the label {label!r} is none of the classes{near} ({', '.join(self.names[:20])}); add it to `labels`")
         return self._numbers[label]
 
 
@@ -143,4 +143,4 @@ def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Se
 
 def _check_kind(label: Any, place: str) -> None:
     if isinstance(label, bool) or not isinstance(label, (int, str)):
-        refuse(place, f"the label {label!r} is neither a name nor a whole number")
+        reject(place, f"the label {label!r} is neither a name nor a whole number")

@@ -41,7 +41,7 @@ class ClassificationTask(Task):
         labels = batch["labels"]
         return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """Logits and labels."""
         return outputs.logits, batch["labels"]
 

@@ -21,7 +21,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
     if kept:
         others = {key: value for key, value in given.items() if key not in kept and key != "model_type"}
         without = type(config)(**copy.deepcopy(others))
-        _refuse((key for key in kept if not hasattr(without, key)), known, config, place)
+        _reject((key for key in kept if not hasattr(without, key)), known, config, place)
     for key, value, part in _parts(given, config):
         check_made(value, part, f"{place}.{key}")
 
@@ -32,7 +32,7 @@ def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.con
     Raises:
         ConfigError: it has no such key, nor has one of its parts.
     """
-    _refuse((key for key in given if not hasattr(config, key)), _declared(type(config)), config, place)
+    _reject((key for key in given if not hasattr(config, key)), _declared(type(config)), config, place)
     for key, value, part in _parts(given, config):
         check_changed(value, part, f"{place}.{key}")
 
@@ -60,6 +60,6 @@ def _read(kind: Any) -> set[Any]:
     return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}
 
 
-def _refuse(keys: Iterable[str], known: set[str], config: Any, place: str) -> None:
+def _reject(keys: Iterable[str], known: set[str], config: Any, place: str) -> None:
     for key in keys:
         raise ConfigError(f"{place}: a configuration of {config.model_type} has no key {key!r}{did_you_mean(key, sorted(known))}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.rows import Row, refuse
+from callsheet.recipes.rows import Row, reject
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = "`messages`, or `prompt` and `completion`, or `text`"
@@ -78,7 +78,7 @@ class Conversations:
             asked, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
             return Example(asked + answer, [not self._completion_only] * len(asked) + [True] * len(answer))
         if "text" not in row:
-            refuse(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS}")
+            reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS}")
         ids = self._ended(self._ids(_text(row, "text", place), special=True))
         return Example(ids, [True] * len(ids))
 
@@ -95,7 +95,7 @@ class Conversations:
                 messages = messages[:-1]
             return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
         if "prompt" not in row:
-            refuse(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
+            reject(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
         text = _text(row, "prompt", place)
         if self._has_template:
             return self._ids(self._rendered([_user(text)], None, place, add_generation_prompt=True))
@@ -103,7 +103,7 @@ class Conversations:
 
     def _of_chat(self, messages: Sequence[Message], tools: Any, place: str) -> Example:
         if not any(message["role"] == "assistant" for message in messages):
-            refuse(
+            reject(
                 place, "the assistant says nothing in it, so there is nothing to learn; give a message of the role `assistant`"
             )
         text, spans = self._answers(messages, tools, place)
@@ -132,7 +132,7 @@ class Conversations:
             before = self._rendered(messages[:i], tools, place, add_generation_prompt=True) if i else ""
             after = self._rendered(messages[: i + 1], tools, place) if i + 1 < len(messages) else text
             if not (before and text.startswith(before) and text.startswith(after) and len(before) < len(after)):
-                refuse(
+                reject(
                     place,
                     f"the chat template does not begin the whole conversation with what it writes up to message {i + 1}, so that the "
                     "answer in it cannot be told from the rest; put {% generation %} around what the "
@@ -158,7 +158,7 @@ class Conversations:
 
     def _rendered(self, messages: Sequence[Message], tools: Any, place: str, *, add_generation_prompt: bool = False) -> str:
         if not self._has_template:
-            refuse(
+            reject(
                 place,
                 "the tokenizer has no chat template for these messages; name a file with one in chat_template, or give `text`",
             )
@@ -186,7 +186,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
     try:
         return render()
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        refuse(place, f"the chat template does not take these messages: {error}")
+        reject(place, f"the chat template does not take these messages: {error}")
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
@@ -197,13 +197,13 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
         if not isinstance(value, (list, tuple)) or not all(
             isinstance(message, Mapping) and "role" in message for message in value
         ):
-            refuse(place, f"{column} is {_short(value)}; give a list of messages, each with `role` and `content`")
+            reject(place, f"{column} is {_short(value)}; give a list of messages, each with `role` and `content`")
         for number, message in enumerate(value, 1):
             if message.get("content") is None and not message.get("tool_calls"):
-                refuse(place, f"message {number} of {column} has no `content`; give a text, an empty one if it has none")
+                reject(place, f"message {number} of {column} has no `content`; give a text, an empty one if it has none")
         messages += value
     if not messages:
-        refuse(place, "there are no messages; give a list of them, each with `role` and `content`")
+        reject(place, "there are no messages; give a list of them, each with `role` and `content`")
     return messages, row.get("tools") or None
 
 
@@ -224,7 +224,7 @@ def _text(row: Row, column: str, place: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value:
         missing = f"there is no column {column!r} (it has {', '.join(row)}); give a text"
-        refuse(place, missing if column not in row else f"{column} is {_short(value)}; give a text")
+        reject(place, missing if column not in row else f"{column} is {_short(value)}; give a text")
     return value
 
 

@@ -19,12 +19,12 @@ from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger, ProgressBarLogger
 from callsheet.manager import CallbackManager
 from callsheet.recipes.distillation_task import DistillationTask
+from callsheet.recipes.existing_run import of_rank_zero
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
 from callsheet.recipes.language_model import LanguageModel
 from callsheet.recipes.lora import Lora
 from callsheet.recipes.packing import check_kept_apart
 from callsheet.recipes.settings import as_file
-from callsheet.recipes.standing import of_rank_zero
 from callsheet.time import Time, TimeUnit
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, positive

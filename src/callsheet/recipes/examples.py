@@ -16,12 +16,12 @@ from torch.utils.data import Dataset, IterableDataset
 from callsheet.callback import one_of
 from callsheet.errors import ConfigError
 from callsheet.recipes.conversations import Encode, Example
-from callsheet.recipes.rows import Stream, Table, refuse
+from callsheet.recipes.rows import Stream, Table, reject
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 logger = logging.getLogger("callsheet")
 
-TOO_LONG = ("refuse", "truncate", "drop")
+TOO_LONG = ("reject", "truncate", "drop")
 
 Sample = dict[str, Tensor]
 
@@ -47,8 +47,8 @@ class Fit:
             ConfigError: it is too long and to be refused, or has nothing to learn; it names the place.
         """
         if len(example.ids) > self.longest:
-            if self._too_long == "refuse":
-                refuse(
+            if self._too_long == "reject":
+                reject(
                     place,
                     f"it has {len(example.ids)} tokens, more than the sequence_length of {self.longest}; give more (as many as the "
                     "model takes), or too_long: truncate or drop",
@@ -59,7 +59,7 @@ class Fit:
                 return None
             self.truncated += 1
         if not any(example.is_learnt[1:]):  # nothing predicts the first
-            refuse(place, "there is nothing to learn in it: no token of an answer; leave it out")
+            reject(place, "there is nothing to learn in it: no token of an answer; leave it out")
         return example
 
     def __str__(self) -> str:

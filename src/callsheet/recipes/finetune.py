@@ -17,14 +17,14 @@ from callsheet.recipes.conversations import Conversations
 from callsheet.recipes.docstrings import Docstrings
 from callsheet.recipes.example_sets import ExampleSets
 from callsheet.recipes.examples import TOO_LONG, Examples
+from callsheet.recipes.generation import continued, said
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.language_model import LanguageModel
 from callsheet.recipes.lora import Lora
 from callsheet.recipes.packing import check_kept_apart
 from callsheet.recipes.recipe import Recipe
-from callsheet.recipes.rows import Rows, Stream, Table, refuse
+from callsheet.recipes.rows import Rows, Stream, Table, reject
 from callsheet.recipes.token_counts import TokenCounts
-from callsheet.recipes.writing import continued, said
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
@@ -67,7 +67,7 @@ class FinetuneConfig(JobConfig):
     chat_template: str | None = None
     completion_only: bool = True
     sequence_length: int = 512
-    too_long: str = "refuse"
+    too_long: str = "reject"
     packing: bool = False
     evaluate_first: bool = True
     prompts: list[str] = field(default_factory=list)
@@ -269,7 +269,7 @@ class Finetune(Recipe[FinetuneConfig]):
     def _prompt(self, row: Mapping[str, Any], place: str) -> list[int]:
         prompt = self.conversations.prompt(row, place)
         if not self._has_room(prompt):
-            refuse(
+            reject(
                 place,
                 f"a prompt of {len(prompt)} tokens with {self.config.generated_tokens} to follow is longer than the {self._most} that "
                 "the model takes; give a shorter one, or fewer generated_tokens",

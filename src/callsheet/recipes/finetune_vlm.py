@@ -14,6 +14,7 @@ from callsheet.callback import Callback, one_of
 from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
 from callsheet.recipes.digits import PARTS, Digits
+from callsheet.recipes.generation import FINAL_TABLE
 from callsheet.recipes.image_answers import answered
 from callsheet.recipes.image_batches import TOO_LONG, ImageBatches
 from callsheet.recipes.image_text import Example, ImageText, looked_at
@@ -21,7 +22,6 @@ from callsheet.recipes.job import JobConfig
 from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
 from callsheet.recipes.rows import Rows, Stream, Table, prepared
 from callsheet.recipes.vision_language_model import VisionLanguageModel, check_images
-from callsheet.recipes.writing import FINAL_TABLE
 from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"
@@ -54,7 +54,7 @@ class FinetuneVLMConfig(JobConfig):
     test: Rows | None = None
     image_folder: str | None = None
     sequence_length: int = 512
-    too_long: str = "refuse"
+    too_long: str = "reject"
     checked_rows: int | None = 1000
     answered_rows: int = 200
     answer_tokens: int = 32
@@ -71,7 +71,7 @@ class FinetuneVLMConfig(JobConfig):
         if self.microbatch_size is not None:
             raise ConfigError(
                 "microbatch_size: the images of a batch are not as many as its rows, and cannot be split like them; a smaller batch_size "
-                "with accumulate takes the same step"
+                "with gradient_accumulation_steps takes the same step"
             )
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from callsheet.recipes.image_text import Example
-from callsheet.recipes.rows import refuse
+from callsheet.recipes.rows import reject
 from callsheet.recipes.vision_language_model import image_token_id
 from callsheet.trainer.tasks import IGNORED_LABEL
 
-TOO_LONG = ("refuse", "truncate")
+TOO_LONG = ("reject", "truncate")
 
 
 class ImageBatches:
@@ -60,7 +60,7 @@ class ImageBatches:
         """
         length = len(self._plain(example.text, example.text))
         if length > self._longest and not self._truncates:
-            refuse(
+            reject(
                 example.place,
                 f"this row has {length} tokens without those of its images, and sequence_length is {self._longest}; shorten the row, "
                 "give a longer sequence_length, or too_long=truncate",
@@ -74,7 +74,7 @@ class ImageBatches:
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
                 self.encoded([example], side=side)  # which one is it
-            refuse(examples[0].place, f"the processor does not take this row: {error}")
+            reject(examples[0].place, f"the processor does not take this row: {error}")
         return dict(made)
 
     def _called(self, examples: Sequence[Example]) -> Any:
@@ -123,13 +123,13 @@ class ImageBatches:
             if length <= self._longest:
                 continue
             if not self._truncates:
-                refuse(
+                reject(
                     example.place,
                     f"this row has {length} tokens, those of its {len(example.images)} images included, and sequence_length is "
                     f"{self._longest}; shorten the row, give a longer sequence_length, or too_long=truncate",
                 )
             if token is not None and (ids[row, self._longest :] == token).any():
-                refuse(
+                reject(
                     example.place,
                     f"this row has {length} tokens, and what is over sequence_length={self._longest} holds a part of an image, which "
                     "cannot be cut; give a longer sequence_length, or leave the row out",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.images import opened
-from callsheet.recipes.rows import Rows, check_columns, refuse
+from callsheet.recipes.rows import Rows, check_columns, reject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -91,7 +91,7 @@ class ImageText:
         folder = self._folder_of(place)
         images = tuple(opened(value, folder, place, pixels=pixels) for value in values)
         if not images:
-            refuse(place, "there is no image in this row; give it one, or train on text alone with another recipe")
+            reject(place, "there is no image in this row; give it one, or train on text alone with another recipe")
         if is_asked:
             return Example(place, self._rendered(messages, place, asks=True), images, (), "")
         return Example(place, *self._answers(messages, place, images), _said(messages[-1]))
@@ -121,7 +121,7 @@ class ImageText:
             images.append(own if own is not None else next(left, _MISSING))
         spare = len(list(left))
         if spare or any(image is _MISSING for image in images):
-            refuse(
+            reject(
                 place,
                 f"{len(parts)} parts of the messages are of the type image, and the row has {len(loose)} images; give one for each part",
             )
@@ -138,7 +138,7 @@ class ImageText:
             before = self._rendered(messages[:number], place, asks=True)
             through = self._rendered(messages[: number + 1], place)
             if not (text.startswith(through) and through.startswith(before)):
-                refuse(
+                reject(
                     place,
                     f"messages[{number}]: what is learnt of it cannot be told: the processor's chat template writes what comes before it "
                     "in another way once there is more; split the row, so that the answer is its last message",
@@ -154,11 +154,11 @@ class ImageText:
         try:
             return str(self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
         except Exception as error:  # a template raises what it likes
-            refuse(place, f"the processor's chat template does not take these messages: {error}")
+            reject(place, f"the processor's chat template does not take these messages: {error}")
 
     def _plain(self, messages: list[dict[str, Any]], place: str, asks: bool) -> str:
         if len(messages) > 2:
-            refuse(place, "the processor has no chat template, and takes a prompt and a completion; give rows with these columns")
+            reject(place, "the processor has no chat template, and takes a prompt and a completion; give rows with these columns")
         token = getattr(self._processor, "image_token", None) or ""
         asked = _said(messages[0])
         head = asked if token and token in asked else str(token) * _count_images(messages[:1]) + asked
@@ -185,27 +185,27 @@ _MISSING: Any = object()
 
 def _list(value: Any, place: str) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)) or not value:
-        refuse(place, f"messages is {value!r:.60}; give a list of messages, each with a role and a content")
+        reject(place, f"messages is {value!r:.60}; give a list of messages, each with a role and a content")
     return value
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        refuse(place, f"it is a {type(message).__name__}; give an object with a role and a content")
+        reject(place, f"it is a {type(message).__name__}; give an object with a role and a content")
     check_columns(place, message, ["role", "content"])
     if message["role"] not in ROLES:
-        refuse(place, f"its role is {message['role']!r}; give one of {', '.join(ROLES)}")
+        reject(place, f"its role is {message['role']!r}; give one of {', '.join(ROLES)}")
     content = message["content"]
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, (list, tuple)):
-        refuse(place, f"its content is a {type(content).__name__}; give a text, or a list of parts")
+        reject(place, f"its content is a {type(content).__name__}; give a text, or a list of parts")
     return {"role": message["role"], "content": [_part(part, f"{place}.content[{i}]") for i, part in enumerate(content)]}
 
 
 def _part(part: Any, place: str) -> dict[str, Any]:
     if not isinstance(part, Mapping) or part.get("type") not in ("image", "text"):
-        refuse(place, f"it is {part!r:.60}; give a part with the type image or text")
+        reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
     return {name: value for name, value in part.items() if value is not None}  # tables of columns give every part all of the keys
@@ -213,17 +213,17 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
-        refuse(place, f"its {name} is {value!r:.60}; give a text")
+        reject(place, f"its {name} is {value!r:.60}; give a text")
     return value
 
 
 def _check_turns(messages: list[dict[str, Any]], place: str, is_asked: bool) -> None:
     if not messages or messages[0]["role"] == "assistant":
-        refuse(place, "messages: an assistant cannot speak first; give what it answers before it")
+        reject(place, "messages: an assistant cannot speak first; give what it answers before it")
     if not is_asked and messages[-1]["role"] != "assistant":
-        refuse(place, f"messages: the last one is the {messages[-1]['role']}'s; give an assistant's, which is learnt")
+        reject(place, f"messages: the last one is the {messages[-1]['role']}'s; give an assistant's, which is learnt")
     if not is_asked and not _said(messages[-1]):
-        refuse(place, "the completion is empty; give the text that is to be learnt, or leave the row out")
+        reject(place, "the completion is empty; give the text that is to be learnt, or leave the row out")
 
 
 def _said(message: Mapping[str, Any]) -> str:

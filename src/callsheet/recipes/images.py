@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callsheet.recipes.rows import refuse
+from callsheet.recipes.rows import reject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +28,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     if isinstance(value, Mapping):  # {"bytes": ..., "path": ...}
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if not isinstance(value, (Image.Image, bytes, str, Path)):
-        refuse(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")
+        reject(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")
     what = f"an image of {len(value)} bytes" if isinstance(value, bytes) else "an image"
     try:
         if isinstance(value, Image.Image):
@@ -44,9 +44,9 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
             return image
         upright: Image.Image = ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
-        refuse(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder where that is given")
+        reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder where that is given")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's of files that are broken
-        refuse(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
+        reject(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
     return upright
 
 

@@ -36,7 +36,7 @@ class JobConfig:
         batch_size: samples a step, of one rank.
         eval_batch_size: samples a batch where nothing is trained; None is `batch_size`.
         microbatch_size: samples a forward and backward; None is the whole batch.
-        accumulate: how many batches make one step.
+        gradient_accumulation_steps: how many batches make one step.
         clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
         optimizer: a class of optimizers by `class_path`, with its `init_args`; None is torch's AdamW as it comes.
         scheduler: likewise, a class of learning-rate schedules, stepped after every optimizer step; None leaves the rate as it is.
@@ -64,7 +64,7 @@ class JobConfig:
     batch_size: int = 16
     eval_batch_size: int | None = None
     microbatch_size: int | None = None
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     clip_grad_norm: float | None = 1.0
     optimizer: MakesOptimizer | None = None
     scheduler: MakesScheduler | None = None
@@ -114,7 +114,7 @@ class JobConfig:
         if self.eval_interval is not None:
             Interval.of("eval_interval", self.eval_interval)
         log_boundary(self.log_interval)
-        for name in ("batch_size", "eval_batch_size", "microbatch_size", "accumulate", "threads"):
+        for name in ("batch_size", "eval_batch_size", "microbatch_size", "gradient_accumulation_steps", "threads"):
             positive(name, getattr(self, name), int)
         checked_lock_timeout(self.lock_timeout_seconds)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from callsheet.recipes.class_labels import ClassLabels
-from callsheet.recipes.rows import check_columns, refuse
+from callsheet.recipes.rows import check_columns, reject
 
-TOO_LONG = ("truncate", "refuse")
+TOO_LONG = ("truncate", "reject")
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class LabelledTexts:
         text, most, cut = self._text(row, place), self.longest, self.truncates
         ids: list[int] = self.tokenizer(text, truncation=cut, max_length=most if cut else None, verbose=False)["input_ids"]
         if not 0 < len(ids) <= most:
-            mend = "give a longer sequence_length, or too_long=truncate" if ids else "leave the row out"
-            refuse(place, f"its {self.text_column} has {len(ids)} tokens, and may have 1 to {most}; {mend}")
+            hint = "give a longer sequence_length, or too_long=truncate" if ids else "leave the row out"
+            reject(place, f"its {self.text_column} has {len(ids)} tokens, and may have 1 to {most}; {hint}")
         return ids
 
     def _text(self, row: Mapping[str, Any], place: str) -> str:
         check_columns(place, row, [self.text_column])
         text = row[self.text_column]
         if not isinstance(text, str) or not text:
-            refuse(place, f"its {self.text_column} is {text!r}; give a text, or leave the row out")
+            reject(place, f"its {self.text_column} is {text!r}; give a text, or leave the row out")
         return text

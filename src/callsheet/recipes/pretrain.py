@@ -13,11 +13,11 @@ from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
 from callsheet.recipes.byte_files import ByteFiles
 from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.generation import continued, passages
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.language_model import BYTE_TOKENIZER, LanguageModel
 from callsheet.recipes.recipe import Recipe
 from callsheet.recipes.text_rows import TextRows
-from callsheet.recipes.writing import continued, passages
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import ForwardStepTask, Task
 

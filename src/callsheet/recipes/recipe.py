@@ -24,9 +24,9 @@ from callsheet.loggers.file_names import replace_file
 from callsheet.loggers.json_text import json_text
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.randomness import seed_all
+from callsheet.recipes.existing_run import NEW, of_rank_zero, reject_another_job, resumable, set_aside
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
-from callsheet.recipes.standing import NEW, of_rank_zero, refuse_another_job, resumable, set_aside
 from callsheet.run_lock import RunLock
 from callsheet.time import TimeUnit
 from callsheet.trainer import Trainer
@@ -180,7 +180,7 @@ class Recipe(Generic[AnyConfig]):
                 aside = set_aside(folder)
                 return [None, str(aside) if aside is not None else None]
             if resume == "auto":
-                refuse_another_job(folder / "config.yaml", written, config.may_change)
+                reject_another_job(folder / "config.yaml", written, config.may_change)
             return [resume, None]
 
         try:
@@ -370,7 +370,7 @@ class Recipe(Generic[AnyConfig]):
             scheduler=config.scheduler,
             max_duration=str(config.max_duration),
             microbatch_size=config.microbatch_size,
-            accumulate=config.accumulate,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             clip_grad_norm=config.clip_grad_norm,
             precision=config.precision,
             parallel=config.parallel,

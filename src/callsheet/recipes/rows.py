@@ -229,7 +229,7 @@ def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedS
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
-def refuse(place: str, why: str) -> NoReturn:
+def reject(place: str, why: str) -> NoReturn:
     """Raise ConfigError for the row that stands there; `why` says the mend as well."""
     raise ConfigError(f"{place}: {why}")
 
@@ -242,14 +242,14 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
     """
     for column in wanted:
         if column not in there:
-            refuse(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
+            reject(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
 
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:  # also bytes that are no UTF-8
-        refuse(place, f"this line is no JSON: {error}; give one JSON object a line")
+        reject(place, f"this line is no JSON: {error}; give one JSON object a line")
     if not isinstance(row, dict):
-        refuse(place, f"this line is a JSON {type(row).__name__}, not an object; give one with a value for each column")
+        reject(place, f"this line is a JSON {type(row).__name__}, not an object; give one with a value for each column")
     return row

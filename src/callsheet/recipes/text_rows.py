@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.byte_files import Windows
-from callsheet.recipes.rows import Rows, Stream, Table, refuse
+from callsheet.recipes.rows import Rows, Stream, Table, reject
 
 
 @dataclass
@@ -86,7 +86,7 @@ class TextSets:
     def _ids(self, place: str, row: Mapping[str, Any]) -> list[int]:
         text = row[self._column]
         if not isinstance(text, str):
-            refuse(place, f"the column {self._column!r} holds {type(text).__name__}, not a text")
+            reject(place, f"the column {self._column!r} holds {type(text).__name__}, not a text")
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         return [*ids, end] if end is not None else list(ids)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from callsheet.context import LogRecord
+from callsheet.context import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
@@ -150,7 +150,10 @@ def _shares(names: Iterable[str]) -> dict[str, int]:
 
 
 def _add(
-    found: dict[str, tuple[list[int], list[float]]], name: str, records: Sequence[LogRecord], value: Callable[[LogRecord], float]
+    found: dict[str, tuple[list[int], list[float]]],
+    name: str,
+    records: Sequence[MetricsRecord],
+    value: Callable[[MetricsRecord], float],
 ) -> None:
     if name not in found and (told := [record for record in records if value(record)]):
         found[name] = ([record.step for record in told], [float(value(record)) for record in told])
@@ -180,7 +183,7 @@ def _short(value: float) -> float | None:
     return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
-def _axis(records: Sequence[LogRecord]) -> dict[str, list[float]]:
+def _axis(records: Sequence[MetricsRecord]) -> dict[str, list[float]]:
     """Steps with the seconds and tokens at them, each once; between them both are a straight line."""
     at: dict[int, tuple[float, float]] = {}
     tokens = 0.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from callsheet.callback import one_of
 from callsheet.callbacks.listeners import listeners_in
-from callsheet.callbacks.wishes import WORDS, leave_wish, withdraw_wish
-from callsheet.errors import ConfigError, RequestRefused
+from callsheet.callbacks.trigger_file import WORDS, leave_request, withdraw_request
+from callsheet.errors import ConfigError, RequestRejected
 from callsheet.report.lines import text_of
 from callsheet.report.page import Live, data, page
 from callsheet.report.run_folder import LOST, RUNNING, RunFolder, RunReader
@@ -68,15 +68,15 @@ class LiveRun:
 
         Raises:
             ConfigError: no such act.
-            RequestRefused: the run cannot be asked; the message says why.
+            RequestRejected: the run cannot be asked; the message says why.
             OSError: the wish cannot be written.
         """
         one_of("act", act, WORDS)
         with self._lock:
             if no_acts := self._look():
-                raise RequestRefused(no_acts)
+                raise RequestRejected(no_acts)
             trigger = trigger_of(self._run)
-            line = leave_wish(trigger, act, "asked for in the browser")
+            line = leave_request(trigger, act, "asked for in the browser")
             self._wishes[line] = (trigger, time.monotonic())
         logger.info("callsheet watch: %s was asked for", act)
         return f"{act}: asked for in {trigger}; the run sees it at the end of a step"
@@ -114,7 +114,7 @@ class LiveRun:
         """The run has ended without having seen them."""
         for line, (trigger, _) in self._wishes.items():
             try:
-                withdraw_wish(trigger, line)
+                withdraw_request(trigger, line)
             except (OSError, ConfigError) as error:
                 logger.warning("callsheet watch: %r may still wait for the next run in %s: %s", line, self.folder, error)
         self._wishes.clear()

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from callsheet.context import LogRecord
+from callsheet.context import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
 _MOST_VALUES = 6_000_000  # of metrics that are held; beyond, records are left out
@@ -29,7 +29,7 @@ class RecordLines:
     """The records that count, read line by line."""
 
     def __init__(self) -> None:
-        self.kept: list[LogRecord] = []
+        self.kept: list[MetricsRecord] = []
         self.times: list[float] = []
         self.resumes: list[Resume] = []
         self.counted = 0
@@ -49,7 +49,7 @@ class RecordLines:
         if not isinstance(values, dict) or not isinstance(step, int) or abs(step) > _LARGEST_STEP:
             return
         plain = {self._names.setdefault(name, name): number(value) for name, value in values.items()}
-        record = LogRecord(
+        record = MetricsRecord(
             step,
             plain,
             elapsed_seconds=finite(line.get("elapsed_seconds")),
@@ -88,7 +88,7 @@ class RecordLines:
             self._rare = {name for name in self._names if count[name] <= _RARE}
         return self._rare
 
-    def _is_plain(self, record: LogRecord, rare: set[str]) -> bool:
+    def _is_plain(self, record: MetricsRecord, rare: set[str]) -> bool:
         return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
 
     def _thin(self) -> None:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from callsheet.context import LogRecord, Outcome
+from callsheet.context import MetricsRecord, Outcome
 from callsheet.costs import Cost, CostReport, Failures, Slice, Window
 from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_of, whole
 from callsheet.report.lines import moment as moment_of
@@ -59,7 +59,7 @@ class RunFolder:
     config_text: str = ""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     call_sheet: str = ""
-    records: list[LogRecord] = field(default_factory=list)
+    records: list[MetricsRecord] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     records_left_out: int = 0
     resumes: list[Resume] = field(default_factory=list)

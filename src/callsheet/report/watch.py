@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from callsheet.errors import CallsheetError, ConfigError, RequestRefused
+from callsheet.errors import CallsheetError, ConfigError, RequestRejected
 from callsheet.report.live_run import LiveRun
 from callsheet.report.run_folder import image_bytes
 
@@ -131,7 +131,7 @@ def same(given: str, right: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
         self.status = status
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._request_is_whole()
         if path == "/" and "token" in query:
             if not self.server.lets_in(query["token"][-1]):
-                raise _Refused(HTTPStatus.FORBIDDEN, "this address is used up; open the one that callsheet watch printed")
+                raise _Rejected(HTTPStatus.FORBIDDEN, "this address is used up; open the one that callsheet watch printed")
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(HTTPStatus.OK, "text/html", _ENTRY.encode(), {"Set-Cookie": cookie})
             return
@@ -165,36 +165,36 @@ class _Handler(BaseHTTPRequestHandler):
             news = self.server.run.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
         elif path == "/act":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "asking for something takes a POST")
+            raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "asking for something takes a POST")
         elif path.startswith("/images/") and (image := image_bytes(self.server.run.folder, unquote(path[1:]))) is not None:
             self._send(HTTPStatus.OK, "image/png", image)
         else:
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+            raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def _post(self, path: str, _: dict[str, list[str]]) -> None:
         self._check_cookie()
         if path != "/act":
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+            raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
-            raise _Refused(HTTPStatus.FORBIDDEN, "only the page itself may ask for something")
+            raise _Rejected(HTTPStatus.FORBIDDEN, "only the page itself may ask for something")
         if not same(self.headers.get("X-Callsheet-Token", ""), self.server.form_token):
-            raise _Refused(HTTPStatus.FORBIDDEN, "the page is of an earlier server; load it again")
+            raise _Rejected(HTTPStatus.FORBIDDEN, "the page is of an earlier server; load it again")
         try:
             asked = json.loads(self._body())
             message = self.server.run.ask(str(asked["act"]))
         except (ValueError, TypeError, KeyError) as error:  # ConfigError is a ValueError
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
-            raise _Refused(HTTPStatus.BAD_REQUEST, why) from error
-        except RequestRefused as error:
-            raise _Refused(HTTPStatus.CONFLICT, str(error)) from error
+            raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
+        except RequestRejected as error:
+            raise _Rejected(HTTPStatus.CONFLICT, str(error)) from error
         except OSError as error:
-            raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, f"the wish cannot be written: {error}") from error
+            raise _Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, f"the wish cannot be written: {error}") from error
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or int(length) > _LONGEST_REQUEST:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_LONGEST_REQUEST} bytes, and say how many")
+            raise _Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_LONGEST_REQUEST} bytes, and say how many")
         body = self.rfile.read(int(length))
         self._request_is_whole()
         return body
@@ -208,14 +208,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_host(self) -> None:
         """A name that somebody else's server has made to point here would let that server's page read ours."""
         if not _HERE.fullmatch(self.headers.get("Host", "")):
-            raise _Refused(HTTPStatus.FORBIDDEN, f"open it as {HOST} or localhost")
+            raise _Rejected(HTTPStatus.FORBIDDEN, f"open it as {HOST} or localhost")
 
     def _check_cookie(self) -> None:
         for pair in self.headers.get("Cookie", "").split(";"):
             name, _, value = pair.strip().partition("=")
             if name == self.server.cookie and same(value, self.server.token):
                 return
-        raise _Refused(HTTPStatus.FORBIDDEN, "open the address that callsheet watch printed: it has the token")
+        raise _Rejected(HTTPStatus.FORBIDDEN, "open the address that callsheet watch printed: it has the token")
 
     # --- answering ---
 
@@ -226,11 +226,11 @@ class _Handler(BaseHTTPRequestHandler):
                 parts = urlsplit(self.path)
                 query = parse_qs(parts.query, max_num_fields=16)
             except ValueError:
-                raise _Refused(HTTPStatus.BAD_REQUEST, "this is not an address") from None
+                raise _Rejected(HTTPStatus.BAD_REQUEST, "this is not an address") from None
             what(parts.path, query)
-        except _Refused as refused:
+        except _Rejected as rejected:
             self.close_connection = True  # what it sent may not have been read
-            self._send(refused.status, "text/plain", f"{refused}\n".encode())
+            self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
         except CallsheetError as error:  # such as a package that is missing
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
         finally:

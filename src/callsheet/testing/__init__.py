@@ -9,7 +9,7 @@ with needed_by(__name__):
     from callsheet.testing.fake_loop import FakeLoop
     from callsheet.testing.grammar import GrammarChecker, GrammarError, check_events
     from callsheet.testing.ranks import RankEnd, RankProcesses, RanksFailed, run_ranks
-    from callsheet.testing.recorder import Recorder, Told
+    from callsheet.testing.recorder import RecordedEvent, Recorder
     from callsheet.testing.scene import ConformanceError, Subject
     from callsheet.testing.small_run import SmallModel, small_batches, small_trainer
 
@@ -23,10 +23,10 @@ __all__ = [
     "RankEnd",
     "RankProcesses",
     "RanksFailed",
+    "RecordedEvent",
     "Recorder",
     "SmallModel",
     "Subject",
-    "Told",
     "check_callback",
     "check_events",
     "check_on_ranks",

@@ -102,8 +102,8 @@ def fits_twice(subject: Subject, folder: Path) -> None:
     for message, times in first.said.items():
         if times > 1:
             raise Found(f"in a run of {STEPS} steps it says {times} times: {message}", "say a thing once")
-    mend = "begin anew at on_checkpoint_load_start, before a state may be given back"
-    _compare(subject, again, first, "a used one in a new run, and a new one: ", mend)
+    hint = "begin anew at on_checkpoint_load_start, before a state may be given back"
+    _compare(subject, again, first, "a used one in a new run, and a new one: ", hint)
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
@@ -135,7 +135,7 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
         _fails(subject, folder, event, step, Planted("on purpose"))
 
 
-def makes_way(subject: Subject, folder: Path) -> None:
+def is_preemptive(subject: Subject, folder: Path) -> None:
     """A run that somebody stops, stops; one that is preempted saves, makes way, and can be resumed."""
 
     def stop(ctx: Context) -> None:
@@ -186,8 +186,8 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     if what and _changed(watched, _made_bare(subject.trainer)):  # the first one may have been made under other settings of torch
         if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
             raise ConfigError("two runs of the trainer that was given are not alike; give it a seed")
-        mend = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
-        raise Found(f"{what} are others than without it", mend)
+        hint = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
+        raise Found(f"{what} are others than without it", hint)
 
 
 def leaves_nothing(subject: Subject, folder: Path) -> None:
@@ -268,8 +268,8 @@ def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
     try:
         written = json.dumps(data, sort_keys=True)
     except (TypeError, ValueError) as error:
-        mend = "take plain options, an import path for a function or an object, and make of them what is needed"
-        raise Found(f"its options cannot be written as JSON: {error}", mend) from error
+        hint = "take plain options, an import path for a function or an object, and make of them what is needed"
+        raise Found(f"its options cannot be written as JSON: {error}", hint) from error
     return written, unflatten(*flatten(state))
 
 
@@ -323,21 +323,21 @@ def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
         raise Found("the checkpoint that another had asked for is gone", "delete only what nobody else holds")
     with Scene(subject, broken.folder, subject.make(), resume=path) as resumed:
         resumed.fit()
-    mend = "keep what it needs in state_dict, and take it back; what varies by itself, name in Subject(varies=...)"
-    _compare(subject, resumed, whole, "resumed, and not broken off: ", mend, after=SAVED_AT)
+    hint = "keep what it needs in state_dict, and take it back; what varies by itself, name in Subject(varies=...)"
+    _compare(subject, resumed, whole, "resumed, and not broken off: ", hint, after=SAVED_AT)
 
 
-def _compare(subject: Subject, one: Scene, other: Scene, what: str, mend: str, *, after: int = 0) -> None:
+def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *, after: int = 0) -> None:
     if one.watch.losses != other.watch.losses[after:]:
-        raise Found(f"{what}the losses of the steps differ", mend)
+        raise Found(f"{what}the losses of the steps differ", hint)
     records = [steps_of(scene.watch.records, after=after) for scene in (one, other)]
     if differs := difference_of_records(subject, *records):
-        raise Found(f"{what}{differs}", mend)
+        raise Found(f"{what}{differs}", hint)
     if not same_weights(one.weights, other.weights):
-        raise Found(f"{what}the weights at the end differ", mend)
+        raise Found(f"{what}the weights at the end differ", hint)
     for state, others in zip(one.states, other.states, strict=True):
         if differs := difference_of_states(subject, state, others):
-            raise Found(f"{what}{differs}", mend)
+            raise Found(f"{what}{differs}", hint)
 
 
 def _things_after(

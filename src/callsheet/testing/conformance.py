@@ -61,7 +61,7 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
         except (SkipTest, ConformanceError):
             raise
         except Found as found:
-            raise ConformanceError(subject.name, check.__name__, found.found, found.mend) from found.__cause__
+            raise ConformanceError(subject.name, check.__name__, found.found, found.hint) from found.__cause__
         except Exception as error:
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             told = f"{type(error).__name__}: {error}{notes}"
@@ -87,7 +87,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
             checks.fits_twice,
             checks.closes_twice,
             checks.lets_errors_out,
-            checks.makes_way,
+            checks.is_preemptive,
             checks.resumes,
             checks.is_neutral,
             checks.leaves_nothing,

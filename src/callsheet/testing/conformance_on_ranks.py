@@ -32,7 +32,7 @@ from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
 _LENGTH = "6ba"
 _GRACE = 10.0  # seconds for the other ranks to say what they found, once one has
 _CHECK = "runs_on_ranks"
-_MEND = "gate what writes and nothing else, let every rank reach each collective, and reduce what goes into a record"
+_HINT = "gate what writes and nothing else, let every rank reach each collective, and reduce what goes into a record"
 
 
 def check_on_ranks(
@@ -71,7 +71,7 @@ def find_on_ranks(
         crash = _run(packed, own, first, world_size, timeout)
         for subject, ends in zip(subjects[first:], _ends(own, first, len(subjects), world_size), strict=True):
             what = _judged(ends, crash, timeout)
-            found.append(ConformanceError(subject.name, _CHECK, what, _MEND) if what else None)
+            found.append(ConformanceError(subject.name, _CHECK, what, _HINT) if what else None)
             if any(end is None or end.found for end in ends):
                 break
     return found

@@ -137,7 +137,7 @@ class FakeLoop:
         try:
             run.begin()
             self._train()
-            run.narrator.end("train")
+            run.driver.end("train")
             if self._test_loss is not None:
                 self._test(self._test_loss)
             if self._predictions:
@@ -151,7 +151,7 @@ class FakeLoop:
     def _train(self) -> None:
         run = self._run
         while not run.boundaries.is_over:
-            run.narrator.start("epoch")
+            run.driver.start("epoch")
             while True:
                 self._step(self._losses[self.steps])
                 run.end_step()
@@ -163,37 +163,37 @@ class FakeLoop:
             self._carry_out(eval_is_due=self._eval_every is None and is_whole)
 
     def _step(self, loss: float) -> None:
-        narrator, ctx = self._run.narrator, self._run.ctx
-        narrator.start("fetch")
+        driver, ctx = self._run.driver, self._run.ctx
+        driver.start("fetch")
         ctx.batch = torch.zeros(ROWS, INPUTS)
-        narrator.end("fetch")
-        narrator.start_step()
+        driver.end("fetch")
+        driver.start_step()
         self._run.counted = (ROWS, 0)
         self._optimizer.zero_grad()
         parts = []
         for _ in range(self._microbatches):
-            narrator.start("microbatch")
+            driver.start("microbatch")
             ctx.microbatch = ctx.batch
-            narrator.start("forward")
+            driver.start("forward")
             if error := self._raises.get(self.steps + 1):
                 raise error
             ctx.outputs = torch.full((ROWS, 1), loss)
-            narrator.end("forward")
-            narrator.start("loss")
+            driver.end("forward")
+            driver.start("loss")
             ctx.loss = torch.tensor(loss)
-            narrator.end("loss")
+            driver.end("loss")
             parts.append(ctx.loss.detach())
-            narrator.start("backward")
+            driver.start("backward")
             for parameter in self.model.parameters():
                 added = torch.full_like(parameter, float(parts[-1]) / self._microbatches)
                 parameter.grad = added if parameter.grad is None else parameter.grad + added
-            narrator.end("microbatch")
+            driver.end("microbatch")
         self._step_loss = torch.stack(parts).mean()
-        narrator.start("clip_gradients")
-        narrator.end("clip_gradients")
-        narrator.start("optimizer_step")
+        driver.start("clip_gradients")
+        driver.end("clip_gradients")
+        driver.start("optimizer_step")
         self._optimizer.step()
-        narrator.end("optimizer_step")
+        driver.end("optimizer_step")
 
     # --- what is due between steps ---
 
@@ -209,26 +209,26 @@ class FakeLoop:
             self._evaluate()
         if self._wants_checkpoint:
             self._wants_checkpoint = False
-            self._run.tell_checkpoint(f"step {self.steps}", self._save)
+            self._run.fire_checkpoint(f"step {self.steps}", self._save)
 
     def _evaluate(self) -> None:
-        run, ctx, narrator = self._run, self._run.eval_ctx, self._run.eval_narrator
+        run, ctx, driver = self._run, self._run.eval_ctx, self._run.eval_driver
         self.model.eval()
         for name, found in self._validation.items():
             loss = found[min(self._evaluations, len(found) - 1)]
             run.begin_evaluation(name)
-            narrator.start("eval_step")
+            driver.start("eval_step")
             ctx.batch = torch.zeros(ROWS, INPUTS)
-            narrator.start("eval_forward")
+            driver.start("eval_forward")
             ctx.outputs = torch.full((ROWS, 1), float(loss))
-            narrator.end("eval_step")
+            driver.end("eval_step")
             run.end_dataset(name, {"loss": loss})
         run.end_evaluation()
         self.model.train()
         self._evaluations += 1
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
-        run.boundaries.tell_checkpoint_due("step")
+        run.boundaries.fire_checkpoint_due("step")
 
     def _save(self, info: CheckpointInfo) -> None:
         parts: dict[str, Any] = {"state": self._run.state, "callbacks": self._run.manager, "records": self._run.records}
@@ -251,26 +251,26 @@ class FakeLoop:
     # --- after training ---
 
     def _test(self, loss: float) -> None:
-        ctx, narrator = self._run.eval_ctx, self._run.eval_narrator
+        ctx, driver = self._run.eval_ctx, self._run.eval_driver
         ctx.step, ctx.epoch = self._run.ctx.step, self._run.ctx.epoch
         self._batch_of("test", loss)
         ctx.eval_losses = {"loss": torch.tensor(loss)}
         ctx.log({"test/loss": loss}, across="same")
-        narrator.end("test")
+        driver.end("test")
         self._run.records.tell(self._run.ctx)
 
     def _predict(self) -> None:
         for _ in range(self._predictions):
             self._batch_of("predict", 0.0)
-        self._run.eval_narrator.end("predict")
+        self._run.eval_driver.end("predict")
 
     def _batch_of(self, loop: str, output: float) -> None:
-        ctx, narrator = self._run.eval_ctx, self._run.eval_narrator
-        narrator.start(f"{loop}_step")
+        ctx, driver = self._run.eval_ctx, self._run.eval_driver
+        driver.start(f"{loop}_step")
         ctx.batch = torch.zeros(ROWS, INPUTS)
-        narrator.start(f"{loop}_forward")
+        driver.start(f"{loop}_forward")
         ctx.outputs = torch.full((ROWS, 1), output)
-        narrator.end(f"{loop}_step")
+        driver.end(f"{loop}_step")
 
 
 def _zeros() -> nn.Module:

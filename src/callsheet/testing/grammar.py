@@ -167,13 +167,13 @@ class GrammarChecker:
         self._count += 1
         depth = len(self._open)
         name = SPAN_OF.get(event, event)
-        self._refuse_if(not self._open, event, "the span that the sequence began in is over")
-        self._refuse_if(self._open[-1][0] == "" and event != "on_run_start", event, "no run is open")
+        self._reject_if(not self._open, event, "the span that the sequence began in is over")
+        self._reject_if(self._open[-1][0] == "" and event != "on_run_start", event, "no run is open")
         if event == "on_exception":
-            self._refuse_if(self._failed, event, "a second exception is told")
+            self._reject_if(self._failed, event, "a second exception is told")
             self._failed = True
         elif self._failed:
-            self._refuse_if(
+            self._reject_if(
                 event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is told"
             )
             if event == "on_run_end":
@@ -186,8 +186,8 @@ class GrammarChecker:
             self._open.append((name, self._orders[name]))
         else:
             span, remains = self._open[-1]
-            self._refuse_if(span != name, event, f"{span or 'no span'} is open, not {name}")
-            self._refuse_if(not remains.may_be_empty, event, f"{span} still needs {_listed(remains)}")
+            self._reject_if(span != name, event, f"{span or 'no span'} is open, not {name}")
+            self._reject_if(not remains.may_be_empty, event, f"{span} still needs {_listed(remains)}")
             self._open.pop()
         self._follow_windows(event, depth)
 
@@ -208,10 +208,10 @@ class GrammarChecker:
     def _advance(self, event: str, name: str) -> None:
         span, remains = self._open[-1]
         after = remains.after(name)
-        self._refuse_if(after == NONE, event, f"inside {span or 'nothing'} there could come {_listed(remains)}")
+        self._reject_if(after == NONE, event, f"inside {span or 'nothing'} there could come {_listed(remains)}")
         self._open[-1] = (span, after)
 
-    def _refuse_if(self, wrong: bool, event: str, why: str) -> None:
+    def _reject_if(self, wrong: bool, event: str, why: str) -> None:
         if wrong:
             path = " > ".join(name for name, _ in self._open if name) or "nothing"
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")

@@ -11,7 +11,7 @@ from callsheet.lifecycle import ALWAYS, FIELDS
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RecordedEvent:
     """One event as it was told: the step in hand, the completed batches, and the fields of windows that could be read."""
 
     event: str
@@ -33,7 +33,7 @@ class Recorder(Callback):
     def __init__(self, *, fields: tuple[str, ...] = ()) -> None:
         for name in fields:
             one_of("field", name, tuple(FIELDS))
-        self.told: list[Told] = []
+        self.told: list[RecordedEvent] = []
         self.values: dict[str, list[tuple[str, Any]]] = {name: [] for name in fields}
 
     @property
@@ -44,7 +44,7 @@ class Recorder(Callback):
     def on_event(self, ctx: Context) -> None:
         """Write the event down."""
         readable = frozenset(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
-        self.told.append(Told(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
+        self.told.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
         for name, values in self.values.items():
             if ctx.has(name):
                 values.append((str(ctx.event), getattr(ctx, name)))

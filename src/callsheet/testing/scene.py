@@ -73,17 +73,17 @@ class Subject:
 class ConformanceError(AssertionError):
     """A callback that does not hold what it has to: `callback`, the `check`, what was `found`, and the `mend`."""
 
-    def __init__(self, callback: str, check: str, found: str, mend: str) -> None:
-        super().__init__(f"{callback} does not pass {check}: {found}; {mend}")
-        self.callback, self.check, self.found, self.mend = callback, check, found, mend
+    def __init__(self, callback: str, check: str, found: str, hint: str) -> None:
+        super().__init__(f"{callback} does not pass {check}: {found}; {hint}")
+        self.callback, self.check, self.found, self.hint = callback, check, found, hint
 
 
 class Found(Exception):
     """What a check found, and the mend."""
 
-    def __init__(self, found: str, mend: str) -> None:
-        super().__init__(found, mend)
-        self.found, self.mend = found, mend
+    def __init__(self, found: str, hint: str) -> None:
+        super().__init__(found, hint)
+        self.found, self.hint = found, hint
 
 
 class Planted(Exception):

@@ -21,7 +21,7 @@ STEPS = 10
 SAVED_AT = 3
 """The step after which a checkpoint is asked for: in the midst of an epoch, of a record, and between two evaluations."""
 
-TOLD_AT = (2, 7)
+FIRED_AT = (2, 7)
 """The steps at which a table, images, a file and settings are given to the loggers: once before the checkpoint, once after it."""
 
 
@@ -104,7 +104,7 @@ class Moments:
         """Look whether it is time."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
-        if ctx.event == "on_train_step_end" and ctx.step in TOLD_AT:
+        if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
             self._tell(ctx)
         if self._act is not None and not self.has_come and ctx.event == self._event and ctx.step == self._step:
             self.has_come = True

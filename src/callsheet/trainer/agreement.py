@@ -10,7 +10,7 @@ from collections.abc import Callable
 from callsheet.control import Control, Request
 from callsheet.errors import DistributedError
 from callsheet.signals import SignalWatch
-from callsheet.trainer.world import Pending, World
+from callsheet.trainer.process_groups import Pending, ProcessGroups
 
 PERIOD_SECONDS = 0.1
 """About so often a word goes round, counted in steps: fewer would let a request wait, more would cost the step."""
@@ -30,7 +30,7 @@ class Agreement:
         DistributedError: a rank does not answer, or is at another step.
     """
 
-    def __init__(self, world: World, control: Control, signals: SignalWatch) -> None:
+    def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
         self._next = 0  # the count at which to read
         self._steps = 0  # of training and evaluation
         self._evaluated = 0  # those of evaluation
@@ -93,7 +93,7 @@ class Agreement:
         self._period, self._next, self._sent = 1, self._steps + 1, (0, 0.0)
 
     def _send(self) -> None:
-        asks = bool(self._control.wishes) or (self._signals.received is not None and self._signal is None)
+        asks = bool(self._control.local_requests) or (self._signals.received is not None and self._signal is None)
         period = self._measured_period() if self._world.rank == 0 else 0
         self._pending = self._world.begin_max([asks, self._steps, -self._steps, -self.durable(), period])
         self._next = self._steps + max(1, self._period)
@@ -126,7 +126,7 @@ class Agreement:
     def _exchange(self) -> None:
         """Rare: everybody tells everything, and takes it in the order of ranks."""
         received = self._signals.received
-        told: list[tuple[list[Request], int]] = self._world.gather((self._control.take_wishes(), int(received or 0)))
+        told: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
         for wishes, number in told:
             for request in wishes:
                 self._control.agree(request)

@@ -23,7 +23,7 @@ from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.time import Interval, Time, TimeUnit
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
 """A rank's own; of the callbacks those are compared that need all ranks."""
@@ -55,7 +55,9 @@ def log_boundary(given: str | int | Time) -> Interval:
     return every
 
 
-def check_alike(world: World, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+def check_alike(
+    world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
+) -> None:
     """Refuse arguments that differ between the ranks, which would sooner or later wait for each other in different places: a collective.
 
     What is no plain value must be given everywhere or nowhere; callbacks that need all ranks must be on all of them.

@@ -14,8 +14,8 @@ from callsheet.trainer.data import Sharing, sharing_of
 from callsheet.trainer.data.loaders import Loader as Loader
 from callsheet.trainer.data.loaders import made as made
 from callsheet.trainer.data.loaders import random_state_of, restore_random_state_of
-from callsheet.trainer.data.ways import CountSamples
-from callsheet.trainer.world import World
+from callsheet.trainer.data.strategies import CountSamples
+from callsheet.trainer.process_groups import ProcessGroups
 
 
 class TrainBatches:
@@ -33,13 +33,13 @@ class TrainBatches:
 
     def __init__(
         self,
-        world: World | None = None,
+        world: ProcessGroups | None = None,
         seed: int = 0,
         *,
         shard: bool = True,
         count_samples: CountSamples | None = None,
     ) -> None:
-        self._world = world or World(Ranks(), torch.device("cpu"), timeout=0)
+        self._world = world or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
         self.seed = seed
         """Of orders and augmentation: of the run that is resumed, where one is."""
         self._shard = shard

@@ -98,27 +98,27 @@ class Boundaries:
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
         if boundary == "step" and ctx.step < self._next_due and self._is_unread:
-            self._manager.catch_up(ctx)
+            self._manager.process_lane_messages(ctx)
             records.tally.settle(ctx.state)
             records.tell(ctx)
-            self.tell_checkpoint_due(boundary)
+            self.fire_checkpoint_due(boundary)
             return False
         if boundary == "step":
             agreement.look(ctx.step)
         else:
             agreement.settle(ctx.step)
-        self._manager.catch_up(ctx)
+        self._manager.process_lane_messages(ctx)
         self._checkpoints.publish(agreement.published)
         self._checkpoints.prepare(ctx.step)
-        self._make_way()
+        self._preempt()
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.settle(ctx.state)
         if self.is_over:  # this may be the last record
-            self._manager.settle(ctx)
+            self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # settling may have reached the end
             records.tell(ctx)
-            self._make_way()
+            self._preempt()
         return self._end(boundary)
 
     def go_on(self, boundary: str) -> bool:
@@ -131,20 +131,20 @@ class Boundaries:
         """Evaluate where it is due, and save."""
         ctx = self._ctx
         if self._plan(boundary):
-            self._tell_before_evaluation()
+            self._fire_before_evaluation()
             with self._training_stopped():
                 self._evaluate()
             self._agreement.settle(ctx.step)
-            self._make_way()
+            self._preempt()
         is_over = self.is_over
-        self.tell_checkpoint_due(boundary)
+        self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
         return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
 
-    def tell_checkpoint_due(self, boundary: str) -> None:
+    def fire_checkpoint_due(self, boundary: str) -> None:
         """Let callbacks ask for a checkpoint, and save what was asked for."""
-        if self._manager.heard.on_checkpoint_due:
+        if self._manager.has_listeners.on_checkpoint_due:
             self._ctx.boundary = boundary
             self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
             self._ctx.close("on_checkpoint_due")
@@ -155,9 +155,9 @@ class Boundaries:
     def finish(self) -> None:
         """After training: what was asked for after the last boundary, such as saving at `on_train_end`; the evaluation that a crash left
         undone; and every save that is still being written."""
-        self._manager.catch_up(self._ctx)
+        self._manager.process_lane_messages(self._ctx)
         self._agreement.settle(self._ctx.step)
-        self._make_way()
+        self._preempt()
         if self._due():
             self._end("round")
             self._records.tally.stop()
@@ -198,7 +198,7 @@ class Boundaries:
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate, and tell the record of what was logged meanwhile."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
-        self._records.tell_evaluation(self._ctx, self._evaluation.take())
+        self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo:
@@ -227,12 +227,12 @@ class Boundaries:
             self._evaluation.undone = Undone(self._ctx.step, boundary, due)
         return bool(due) and self._agreement.signal is None
 
-    def _tell_before_evaluation(self) -> None:
+    def _fire_before_evaluation(self) -> None:
         """Once, also where the checkpoint that was saved then is resumed from."""
         undone = self._evaluation.undone
         if undone is not None and not undone.is_told:
             undone.is_told = True
-            self.tell_checkpoint_due("before_eval")
+            self.fire_checkpoint_due("before_eval")
 
     def _evaluate(self) -> None:
         undone = self._evaluation.undone
@@ -246,13 +246,13 @@ class Boundaries:
         self._ctx.control.done("save")
         self.save(requests, waits=self.is_making_way)
 
-    def _make_way(self) -> None:
+    def _preempt(self) -> None:
         """If a signal came: tell it, once, and ask for a checkpoint."""
         received = self._agreement.signal
         if received is None or self.is_making_way:
             return
         self.is_making_way = True
-        self._manager.hurry(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"

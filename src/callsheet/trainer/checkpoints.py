@@ -43,8 +43,8 @@ from callsheet.manager import CallbackManager
 from callsheet.reasons import one_line
 from callsheet.run_marker import is_marked
 from callsheet.spans import Spans
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.run_guard import RunGuard
-from callsheet.trainer.world import World
 
 logger = logging.getLogger("callsheet")
 
@@ -93,7 +93,7 @@ class Checkpoints:
         manager: CallbackManager,
         ctx: Context,
         spans: Spans,
-        world: World,
+        world: ProcessGroups,
         guard: RunGuard,
         *,
         in_background: bool,
@@ -207,7 +207,7 @@ class Checkpoints:
                 self._pending = ctx.checkpoint = info
         ctx.close("on_checkpoint_save_end")
         if self._pending is None:
-            self._tell_published(info)
+            self._fire_published(info)
             self._compare_with_grace(time.monotonic() - began)
         else:
             self._began = began
@@ -227,7 +227,7 @@ class Checkpoints:
         if self._writer is None or step < self._prepare_at:
             return
         self._prepare_at, self._prepare_again = step + self._prepare_again, 2 * self._prepare_again
-        if self._manager.heard.on_checkpoint_due:
+        if self._manager.has_listeners.on_checkpoint_due:
             optimizer = self.shared.get("optimizer")
             state = optimizer.part.state if isinstance(optimizer, Typed) else {}
             self._writer.prepare([*self._ctx.model.parameters(), *self._ctx.model.buffers(), *_tensors_in(state)])
@@ -247,7 +247,7 @@ class Checkpoints:
             info, self._pending = self._pending, None
             seal = self._writer.result()
             self._compare_with_grace(time.monotonic() - self._began)
-            self._tell_published(_sealed(info, seal))
+            self._fire_published(_sealed(info, seal))
 
     def close(self) -> None:
         """Let the save in the background come to its end, if it can: the run is over, and nobody is told any more."""
@@ -255,7 +255,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
 
-    def _tell_published(self, info: CheckpointInfo) -> None:
+    def _fire_published(self, info: CheckpointInfo) -> None:
         self._guard.check()  # whoever listens may delete older checkpoints
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
@@ -302,7 +302,7 @@ class Checkpoints:
 
     def _newest_that_holds(self, candidates: list[str]) -> CheckpointInfo | None:
         """Restore the first of them that holds on all ranks, saying why others were left out; CheckpointError where none does."""
-        refused: list[str] = []
+        rejected: list[str] = []
         for path in candidates:
             try:
                 found = read_checkpoint(path, group=self._world.saving, target=partial(self._target, path))
@@ -310,7 +310,7 @@ class Checkpoints:
                 if not self._is_auto or isinstance(error, RankLost):
                     raise
                 logger.warning("not resuming from %s: %s", path, error)
-                refused.append(str(error))
+                rejected.append(str(error))
                 continue
             info = _info(path, found)
             self._restore({**found.shared, **found.local}, path)
@@ -321,7 +321,7 @@ class Checkpoints:
             return info
         if candidates:
             raise CheckpointError(
-                f"{self.folder} holds {len(candidates)} sealed checkpoint(s), and none could be resumed from: {'; '.join(refused)}; "
+                f"{self.folder} holds {len(candidates)} sealed checkpoint(s), and none could be resumed from: {'; '.join(rejected)}; "
                 "mend what is told there, or choose another run_name to start anew: under this one they would be overwritten"
             )
         return None

@@ -22,10 +22,10 @@ from callsheet.trainer.agreement import Agreement
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
 from callsheet.trainer.data.loaders import generators_of, restore_generators_of
-from callsheet.trainer.judgement import Judgement
+from callsheet.trainer.eval_metrics import EvalMetrics
 from callsheet.trainer.precision import Precision
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.tasks import Task
-from callsheet.trainer.world import World
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Evaluation:
         device: torch.device,
         *,
         every: Interval | None,
-        world: World,
+        world: ProcessGroups,
         agreement: Agreement,
         precision: Precision,
         shard: bool,
@@ -289,7 +289,7 @@ class Evaluation:
         """The mean losses over all ranks as tensors, and as floats with the task's metrics; nothing where it was called off."""
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
-        judgement = Judgement(self._task, self._device)
+        judgement = EvalMetrics(self._task, self._device)
 
         def add(is_filler: bool) -> None:
             outputs, batch = self.ctx.outputs, self.ctx.batch

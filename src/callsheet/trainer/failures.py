@@ -9,7 +9,7 @@ import torch
 
 from callsheet.checkpoint.ranks import RankLost
 from callsheet.errors import DistributedError, text_of
-from callsheet.trainer.world import LateAfterSignal
+from callsheet.trainer.process_groups import LateAfterSignal
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 _OF_A_COLLECTIVE = (
@@ -42,7 +42,7 @@ def is_of_collective(error: BaseException) -> bool:
     return type(error).__name__.startswith("Dist") or any(sign in text_of(error).lower() for sign in _OF_A_COLLECTIVE)
 
 
-def out_of_memory_note(device: torch.device, mends: Iterable[str]) -> str:
+def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:
     """What was allocated, and what this run has not tried yet."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -53,7 +53,7 @@ def out_of_memory_note(device: torch.device, mends: Iterable[str]) -> str:
     else:
         memory = psutil.virtual_memory()
         held = f"this process holds {_gib(psutil.Process().memory_info().rss)}, and {_gib(memory.available)} of {_gib(memory.total)} are free"
-    return f"out of memory; {held}; try {', '.join(mends)}"
+    return f"out of memory; {held}; try {', '.join(hints)}"
 
 
 def _gib(size: int) -> str:

@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from callsheet.context import Context
 from callsheet.errors import ConfigError
 from callsheet.signals import SignalWatch
-from callsheet.spans import Heard, Spans
+from callsheet.spans import HasListeners, Spans
 from callsheet.trainer.batches import TrainBatches, to_device
 from callsheet.trainer.boundaries import Boundaries
 from callsheet.trainer.data import SharedBatches
-from callsheet.trainer.microbatches import Fetched, Portions, added, trained_on
+from callsheet.trainer.microbatches import Fetched, MicrobatchPlan, added, trained_on
 from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task
-from callsheet.trainer.world import World
 
 _END: Any = object()  # of the data
 
@@ -31,7 +31,7 @@ class TrainLoop:
 
     Args:
         microbatch_size: samples a microbatch, or None for whole batches.
-        accumulate: how many batches are fetched for a step; the last step of an epoch may have fewer.
+        gradient_accumulation_steps: how many batches are fetched for a step; the last step of an epoch may have fewer.
         clip_grad_norm: see the Trainer.
         epochs_per_round: likewise.
     """
@@ -40,7 +40,7 @@ class TrainLoop:
         self,
         ctx: Context,
         spans: Spans,
-        world: World,
+        world: ProcessGroups,
         model: ParallelModel,
         task: Task,
         optimizer: Optimizer,
@@ -50,11 +50,11 @@ class TrainLoop:
         records: Records,
         boundaries: Boundaries,
         signals: SignalWatch,
-        heard: Heard,
+        has_listeners: HasListeners,
         device: torch.device,
         *,
         microbatch_size: int | None,
-        accumulate: int,
+        gradient_accumulation_steps: int,
         clip_grad_norm: float | None,
         epochs_per_round: int | None,
     ) -> None:
@@ -70,11 +70,11 @@ class TrainLoop:
         self._records = records
         self._boundaries = boundaries
         self._signals = signals
-        self._heard = heard
+        self._has_listeners = has_listeners
         self._compute = device
         self._device = device if device.type != "cpu" else None  # where batches must be moved to
         self._microbatch_size = microbatch_size
-        self.accumulate = accumulate
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self._clip_grad_norm = clip_grad_norm
         self._epochs_per_round = epochs_per_round
 
@@ -110,7 +110,7 @@ class TrainLoop:
         """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
         ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
         state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
-        precision, batches, size, heard = self._precision, self._batches, self._microbatch_size, self._heard
+        precision, batches, size, heard = self._precision, self._batches, self._microbatch_size, self._has_listeners
         casting, casting_loss = precision.casting, precision.casting_loss
         epoch = batches.epoch(ctx.epoch)
         if boundaries.go_on("step"):
@@ -127,12 +127,12 @@ class TrainLoop:
                 if not state.timestamp.batch_in_epoch:
                     raise ConfigError(f"epoch {ctx.epoch} had no batches; is the dataset empty, or was an iterator used up?")
                 return True
-            if is_shared or size is not None or self.accumulate > 1:
+            if is_shared or size is not None or self.gradient_accumulation_steps > 1:
                 fetched, is_exhausted = self._fetch_rest(epoch)
                 if not fetched:
                     del ctx.batch
                     return False  # the run is to make way: the batches of the step that was not are fetched again
-                portions = Portions(fetched, size, task, self._world, self._compute, alike=self._model.forward_meets)
+                portions = MicrobatchPlan(fetched, size, task, self._world, self._compute, alike=self._model.forward_meets)
                 parts, taken = portions.parts, len(fetched)
             else:  # one batch, one microbatch, nobody else: nothing to weigh
                 portions, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
@@ -205,7 +205,7 @@ class TrainLoop:
                     break
                 next_boundary = boundaries.next_step()
             elif heard.on_checkpoint_due:
-                boundaries.tell_checkpoint_due("step")
+                boundaries.fire_checkpoint_due("step")
         return is_exhausted or batches.is_at_end
 
     def _fetch(self, epoch: Iterator[Any]) -> bool:
@@ -232,7 +232,7 @@ class TrainLoop:
         ctx = self._ctx
         fetched = [self._fetched(epoch)]
         may_leave = not isinstance(epoch, SharedBatches) and not hasattr(self._batches.loader, "state_dict")
-        while len(fetched) < self.accumulate:
+        while len(fetched) < self.gradient_accumulation_steps:
             if may_leave and self._signals.received is not None:
                 return [], False
             if not self._fetch(epoch):
@@ -248,7 +248,7 @@ class TrainLoop:
 
     def _accumulate(self, batches: int) -> None:
         """What a callback asked for at the last step begins with this one."""
-        self.accumulate = batches
+        self.gradient_accumulation_steps = batches
         self._ctx.control.accumulation = None
         self.tell_length()
 
@@ -257,7 +257,7 @@ class TrainLoop:
         ctx, length = self._ctx, self._batches.length
         if length is not None:
             left = max(0, length - self._batches.taken)
-            ctx.state.epoch_batches = ctx.state.timestamp.batch_in_epoch + -(-left // self.accumulate)
+            ctx.state.epoch_batches = ctx.state.timestamp.batch_in_epoch + -(-left // self.gradient_accumulation_steps)
 
     @property
     def _round_is_full(self) -> bool:
@@ -265,8 +265,8 @@ class TrainLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """How many batches make a step now."""
-        return {"accumulate": self.accumulate}
+        return {"accumulate": self.gradient_accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self.accumulate = state["accumulate"]
+        self.gradient_accumulation_steps = state["accumulate"]

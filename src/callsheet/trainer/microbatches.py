@@ -11,8 +11,8 @@ from torch import Tensor, distributed
 
 from callsheet.errors import ConfigError
 from callsheet.trainer.batches import like
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.tasks import Losses, Task
-from callsheet.trainer.world import World
 
 
 def split(batch: Any, size: int) -> list[Any]:
@@ -75,7 +75,7 @@ class Fetched:
     samples_in_all: int | None = None
 
 
-class Portions:
+class MicrobatchPlan:
     """One step's microbatches, with what each weighs in the mean of the step: over samples or labels, as the task says, of all ranks.
 
     `parts` are triples: the fetched batch, the microbatch, and its share in this rank's mean, or None where it is all of it. `scale` is
@@ -89,7 +89,7 @@ class Portions:
     __slots__ = ("_fetched", "_scale", "_work", "parts")
 
     def __init__(
-        self, fetched: Sequence[Fetched], size: int | None, task: Task, world: World, device: torch.device, *, alike: bool
+        self, fetched: Sequence[Fetched], size: int | None, task: Task, world: ProcessGroups, device: torch.device, *, alike: bool
     ) -> None:
         pieces = [(given, part) for given in fetched for part in ((given.batch,) if size is None else split(given.batch, size))]
         self._fetched = fetched

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from callsheet.callback import one_of
 from callsheet.errors import ConfigError
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 KINDS = ("auto", "single", "ddp", "fsdp")
 
@@ -52,7 +52,7 @@ class Parallel:
         if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
-    def resolved(self, model: nn.Module, world: World, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
+    def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
         """`single`, `ddp` or `fsdp`; `frozen` are models that have to fit beside the one that is trained.
 
         Raises:
@@ -88,7 +88,7 @@ class ParallelModel:
         self,
         model: nn.Module,
         parallel: Parallel,
-        world: World,
+        world: ProcessGroups,
         device: torch.device,
         dtype: torch.dtype | None,
         frozen: Sequence[nn.Module] = (),
@@ -187,7 +187,7 @@ def _share_statistics(model: nn.Module) -> None:
         model.register_forward_pre_hook(follow)
 
 
-def _mesh(shard: int, world: World, device: torch.device) -> DeviceMesh:
+def _mesh(shard: int, world: ProcessGroups, device: torch.device) -> DeviceMesh:
     if shard == world.size:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -8,19 +8,19 @@ import psutil
 import torch
 from torch import Tensor
 
-from callsheet.context import Context, LogRecord
+from callsheet.context import Context, MetricsRecord
 from callsheet.events import Event
 from callsheet.manager import CallbackManager
 from callsheet.metrics import MetricLog, Series, scalar
 from callsheet.time import Interval
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.tally import Tally
-from callsheet.trainer.world import World
 
 
 class Records:
     """Collects the run's metrics and counts, and makes a record of them every so often, the same on all ranks."""
 
-    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: World) -> None:
+    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
         self._others: dict[str, Series] = {}  # of the losses beside it, by their names
@@ -31,7 +31,7 @@ class Records:
         """The last step's mean, of this rank; its mean over the ranks is the step's."""
         self.every = every
         self._manager = manager
-        self._heard = manager.heard
+        self._has_listeners = manager.has_listeners
         self._device = device
         self._world = world
         self._process = psutil.Process()  # this one: a fork would take an earlier one's for its own
@@ -41,7 +41,7 @@ class Records:
     @property
     def are_read(self) -> bool:
         """Whether anybody waits for records; of several ranks it may be another than this."""
-        return self._world.size > 1 or self._heard.on_log
+        return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
         """One step's mean losses by name; of those that nobody will read only the last is kept, for a checkpoint to name.
@@ -88,7 +88,7 @@ class Records:
         self.metrics.log(logged, across="same")
         self._tell(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
 
-    def tell_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
+    def fire_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
         """Tell the record of what was logged in an evaluation, if anything was."""
         if values:
             self._tell(ctx, values, 0.0, 0.0)
@@ -101,9 +101,9 @@ class Records:
         return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
 
     def _tell(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
-        if not self._heard.on_log:
+        if not self._has_listeners.on_log:
             return
-        ctx.record = LogRecord(
+        ctx.record = MetricsRecord(
             ctx.step,
             values,
             elapsed_seconds=ctx.state.timestamp.seconds,
@@ -113,7 +113,7 @@ class Records:
         )
         self._manager.fire(Event.LOG, ctx)
         ctx.close("on_log")
-        self._manager.tell_costs(ctx)
+        self._manager.publish_costs(ctx)
 
     def _memory_bytes(self) -> int:
         """The device's peak of allocated memory since the process began; on the CPU the process's resident memory now."""

@@ -11,7 +11,7 @@ from callsheet.control import Control
 from callsheet.errors import ConfigError, RunInUseError
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
 from callsheet.run_marker import mark_run
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 logger = logging.getLogger("callsheet")
 
@@ -29,7 +29,9 @@ class RunGuard:
         is_busy: whether the run is doing anything; if not, another run of this process may take over its folder.
     """
 
-    def __init__(self, world: World, run: RunInfo, control: Control, *, timeout: float, is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, world: ProcessGroups, run: RunInfo, control: Control, *, timeout: float, is_busy: Callable[[], bool]
+    ) -> None:
         self._world = world
         self._run = run
         self._timeout = timeout
@@ -50,10 +52,10 @@ class RunGuard:
             RunInUseError: on all ranks: another process trains in the run's folder, and did not end in time.
         """
         deadline = time.monotonic() + self._timeout
-        while (refusal := self._world.of_rank_zero(self._attempt(deadline))) is None:
+        while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
             pass  # each exchange is short, so that no rank waits longer than a collective may
-        if refusal:
-            raise RunInUseError(refusal)
+        if rejection:
+            raise RunInUseError(rejection)
 
     def _attempt(self, deadline: float) -> str | None:
         """Wait a moment for the lock: the empty string once it is held, why it is not, or None to go on waiting."""
@@ -64,7 +66,7 @@ class RunGuard:
             while (owner := self._lock.attempt()) is not None:
                 now = time.monotonic()
                 if now >= deadline or owner.is_in_this_thread:
-                    return self._lock.refusal(owner)
+                    return self._lock.rejection(owner)
                 self._lock.say_waiting(owner, self._timeout)
                 if now >= until:
                     return None

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from callsheet.context import TrainState
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 
 class Tally:
@@ -17,7 +17,7 @@ class Tally:
     evaluating and saving stop it.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessGroups) -> None:
         self._world = world
         self.samples = 0
         self.tokens = 0

@@ -35,9 +35,11 @@ class Task:
         """The mean loss, a scalar tensor; or losses by name, of which `loss` is the one that is trained on."""
         raise NotImplementedError(f"{type(self).__name__} does not say what the loss is")
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """What the metrics are updated with: predictions and targets."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its metrics compare; override judged()")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its metrics compare; override predictions_and_targets()"
+        )
 
     def counts(self, batch: Any) -> tuple[int, int]:
         """How many samples and tokens the batch holds; by default as `counts_of` says."""
@@ -94,7 +96,7 @@ class SupervisedTask(Task):
             raise self._no_pair(batch) from error
         return self.loss_function(outputs, targets)
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """`outputs` and `targets`."""
         return outputs, batch[1]
 
@@ -146,7 +148,7 @@ class HuggingFaceTask(Task):
             return torch.where(weight > 0, loss, 0.0)  # the model's own mean over no label at all is NaN
         return loss
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """`outputs.logits` and the labels; where labels are shifted, without the last and the first, so that like stands beside like."""
         logits, labels = outputs.logits, batch["labels"]
         return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels and labels.dim() > 1 else (logits, labels)
@@ -180,9 +182,9 @@ class ForwardStepTask(Task):
     def __init__(self, forward_step: Callable[[nn.Module, Any], Any], metrics: Mapping[str, Any] | None = None) -> None:
         self.forward_step = forward_step
         self.metrics = checked_metrics(metrics)
-        if self.metrics and type(self).judged is Task.judged:
+        if self.metrics and type(self).predictions_and_targets is Task.predictions_and_targets:
             raise ConfigError(
-                "a ForwardStepTask does not know what its metrics compare; override judged(outputs, batch) in a class of your own, "
+                "a ForwardStepTask does not know what its metrics compare; override predictions_and_targets(outputs, batch) in a class of your own, "
                 "which gives predictions and targets"
             )
         self._loss_function: Callable[[Any], Any] | None = None

@@ -22,7 +22,7 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
 from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import ConfigError, DistributedError, RequestRefused, names_unknown
+from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
 from callsheet.familiar_names import TRAINER_ARGUMENTS
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
@@ -53,10 +53,10 @@ from callsheet.trainer.failures import is_of_collective, is_out_of_memory, out_o
 from callsheet.trainer.loop import TrainLoop
 from callsheet.trainer.parallel import Parallel, ParallelModel
 from callsheet.trainer.precision import Precision
+from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.records import Records
 from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.tasks import Task, resolve_task
-from callsheet.trainer.world import World
 
 logger = logging.getLogger("callsheet")
 
@@ -81,7 +81,7 @@ class Trainer:
         max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a number without a unit is rejected.
         metrics: torchmetrics by name, computed over each evaluated dataset; for a task that is a loss function or None.
         microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
-        accumulate: how many batches are fetched for one step; an epoch's last step has what is left. The step's mean is over samples,
+        gradient_accumulation_steps: how many batches are fetched for one step; an epoch's last step has what is left. The step's mean is over samples,
             or over what the task weighs by, of all its batches and all ranks, so that a small last batch counts for what it is.
         precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
         parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` that says more. The ranks are those that torchrun started.
@@ -146,7 +146,7 @@ class Trainer:
         max_duration: str | Time = "1ep",
         metrics: Mapping[str, Any] | None = None,
         microbatch_size: int | None = None,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
         precision: str = "fp32",
         parallel: str | Parallel = "auto",
@@ -187,8 +187,8 @@ class Trainer:
         microbatch_size = positive("microbatch_size", microbatch_size, int)
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
         clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
-        if positive("accumulate", accumulate, int) is None:
-            raise ConfigError("accumulate=None: give 1 for a batch a step")
+        if positive("gradient_accumulation_steps", gradient_accumulation_steps, int) is None:
+            raise ConfigError("gradient_accumulation_steps=None: give 1 for a batch a step")
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
@@ -197,7 +197,7 @@ class Trainer:
         self.callbacks.add(loggers or ())
         self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
-        self.control = Control(able={"stop", "save", "evaluate", "accumulate"}, is_shared=ranks.world_size > 1)
+        self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
         self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
         self._log_ranks = LogRanks(log_ranks, ranks)
@@ -208,7 +208,7 @@ class Trainer:
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
         self._activity = ""  # which of its methods has the thread
         config = dict(config or {})
-        self._world = world = World(ranks, self.device, timeout_seconds)
+        self._world = world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
             check_alike(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
             name = run_name or world.of_rank_zero(new_name())
@@ -238,7 +238,7 @@ class Trainer:
             model=model,
             control=self.control,
             accumulator=self._records.metrics,
-            loggers=self.callbacks.tell_loggers,
+            loggers=self.callbacks.notify_loggers,
         )
         self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
         self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
@@ -315,10 +315,10 @@ class Trainer:
                     self._records,
                     self._boundaries,
                     self._signals,
-                    self.callbacks.heard,
+                    self.callbacks.has_listeners,
                     self.device,
                     microbatch_size=microbatch_size,
-                    accumulate=accumulate,
+                    gradient_accumulation_steps=gradient_accumulation_steps,
                     clip_grad_norm=clip_grad_norm,
                     epochs_per_round=self.epochs_per_round,
                 )
@@ -326,7 +326,7 @@ class Trainer:
                 seed_all(seed + world.rank)  # dropout and the like should differ between ranks
             self._checkpoints.shared, self._checkpoints.local = self._parts()
             self._checkpoints.load(resume)
-            self.callbacks.tell_loggers("log_call_sheet", self.ctx, sheet=str(self.callbacks.call_sheet()))
+            self.callbacks.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.callbacks.call_sheet()))
             self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with self._spans.data_init:
@@ -417,7 +417,7 @@ class Trainer:
 
         Raises:
             ConfigError: there is nothing to evaluate.
-            RequestRefused: while training runs: `ctx.control.evaluate(why)` asks for it.
+            RequestRejected: while training runs: `ctx.control.evaluate(why)` asks for it.
         """
         with self._lifetime, self._doing("evaluate"):
             given = {
@@ -432,7 +432,7 @@ class Trainer:
         """The mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
         with self._lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
-            self._records.tell_evaluation(self.ctx, self._evaluation.take())
+            self._records.fire_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
@@ -446,7 +446,7 @@ class Trainer:
         """Write a checkpoint, to the run's folder where `path` is None; every rank calls it.
 
         Raises:
-            RequestRefused: while training runs: `ctx.control.save(why)` asks for it.
+            RequestRejected: while training runs: `ctx.control.save(why)` asks for it.
             CheckpointError: it cannot be written, or a callback's state is not plain data.
         """
         with self._lifetime, self._doing("save_checkpoint"):
@@ -486,7 +486,7 @@ class Trainer:
         """End the run, if it has not ended; may be called twice.
 
         Raises:
-            RequestRefused: from a callback: `ctx.control.stop(why)` ends training in order.
+            RequestRejected: from a callback: `ctx.control.stop(why)` ends training in order.
         """
         with self._doing("close"):
             self._end()
@@ -515,8 +515,8 @@ class Trainer:
                 "save_checkpoint": "ctx.control.save(why)",
                 "close": "ctx.control.stop(why)",
             }
-            mend = f"; ask the loop for it: {ask[activity]}" if activity in ask else ""
-            raise RequestRefused(f"{activity}() inside {self._activity}() would come in the midst of it{mend}")
+            hint = f"; ask the loop for it: {ask[activity]}" if activity in ask else ""
+            raise RequestRejected(f"{activity}() inside {self._activity}() would come in the midst of it{hint}")
         self._activity = activity
         try:
             yield
@@ -533,13 +533,13 @@ class Trainer:
         Return the error that names the missing rank, to be raised instead, where a collective failed.
         """
         if is_out_of_memory(error):
-            error.add_note(out_of_memory_note(self.device, self._mends_of_memory()))
+            error.add_note(out_of_memory_note(self.device, self._memory_hints()))
         if self._world.size > 1 and is_of_collective(error):
             return self._world.lost(error)
         self._world.say(self.ctx.step, error)
         return None
 
-    def _mends_of_memory(self) -> list[str]:
+    def _memory_hints(self) -> list[str]:
         size = self._microbatch_size
         tried = {
             "a microbatch_size" if size is None else f"a microbatch_size below {size}": size != 1,
@@ -547,4 +547,4 @@ class Trainer:
             "gradient_checkpointing=True": not self._gradient_checkpointing,
             "parallel='fsdp' on several ranks": self._parallel.kind != "fsdp",
         }
-        return [mend for mend, is_left in tried.items() if is_left]
+        return [hint for hint, is_left in tried.items() if is_left]

@@ -32,9 +32,9 @@ from callsheet.checkpoint import plain
 from callsheet.checkpoint.tensors import check_storable
 from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
 from callsheet.extras import load
+from callsheet.transport.fingerprint import IGNORE, arguments_of, differences, fingerprint
 from callsheet.transport.names import MAIN, find, main_script, path_of
-from callsheet.transport.portrait import IGNORE, arguments_of, differences, portrait
-from callsheet.transport.refusals import described
+from callsheet.transport.rejections import described
 from callsheet.transport.sealed import TransportError
 
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
@@ -133,7 +133,7 @@ class Freezing:
         cloudpickle = load("cloudpickle", extra="train", wanted_by="allow_pickle=True")
         file = io.BytesIO()
         try:
-            _pickler(cloudpickle, file, self._refuse_callback, self._note_script).dump([value for value, _ in self._pickled])
+            _pickler(cloudpickle, file, self._reject_callback, self._note_script).dump([value for value, _ in self._pickled])
         except TransportError:
             raise
         except Exception as error:
@@ -198,13 +198,13 @@ class Freezing:
         self.needs_script = True
 
     def _pickle(self, value: Any, at: str) -> Any:
-        what, mend, ever = described(value)
+        what, hint, ever = described(value)
         if not (self._allow_pickle and ever):
-            raise TransportError(f"{at}: {'' if isinstance(value, type) else 'it is '}{what}; {mend}")
+            raise TransportError(f"{at}: {'' if isinstance(value, type) else 'it is '}{what}; {hint}")
         self._pickled.append((value, at))
         return {"@pickle": len(self._pickled) - 1}
 
-    def _refuse_callback(self, value: object) -> None:
+    def _reject_callback(self, value: object) -> None:
         if id(value) in self._callbacks:
             assert isinstance(value, Callback)
             raise TransportError(
@@ -305,7 +305,7 @@ class Thawing:
         for word, value in words.items():
             setattr(callback, word, self.thawed(value))
         state = self.thawed(state)
-        if differences(portrait({"state": dict(callback.state_dict())}), portrait({"state": state})):
+        if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
             callback.load_state_dict(state)  # only then: to many it means that a run is resumed
         return callback
 
@@ -350,12 +350,12 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
 
 
-def _pickler(cloudpickle: Any, file: io.BytesIO, refuse: Callable[[object], None], note_script: Callable[[], None]) -> Any:
+def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without types
         """What stands in the script goes by its name, so that over there it is the same object for pickles and for data."""
 
         def persistent_id(self, obj: Any) -> Any:
-            refuse(obj)
+            reject(obj)
             if isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO):
                 raise TransportError(
                     "a function that is pickled holds an open file, which stays in this process; have it open the path"

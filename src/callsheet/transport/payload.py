@@ -15,8 +15,8 @@ from callsheet.callback import Callback, label_of
 from callsheet.registration import check_callback
 from callsheet.transport.data import decode, encode
 from callsheet.transport.names import become
+from callsheet.transport.preflight import check_arrival
 from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportError, read_private, seal, unseal, write_private
-from callsheet.transport.trial import check_arrival
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"

@@ -12,7 +12,7 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Loss
 from torch import nn
 
-from callsheet.bridges.ignite import TOLD_AT, TOLD_AT_EVALUATION, host
+from callsheet.bridges.ignite import FIRED_AT, FIRED_AT_EVALUATION, host
 
 from .job import EMPTY, Given, Job
 
@@ -43,9 +43,9 @@ def train(
 
     if isinstance(callbacks, str):
         assert callbacks == EMPTY
-        for event in TOLD_AT:
+        for event in FIRED_AT:
             trainer.add_event_handler(event, does_nothing)
-        for event in TOLD_AT_EVALUATION:
+        for event in FIRED_AT_EVALUATION:
             evaluator.add_event_handler(event, does_nothing)
     elif callbacks is not None:
         hosted = host(

@@ -27,17 +27,17 @@ from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
-from callsheet.errors import NotCarried, RequestRefused, mark_as_users
+from callsheet.errors import NotSupported, RequestRejected, mark_as_users
 from callsheet.manager import CallbackManager
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
-__all__ = ["NOT_TOLD", "TOLD_AT", "AcceleratedRun", "TrackerGuest", "guest", "host"]
+__all__ = ["FIRED_AT", "NOT_FIRED", "AcceleratedRun", "TrackerGuest", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-TOLD_AT: Mapping[str, tuple[str, ...]] = {
+FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "with": (
         "on_run_start",
         "on_checkpoint_load_start",
@@ -57,7 +57,7 @@ TOLD_AT: Mapping[str, tuple[str, ...]] = {
 }
 """What of the loop tells what. Where a step ends, and so the next begins, is where the accelerator says that gradients are synchronised."""
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
@@ -112,10 +112,10 @@ def host(
 
     Raises:
         ConfigError: model or optimizer is not one of torch's.
-        NotCarried: DeepSpeed or Megatron-LM; or, when the block is entered or in the first step, see `strict`.
+        NotSupported: DeepSpeed or Megatron-LM; or, when the block is entered or in the first step, see `strict`.
     """
     if accelerator.distributed_type in _NOT_HEARD:
-        raise NotCarried(
+        raise NotSupported(
             f"{accelerator.distributed_type.value} goes backward and steps in an engine of its own, which cannot be heard"
         )
     check_model(model)
@@ -162,7 +162,9 @@ class AcceleratedRun(AttachedRun):
         resume: str | None,
         strict: bool,
     ) -> None:
-        super().__init__(run, model, optimizer, accumulate=1, scaler=accelerator.scaler, resume=resume, strict=strict)
+        super().__init__(
+            run, model, optimizer, gradient_accumulation_steps=1, scaler=accelerator.scaler, resume=resume, strict=strict
+        )
         self._accelerator = accelerator
         self._instead = _Instead(accelerator, self)
         self._loaded: Mapping[str, Any] | None = None
@@ -171,7 +173,7 @@ class AcceleratedRun(AttachedRun):
         self._taken = 0  # batches of the epoch
         self._to_skip = 0  # of the first epoch after a resume
         self._is_resumed = False
-        self._may_tell_save = True  # nothing has been trained or saved since a checkpoint was due
+        self._may_fire_save = True  # nothing has been trained or saved since a checkpoint was due
         self._saves = False  # because a callback has asked for it
         self._is_kept = False  # in the checkpoint that was written last
 
@@ -184,7 +186,7 @@ class AcceleratedRun(AttachedRun):
 
     def _begin(self) -> None:
         self._run.checkpoints.loads = self._load
-        self._run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        self._run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         super()._begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
@@ -194,15 +196,15 @@ class AcceleratedRun(AttachedRun):
             self._is_inside = False
             self._instead.end()
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._is_inside = False
         self._instead.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
         super().evaluated(results)
-        self._may_tell_save = True
+        self._may_fire_save = True
         if not self._is_iterating:  # else the end of the step looks
             self._is_over |= self._run.control.stop_requested is not None
 
@@ -210,18 +212,18 @@ class AcceleratedRun(AttachedRun):
         """One epoch: the batches. After a resume, those that were taken before it are left out: `skip_first_batches` is called here.
 
         Raises:
-            RequestRefused: inside another call of it.
+            RequestRejected: inside another call of it.
         """
         if self._is_iterating:
-            raise RequestRefused("steps() inside steps(): an epoch has to be over before the next begins")
+            raise RequestRejected("steps() inside steps(): an epoch has to be over before the next begins")
         if self._is_over or not self._begin_epoch():
             return
-        run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
+        run, driver, ctx = self._run, self._run.driver, self._run.ctx
         self._is_iterating, is_whole = True, False
         batches: Iterator[Any] | None = None
         try:
             if not self._has_given_up:
-                narrator.start("epoch")
+                driver.start("epoch")
                 batches = self._iterate(dataloader)
             while not self._is_over and not self._has_given_up:
                 self._group = []
@@ -234,9 +236,9 @@ class AcceleratedRun(AttachedRun):
                 self._microbatches += 1
                 self._taken += 1
                 self._backward.is_on, ctx.batch = True, batch
-                if self._hears_microbatch:
+                if self._listens_to_microbatch:
                     ctx.microbatch = batch
-                    narrator.start("microbatch")
+                    driver.start("microbatch")
                     batch = ctx.microbatch
                 self._group = []
                 yield batch
@@ -250,7 +252,7 @@ class AcceleratedRun(AttachedRun):
                 if is_whole:
                     self._taken = 0
                 self._is_over |= run.end_epoch(is_whole=is_whole)
-                self._may_tell_save = True
+                self._may_fire_save = True
         except Exception as error:
             self._give_up(error)
         finally:
@@ -289,16 +291,16 @@ class AcceleratedRun(AttachedRun):
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """The next batch, or None. One at a time, since the accelerator looks at where the dataloader is; of a step the first is told."""
         is_first = not self._microbatches
-        run, narrator, ctx = self._run, self._run.narrator, self._run.ctx
+        run, driver, ctx = self._run, self._run.driver, self._run.ctx
         if is_first:
-            self._may_tell_save = False
-            if narrator.listen():
-                self._hears_fetch, self._hears_microbatch = narrator.hears("fetch"), narrator.hears("microbatch")
-                self._model_hooks.listen(self._hears_microbatch)
-                self._optimizer_hooks.listen(narrator.is_read)
-                self._backward.listen(narrator.is_loss_read)
-            if self._hears_fetch:
-                narrator.start("fetch")
+            self._may_fire_save = False
+            if driver.listen():
+                self._listens_to_fetch, self._listens_to_microbatch = driver.listens_to("fetch"), driver.listens_to("microbatch")
+                self._model_hooks.listen(self._listens_to_microbatch)
+                self._optimizer_hooks.listen(driver.is_read)
+                self._backward.listen(driver.is_loss_read)
+            if self._listens_to_fetch:
+                driver.start("fetch")
         try:
             batch = next(batches, None)
         except Exception as error:
@@ -308,13 +310,13 @@ class AcceleratedRun(AttachedRun):
             self._group.append(batch)  # the loop is given it, also if something fails before
         if is_first:
             ctx.batch = batch
-            if self._hears_fetch:
-                narrator.end("fetch")
+            if self._listens_to_fetch:
+                driver.end("fetch")
                 batch = ctx.batch
             if batch is not None:
                 run.counted = (0, 0)
                 self._optimizer_hooks.has_stepped, self._backward.total = False, None
-                narrator.start_step()
+                driver.start_step()
         return batch
 
     def _end_microbatch(self) -> None:
@@ -324,24 +326,24 @@ class AcceleratedRun(AttachedRun):
         if self._accelerator.sync_gradients:
             self._end_step()
         else:
-            self._run.narrator.end("microbatch")
+            self._run.driver.end("microbatch")
 
     def _end_step(self) -> None:
         self._microbatches = 0
         super()._end_step()
-        self._may_tell_save = True
+        self._may_fire_save = True
 
     def _check_first(self) -> None:
         run = self._run
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # it leaves steps out until it has found its scale
-                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
-                raise NotCarried(
+                raise NotSupported(
                     "the loop has not stepped the optimizer in its first step, where gradients were synchronised; give host the one that it"
                     " steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
                 )
-        run.check_carried(strict=self._strict, logger=logger)
+        run.check_supported(strict=self._strict, logger=logger)
 
     # --- what the accelerator is asked for ---
 
@@ -351,7 +353,7 @@ class AcceleratedRun(AttachedRun):
         if self._has_given_up or not self._backward.is_on or not self._accelerator.sync_gradients:
             return clips(*args, **kwargs)
         try:
-            run.narrator.start("clip_gradients")
+            run.driver.start("clip_gradients")
         except Exception as error:
             self._give_up(error)
         norm = clips(*args, **kwargs)
@@ -359,7 +361,7 @@ class AcceleratedRun(AttachedRun):
             return norm  # type: ignore[unreachable]
         try:
             run.grad_norm = norm
-            run.narrator.end("clip_gradients")
+            run.driver.end("clip_gradients")
             if norm is not None:
                 run.ctx.log({"train/grad_norm": norm}, over="mean", across="same")
         except Exception as error:
@@ -373,7 +375,7 @@ class AcceleratedRun(AttachedRun):
                 self._end_microbatch()
         except Exception as error:
             self._give_up(error)
-        may_tell, self._may_tell_save = self._may_tell_save or self._saves, False
+        may_fire, self._may_fire_save = self._may_fire_save or self._saves, False
         self._is_kept = False
         folder = saves(*args, **kwargs)
         if self._has_given_up:
@@ -381,8 +383,8 @@ class AcceleratedRun(AttachedRun):
         if not self._is_kept:
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
-            if may_tell:
-                self._run.tell_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
+            if may_fire:
+                self._run.fire_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
         except Exception as error:
             self._give_up(error)
         return folder
@@ -411,7 +413,7 @@ class AcceleratedRun(AttachedRun):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: when the block is entered, or at once within it, but not in the midst of an epoch."""
         if self._is_iterating:
-            raise RequestRefused("accelerator.load_state() inside steps(): load before the first epoch")
+            raise RequestRejected("accelerator.load_state() inside steps(): load before the first epoch")
         self._loaded = state
         if self._is_inside:
             self._load()

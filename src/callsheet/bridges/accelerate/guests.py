@@ -9,7 +9,7 @@ import numpy
 from accelerate.tracking import GeneralTracker
 from torch import Tensor
 
-from callsheet.bridges.foreign import Guest
+from callsheet.bridges.guest_base import Guest
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.loggers import Logger

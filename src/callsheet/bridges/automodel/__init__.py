@@ -28,11 +28,11 @@ from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
-__all__ = ["EVENTS", "NOT_TOLD", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
+__all__ = ["EVENTS", "NOT_FIRED", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
@@ -49,14 +49,14 @@ TOLD: Mapping[str, tuple[str, ...]] = {
 }
 """AutoModel's hook, and what is told at it; what stands between is heard from the model, the loss and the optimizer."""
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",
 )
 """Events that a recipe has no moment for."""
 
-NOT_TOLD_OF_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
+NOT_FIRED_FOR_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
 """The same where a recipe has several validation sets: it does not say when it goes on to the next."""
 
 
@@ -65,7 +65,7 @@ _RENAMED = {
     "num_label_tokens": "train/label_tokens",
     "accuracy": "train/accuracy",
 }
-_TOLD_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
+_LOGGED_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
 _NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
 """What AutoModel measures beside a validation, and is none of its results."""
 
@@ -98,7 +98,7 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins, or after the first step; see `strict`.
     """
     return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -111,18 +111,18 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         run = self._run
         if run is None:
             return
-        self._called.is_deaf = True  # what callbacks call the model for is not the loop's
+        self._called.is_inert = True  # what callbacks call the model for is not the loop's
         try:
             method(self, recipe, run=run, **given)
         except BaseException as error:
             self._leave(error)
         finally:
-            self._called.is_deaf = False
+            self._called.is_inert = False
 
     return told
 
 
-class _Asks:
+class _HostRequests:
     """Has AutoModel's step scheduler do what callbacks ask for. It knows no recipe: the run has to be forgotten with the host."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -170,8 +170,8 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
-        self._asks: Any = None  # an _Asks, once a run has begun
-        self._is_due_told = False  # since the last step or epoch, and before an evaluation
+        self._asks: Any = None  # an _HostRequests, once a run has begun
+        self._is_due_fired = False  # since the last step or epoch, and before an evaluation
         self._on_its_way: CheckpointInfo | None = None  # to the disk, in the background
 
     # --- the run ---
@@ -180,10 +180,10 @@ class AutoModelHost(GivesUp, AutoModelCallback):
     def on_train_start(self, recipe: Any, **_: Any) -> None:
         """Begin a run."""
         if self._run is not None:  # one that an exception had left
-            self._let_go()
+            self._release()
         self._has_given_up = False
         if getattr(recipe, "pp", None) is not None:
-            raise NotCarried(
+            raise NotSupported(
                 "AutoModel's pipeline parallelism is not carried: its stages do not show a step's parts; train without"
             )
         scheduler = recipe.step_scheduler
@@ -192,7 +192,7 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         checkpoints = getattr(getattr(recipe, "checkpointer", None), "config", None)
         output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
         sets = _validation_sets(recipe)
-        self._asks = asks = _Asks(scheduler)
+        self._asks = asks = _HostRequests(scheduler)
         self._is_checked = False
         self._run = run = HostedRun(
             self.manager,
@@ -217,30 +217,30 @@ class AutoModelHost(GivesUp, AutoModelCallback):
             given = recipe.cfg.get("checkpoint.restore_from", None) if hasattr(recipe.cfg, "get") else None
             places = [Path(given), output / given] if isinstance(given, str) else []
             run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx)
+        self._watch = watch = BackwardWatch(run.driver, run.ctx)
         run.losses = watch.reader
-        self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.narrator, optimizer, asks=False), sets)
+        self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
         run.fails_by(self._leave)
         self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
-        run.refuse(NOT_TOLD + (NOT_TOLD_OF_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
         run.begin()
-        run.narrator.start("round")
+        run.driver.start("round")
         if run.control.stop_requested is not None:
             asks.stop(now=True)
 
     @_in_a_run
     def on_train_end(self, recipe: Any, *, run: HostedRun, **_: Any) -> None:
         """End it."""
-        if run.narrator.is_open("epoch"):  # of data whose length nobody knew
+        if run.driver.is_open("epoch"):  # of data whose length nobody knew
             run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
         self._publish(run)
         if _is_leaving(recipe):
-            _make_way(run)
+            _preempt(run)
         self._asks.take_back()
         run.finish()
         if self._asks.take_back():
             logger.warning("a checkpoint or an evaluation was asked for when AutoModel's training was over, and is not made")
-        self._let_go()
+        self._release()
 
     def on_exception(self, recipe: Any, *, exception: BaseException | None = None, **_: Any) -> None:
         """It has failed; an error of a callback has been told already."""
@@ -249,12 +249,12 @@ class AutoModelHost(GivesUp, AutoModelCallback):
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
             self._run.fail(error)
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._asks is not None:
             self._asks.take_back()
-        super()._let_go()
+        super()._release()
         self._on_its_way = None
 
     # --- steps ---
@@ -268,10 +268,10 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         run.end_step()
         if not self._is_checked:
             self._is_checked = True
-            run.check_carried(strict=self._strict, logger=logger)
+            run.check_supported(strict=self._strict, logger=logger)
         if getattr(recipe.step_scheduler, "is_last_batch", False):
             run.end_epoch(is_whole=True)
-        self._is_due_told = True
+        self._is_due_fired = True
         if not self._called.is_wrapped:
             self._called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
         if run.control.pending:
@@ -279,17 +279,17 @@ class AutoModelHost(GivesUp, AutoModelCallback):
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
         """What AutoModel says of the step, where somebody hears it: its loss is that of all ranks and microbatches."""
-        heard = run.manager.heard
+        heard = run.manager.has_listeners
         if not heard.on_log and not heard.on_train_step_end:
             return
         if "loss" in measured:
             self._watch.total = _scalar(measured["loss"])
         run.other_losses = {name: _scalar(measured[name]) for name in ("ce_loss", "kd_loss") if name in measured}
-        if "grad_norm" in measured and run.narrator.is_open("train_step"):
+        if "grad_norm" in measured and run.driver.is_open("train_step"):
             run.grad_norm = _scalar(measured["grad_norm"])
         if heard.on_log:
             for name, value in measured.items():
-                if name not in _TOLD_ELSEWHERE:
+                if name not in _LOGGED_ELSEWHERE:
                     run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
 
     def _stop_if_asked(self, run: HostedRun) -> None:
@@ -306,14 +306,14 @@ class AutoModelHost(GivesUp, AutoModelCallback):
             return
         for name, sample in val_results.items():
             shown = _shown(name)
-            if not run.eval_narrator.is_open("eval"):
+            if not run.eval_driver.is_open("eval"):
                 run.begin_evaluation(shown)
             found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
             run.end_dataset(shown, found)
         run.end_evaluation()
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
-        self._tell_due(run)  # what is asked for now is saved at this very step
+        self._fire_due(run)  # what is asked for now is saved at this very step
         self._stop_if_asked(run)
 
     @_in_a_run
@@ -323,21 +323,21 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
-            _make_way(run)
-        elif not self._is_due_told:
-            self._tell_due(run)
+            _preempt(run)
+        elif not self._is_due_fired:
+            self._fire_due(run)
         if (loss := checkpoint_info.get("train_loss")) is not None:
             run.records.last_loss = _scalar(loss)
         path = Path(checkpoint_info["checkpoint_path"])
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
-        info = run.tell_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
+        info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
         self._on_its_way = info if in_background else None
-        self._is_due_told = False
+        self._is_due_fired = False
         self._stop_if_asked(run)
 
-    def _tell_due(self, run: HostedRun) -> None:
-        run.boundaries.tell_checkpoint_due("step" if run.narrator.is_open("epoch") else "epoch")
-        self._is_due_told = True
+    def _fire_due(self, run: HostedRun) -> None:
+        run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
+        self._is_due_fired = True
 
     def _publish(self, run: HostedRun) -> None:
         info, self._on_its_way = self._on_its_way, None
@@ -360,7 +360,7 @@ def _is_leaving(recipe: Any) -> bool:
     return bool(getattr(recipe.step_scheduler, "sigterm_flag", False))
 
 
-def _make_way(run: HostedRun) -> None:
+def _preempt(run: HostedRun) -> None:
     """AutoModel has heard the signal, not we: tell it, and have the next checkpoint be the one for it."""
     if not run.boundaries.is_making_way:
         run.control.able.add("save")  # AutoModel saves now, if it does at all

@@ -12,7 +12,7 @@ from torch import Tensor
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.automodel.recipe import RecipeFacade
-from callsheet.bridges.foreign import Guest, is_another_s, no_guest
+from callsheet.bridges.guest_base import Guest, is_another_s, no_guest
 from callsheet.context import Context
 from callsheet.sheet import Handler
 
@@ -34,12 +34,12 @@ def guest(foreign: Any, *, name: str = "", phase: str = "measure", strict: bool 
     """A callback of AutoModel as one of ours, for any loop that tells callsheet's events.
 
     It is given a facade of its recipe: `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer`, `lr_scheduler`; all else
-    raises `NotCarried`. Steps and epochs count from 0, as AutoModel's do. Setting `step_scheduler.max_steps` or `sigterm_flag` stops us.
+    raises `NotSupported`. Steps and epochs count from 0, as AutoModel's do. Setting `step_scheduler.max_steps` or `sigterm_flag` stops us.
 
     Args:
         foreign: a callback of AutoModel, of `callsheet.compat.automodel`, or anything that has some of the six hooks; or a
             `CallbackRunner` of several, which share what is measured.
-        name, phase, strict: see `callsheet.bridges.foreign.Guest`.
+        name, phase, strict: see `callsheet.bridges.guest_base.Guest`.
 
     Raises:
         RegistrationError: it has none of the hooks.
@@ -67,11 +67,11 @@ class AutoModelGuest(Guest):
         if is_another_s(foreign) or not any(callable(getattr(foreign, hook, None)) for hook in HOOKS):
             raise no_guest(foreign, f"a callback with one of AutoModel's hooks: {', '.join(HOOKS)}")
         own: dict[str, str] = {"on_data_init_end": "_meet"}
-        if self.hears("on_train_batch_end"):
+        if self.listens_to("on_train_batch_end"):
             own |= {"on_train_start": "_begin", "on_loss_end": "_count"}
-        if self.hears("on_validation_end"):
+        if self.listens_to("on_validation_end"):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
-        if self.hears("on_save_checkpoint"):
+        if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
         self.OWN = own  # type: ignore[misc]  # of this one: what it does not hear costs nothing
         self.recipe = recipe
@@ -85,11 +85,11 @@ class AutoModelGuest(Guest):
         self._moment = 0.0
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Whether it, or one of a runner's, does something there."""
         foreign = self.foreign
         several = foreign.callbacks if isinstance(foreign, CallbackRunner) else [foreign]
-        return any(_is_heard(each, theirs) for each in several)
+        return any(_has_listeners(each, theirs) for each in several)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """`method(recipe, **what AutoModel gives there)`."""
@@ -115,9 +115,9 @@ class AutoModelGuest(Guest):
         """A facade of a run's recipe."""
         return RecipeFacade(ctx)
 
-    def tell_exception(self, error: BaseException) -> None:
+    def fire_exception(self, error: BaseException) -> None:
         """Tell what ended the run, if that has not been told: before there was one, nobody could."""
-        if self.told is not error and self.hears("on_exception"):
+        if self.told is not error and self.listens_to("on_exception"):
             self.told = error
             self.foreign.on_exception(self.recipe if self.recipe is not None else self.facade, exception=error)
 
@@ -289,7 +289,7 @@ def _memory(ctx: Context) -> float:
     return torch.cuda.max_memory_allocated(ctx.run.device) / GIBIBYTE if ctx.run.device.startswith("cuda") else 0.0
 
 
-def _is_heard(callback: Any, hook: str) -> bool:
+def _has_listeners(callback: Any, hook: str) -> bool:
     """Whether it is more than the hook that does nothing, ours or AutoModel's own."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)

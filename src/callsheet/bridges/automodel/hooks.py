@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.narrator import SEQUENCE
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, StaysBehind
+from callsheet.bridges.lifecycle_driver import SEQUENCE
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.trainer.tasks import counts_of
 
 _WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
-class CalledModel(StaysBehind):
+class CalledModel(NotCopied):
     """Hears the model being called: in training a microbatch, the first of which begins a step; else a batch of an evaluation.
 
     Args:
@@ -51,12 +51,12 @@ class CalledModel(StaysBehind):
         self.is_wrapped = False
         """Whether the recipe's methods say when it trains and validates; else that is inferred from its events and the model's mode."""
         self._is_training = False
-        self._hears_forward = True
+        self._listens_to_forward = True
         self._optimizer = optimizer
-        self.is_deaf = False
+        self.is_inert = False
         """Whether a callback is being told something, so that the model's calls are not the loop's."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
-        self._before.stand(True, self._begins)
+        self._before.install(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def wrap(self, recipe: Any) -> WrappedMethods:
@@ -82,18 +82,18 @@ class CalledModel(StaysBehind):
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
-            run.narrator.tell("fetch")
-            run.narrator.made_up.add("fetch")
-            run.narrator.start_step()
+            run.driver.tell("fetch")
+            run.driver.synthesized.add("fetch")
+            run.driver.start_step()
         self._is_in_step = self._watch.is_on = False
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.is_deaf:
+        if self.is_inert:
             return None
         try:
             return self._report(model, args, kwargs)
         except Exception as error:
-            self._run.narrator.give_up(error)
+            self._run.driver.give_up(error)
             return None
 
     def _report(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ class CalledModel(StaysBehind):
         if not torch.is_grad_enabled() or self._is_training is not self.is_wrapped or self._is_of_this_microbatch():
             return None
         run = self._run
-        narrator, ctx = run.narrator, run.ctx
+        driver, ctx = run.driver, run.ctx
         is_first = not self._is_in_step
         if is_first:
             self._begin_step(run)
@@ -114,14 +114,14 @@ class CalledModel(StaysBehind):
             self._counted += 1
         ctx.batch = batch
         if is_first:
-            if not narrator.parts["fetch"].is_quiet:
-                narrator.tell("fetch")
-            narrator.start_step()
-        if self._hears_forward:
-            narrator.end("microbatch")  # the one before, whose fields are gone with it
+            if not driver.parts["fetch"].has_no_listeners:
+                driver.tell("fetch")
+            driver.start_step()
+        if self._listens_to_forward:
+            driver.end("microbatch")  # the one before, whose fields are gone with it
             ctx.microbatch = ctx.batch
-            narrator.start("microbatch")
-            narrator.start("forward")
+            driver.start("microbatch")
+            driver.start("forward")
             given = ctx.microbatch
         else:
             given = ctx.batch
@@ -129,59 +129,61 @@ class CalledModel(StaysBehind):
 
     def _is_of_this_microbatch(self) -> bool:
         """Whether the model is called again before the microbatch has gone backward, or while it does, as with a contrastive loss."""
-        parts = self._run.narrator.parts
+        parts = self._run.driver.parts
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval_narrator.is_open("eval_all"):  # a validation of which no end was reported
+        if run.eval_driver.is_open("eval_all"):  # a validation of which no end was reported
             run.end_evaluation()
-        narrator, watch = run.narrator, self._watch
+        driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            if narrator.is_open("epoch"):  # its end did not show: nobody knew how long the data is
+            if driver.is_open("epoch"):  # its end did not show: nobody knew how long the data is
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
-        if not narrator.parts["epoch"].is_open:
-            narrator.start("epoch")
-        if narrator.listen():
-            self._hears_forward = narrator.hears("forward")
-            watch.listen(narrator.hears("clip_gradients") or narrator.hears("optimizer_step"))  # or to what comes before them
-            self._optimizer.listen(narrator.is_read)
+        if not driver.parts["epoch"].is_open:
+            driver.start("epoch")
+        if driver.listen():
+            self._listens_to_forward = driver.listens_to("forward")
+            watch.listen(
+                driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
+            )  # or to what comes before them
+            self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True
-        if self._hears_forward is not self._after.stands:
-            self._after.stand(self._hears_forward, self._ends)
+        if self._listens_to_forward is not self._after.stands:
+            self._after.install(self._listens_to_forward, self._ends)
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        if self.is_deaf:
+        if self.is_inert:
             return outputs
         try:
             run = self._run
             if not model.training:
-                if run.eval_narrator.is_open("eval_forward"):
+                if run.eval_driver.is_open("eval_forward"):
                     run.eval_ctx.outputs = outputs
-                    run.eval_narrator.end("eval_forward")
+                    run.eval_driver.end("eval_forward")
                     return run.eval_ctx.outputs
-            elif run.narrator.is_open("forward"):
+            elif run.driver.is_open("forward"):
                 run.ctx.outputs = outputs
-                run.narrator.start("loss")  # which ends the forward
+                run.driver.start("loss")  # which ends the forward
                 return run.ctx.outputs
         except Exception as error:
-            self._run.narrator.give_up(error)
+            self._run.driver.give_up(error)
         return outputs
 
     def _evaluates(self, batch: Any, args: Any) -> Any:
         run = self._run
-        narrator = run.eval_narrator
+        driver = run.eval_driver
         if len(self._sets) > 1:
             run.begin_evaluations()
         if len(self._sets) != 1:
             return None
-        if not narrator.is_open("eval"):
+        if not driver.is_open("eval"):
             run.begin_evaluation(self._sets[0])
-        narrator.end("eval_step")
+        driver.end("eval_step")
         run.eval_ctx.batch = batch
-        narrator.start("eval_forward")
-        self._after.stand(run.hears_outputs("eval"), self._ends)  # as it is now: a batch's callbacks may mute and unmute
+        driver.start("eval_forward")
+        self._after.install(run.listens_to_outputs("eval"), self._ends)  # as it is now: a batch's callbacks may mute and unmute
         given = run.eval_ctx.batch
         return None if given is batch else _replaced(given, args)
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from callsheet.bridges.foreign import Facade
+from callsheet.bridges.guest_base import Facade
 from callsheet.context import Context
 from callsheet.distributed import initialised_distributed
-from callsheet.errors import NotCarried, did_you_mean
+from callsheet.errors import NotSupported, did_you_mean
 from callsheet.time import TimeUnit
 
 UNLIMITED = 2**63 - 1
@@ -105,7 +105,7 @@ class StepScheduler(Facade):
     def max_steps(self, steps: int) -> None:
         """End training with the step in hand."""
         if steps > self.step + 1:
-            raise NotCarried(
+            raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest may end training with the step in hand, not later"
             )
         self._stop("max_steps")

@@ -19,12 +19,12 @@ from callsheet.manager import CallbackManager
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 
-__all__ = ["EVENT_MAP", "NOT_TOLD", "ComposerGuest", "guest", "host"]
+__all__ = ["EVENT_MAP", "NOT_FIRED", "ComposerGuest", "guest", "host"]
 
 EVENT_MAP: Mapping[str, tuple[str, ...]] = COMPOSER_EVENTS
 """Our event, and those of Composer's that it is told at, or that a guest is told at it."""
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     "on_preempt",
 )
@@ -56,7 +56,7 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: when the Trainer is made, or after its first step; see `strict`.
+        NotSupported: when the Trainer is made, or after its first step; see `strict`.
     """
     from callsheet.bridges.composer.hosts import ComposerHost  # it needs Composer
 

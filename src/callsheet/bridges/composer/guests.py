@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from callsheet.bridges.composer.names import COMPOSER_EVENTS, Event, to_their_names
 from callsheet.bridges.composer.run import ComposerRun, Counted, Kinds
-from callsheet.bridges.foreign import Guest, no_guest
+from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.callback import at
 from callsheet.context import Context
 from callsheet.sheet import Handler
@@ -99,7 +99,7 @@ class ComposerGuest(Guest):
         self._given = self._run = run
         super().__init__(foreign, name=name, phase=phase or self.PHASE, strict=strict)
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Whether the foreign callback has something to do at one of Composer's events: with `run_event` of its own at every one."""
         inherited = getattr(self._kinds.base, theirs, None)
         method = getattr(self.foreign, theirs, None)

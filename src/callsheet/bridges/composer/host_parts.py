@@ -11,11 +11,11 @@ from torch import Tensor
 
 from callsheet.bridges.hosted_run import HostedRun
 
-_TOLD_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
+_LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
 """What the Trainer logs, and records have by other names or from elsewhere."""
 
 
-class Wishes:
+class EvaluationRequests:
     """Stands before the intervals of Composer's evaluators: when a callback has asked for an evaluation, it is time for all of them."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Wishes:
 
 
 class _Interval:
-    def __init__(self, own: Callable[[Any, Any], bool], wishes: Wishes) -> None:
+    def __init__(self, own: Callable[[Any, Any], bool], wishes: EvaluationRequests) -> None:
         self.own, self.wishes = own, wishes
 
     def __call__(self, state: Any, event: Any) -> bool:
@@ -44,7 +44,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
     """What is logged to Composer's Logger goes into our records too."""
 
     def __init__(self, run: HostedRun) -> None:
-        self._records, self._log, self._narrator = run.records, run.ctx.log, run.narrator
+        self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
         self._names: dict[str, str] = {}  # Composer's, and ours; the empty one is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
             try:
                 self._take(metrics)
             except Exception as error:
-                self._narrator.give_up(error)
+                self._driver.give_up(error)
 
     def _take(self, metrics: dict[str, Any]) -> None:
         names = self._names
@@ -67,7 +67,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
 
 def _our_name(name: str) -> str:
     family, _, rest = name.partition("/")
-    if family == "time" or name in _TOLD_ELSEWHERE or (family == "metrics" and not rest.startswith("train/")):
+    if family == "time" or name in _LOGGED_ELSEWHERE or (family == "metrics" and not rest.startswith("train/")):
         return ""
     return f"train/{rest.removeprefix('train/')}" if family == "metrics" or name.startswith("loss/train/") else f"composer/{name}"
 

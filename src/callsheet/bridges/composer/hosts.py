@@ -12,8 +12,8 @@ from composer import Event
 from composer.callbacks import CheckpointSaver
 from torch import Tensor
 
-from callsheet.bridges.composer import NOT_TOLD
-from callsheet.bridges.composer.host_parts import Listener, Wishes, is_one_number, trained_on
+from callsheet.bridges.composer import NOT_FIRED
+from callsheet.bridges.composer.host_parts import EvaluationRequests, Listener, is_one_number, trained_on
 from callsheet.bridges.giving_up import GivesUp, is_for_user
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
@@ -64,7 +64,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._saved: Mapping[str, Any] | None = None
         self._savers: list[Any] = []
         self._seen: list[Any] = []  # of each, the batch at which it saved last
-        self._wishes = Wishes()
+        self._wishes = EvaluationRequests()
         self._parts: list[tuple[Tensor, int]] = []
         self._is_standalone = False
         self._has_stepped = self._is_checked = False
@@ -122,7 +122,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.checkpoints.loads = self._loads
         run.losses = self._mean_loss
         run.fails_by(self._leave)
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin()
         self._hook = Hook(optimizer.register_step_post_hook) if optimizer is not None else None
         self._listener = Listener(run)
@@ -153,14 +153,14 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         """The Trainer is closed, also by the program's end. In the midst of training it was left by an exception."""
         if self._run is not None:
             self._look_for_checkpoint()
-            if self._run.narrator.is_open("train") or self._run.eval_narrator.is_open("eval_all"):
+            if self._run.driver.is_open("train") or self._run.eval_driver.is_open("eval_all"):
                 self._run.lifetime.outcome = Outcome.FAILED
-                self._run.narrator.forget()
+                self._run.driver.forget()
             run = self._run
-            self._let_go()
+            self._release()
             run.lifetime.end()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._run, self._handlers = None, self._idle
         if self._hook is not None:
             self._hook.remove()
@@ -177,32 +177,32 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         if state.evaluators:
             run.control.able.add("evaluate")
             self._wishes.stand_in(state.evaluators)
-        run.narrator.start("train")
+        run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
         self._look_for_checkpoint()
-        self._run.narrator.start("round")
+        self._run.driver.start("round")
 
     def _epoch_start(self, state: Any) -> None:
         self._look_for_checkpoint()
-        self._run.narrator.start("epoch")
+        self._run.driver.start("epoch")
 
     def _before_dataloader(self, state: Any) -> None:
         self._look_for_checkpoint()
-        narrator = self._run.narrator
-        if narrator.listen():
-            self._listen(_FORWARD, narrator.hears("forward"))
-            self._listen(_OPTIMIZER, narrator.is_read)
-            self._listen(_LOSS, narrator.is_loss_read)
+        driver = self._run.driver
+        if driver.listen():
+            self._listen(_FORWARD, driver.listens_to("forward"))
+            self._listen(_OPTIMIZER, driver.is_read)
+            self._listen(_LOSS, driver.is_loss_read)
             if self._hook is not None:
-                self._hook.stand(narrator.is_loss_read, self._stepped)
-        if not narrator.is_open("fetch"):  # else Composer passes over batches that were trained on before
-            narrator.start("fetch")
+                self._hook.install(driver.is_loss_read, self._stepped)
+        if not driver.is_open("fetch"):  # else Composer passes over batches that were trained on before
+            driver.start("fetch")
 
-    def _listen(self, events: Iterable[str], is_heard: bool) -> None:
+    def _listen(self, events: Iterable[str], has_listeners: bool) -> None:
         """To these, or not."""
         for event in events:
-            if is_heard:
+            if has_listeners:
                 self._all[event] = self._parts_of_steps[event]
             else:
                 self._all.pop(event, None)
@@ -210,16 +210,16 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     def _after_dataloader(self, state: Any) -> None:
         run = self._run
         run.ctx.batch = state.batch
-        run.narrator.end("fetch")
+        run.driver.end("fetch")
         state.batch = run.ctx.batch
         run.counted = counts_of(state.batch)
 
     def _batch_start(self, state: Any) -> None:
         self._has_stepped = self._hook is not None and not self._hook.stands  # nobody asks whether it does
-        self._run.narrator.start_step()
+        self._run.driver.start_step()
 
     def _before_train_batch(self, state: Any) -> None:
-        if self._run.narrator.is_open("optimizer_step"):  # the optimizer evaluates the closure again: its last loss counts
+        if self._run.driver.is_open("optimizer_step"):  # the optimizer evaluates the closure again: its last loss counts
             if Event.AFTER_LOSS.value in self._all:
                 self._parts.clear()
                 self._handlers = self._evaluated_again
@@ -227,27 +227,27 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
                 self._handlers = self._outside
             return
         self._parts.clear()
-        self._run.narrator.start("forward_backward")
+        self._run.driver.start("forward_backward")
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
         run.ctx.microbatch = state.batch
-        run.narrator.start("microbatch")
+        run.driver.start("microbatch")
         state.batch = run.ctx.microbatch
-        run.narrator.start("forward")
+        run.driver.start("forward")
 
     def _after_forward(self, state: Any) -> None:
         ctx = self._run.ctx
         ctx.outputs = state.outputs
-        self._run.narrator.end("forward")
+        self._run.driver.end("forward")
         state.outputs = ctx.outputs
 
     def _before_loss(self, state: Any) -> None:
-        self._run.narrator.start("loss")
+        self._run.driver.start("loss")
 
     def _after_loss(self, state: Any) -> None:
         loss = trained_on(state.loss)
-        if not self._run.narrator.parts["loss"].is_quiet:
+        if not self._run.driver.parts["loss"].has_no_listeners:
             loss = self._replaced(loss, state)
         self._count_loss(state, loss)
 
@@ -263,7 +263,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         """Tell the loss, and give Composer and the caller what a callback has put in its place."""
         ctx = self._run.ctx
         ctx.loss = loss
-        self._run.narrator.end("loss")
+        self._run.driver.end("loss")
         told: Tensor = ctx.loss
         if told is not loss:
             if isinstance(state.loss, dict) and "total" in state.loss:
@@ -273,26 +273,26 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         return told
 
     def _before_backward(self, state: Any) -> None:
-        self._run.narrator.start("backward")
+        self._run.driver.start("backward")
 
     def _after_backward(self, state: Any) -> None:
-        self._run.narrator.end("microbatch")
+        self._run.driver.end("microbatch")
 
     def _after_train_batch(self, state: Any) -> None:
-        narrator, parts = self._run.narrator, self._run.narrator.parts
-        if not parts["forward_backward"].is_quiet:
-            narrator.end("forward_backward")
-        if not parts["clip_gradients"].is_quiet:
-            narrator.tell("clip_gradients")  # whether or not an algorithm has clipped them
-        narrator.start("optimizer_step")
+        driver, parts = self._run.driver, self._run.driver.parts
+        if not parts["forward_backward"].has_no_listeners:
+            driver.end("forward_backward")
+        if not parts["clip_gradients"].has_no_listeners:
+            driver.tell("clip_gradients")  # whether or not an algorithm has clipped them
+        driver.start("optimizer_step")
 
     def _stepped(self, *_: Any) -> None:
         self._has_stepped = True
         try:
             if self._run is not None:
                 self._run.step_skipped = False
-                if not self._run.narrator.parts["optimizer_step"].is_quiet:
-                    self._run.narrator.end("optimizer_step")
+                if not self._run.driver.parts["optimizer_step"].has_no_listeners:
+                    self._run.driver.end("optimizer_step")
         except Exception as error:
             if is_for_user(error):
                 self._leave(error)
@@ -310,7 +310,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         if self._fault is not None:
             raise self._fault
         run.step_skipped = not self._has_stepped
-        run.narrator.end_step()
+        run.driver.end_step()
         self._ask_for_evaluation()
 
     def _batch_checkpoint(self, state: Any) -> None:
@@ -318,12 +318,12 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.end_step()
         if not self._is_checked:
             self._is_checked = True
-            run.check_carried(strict=self._strict, logger=logger)
+            run.check_supported(strict=self._strict, logger=logger)
         self._stop_if_asked()
 
     def _epoch_end(self, state: Any) -> None:
         self._look_for_checkpoint()
-        if self._run.narrator.is_open("fetch"):
+        if self._run.driver.is_open("fetch"):
             self._run.ctx.batch = None  # the data is at its end
         self._run.close_epoch(is_whole=True)
         self._ask_for_evaluation()
@@ -336,7 +336,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._look_for_checkpoint()
         run = self._run
         run.state.timestamp = run.state.timestamp.next_round()
-        run.narrator.end("round")
+        run.driver.end("round")
 
     def _iteration_checkpoint(self, state: Any) -> None:
         self._run.boundaries.reach("round")
@@ -370,21 +370,21 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
 
     def _eval_batch_start(self, state: Any) -> None:
         self._run.eval_ctx.batch = state.batch
-        self._run.eval_narrator.start("eval_step")
+        self._run.eval_driver.start("eval_step")
 
     def _eval_before_forward(self, state: Any) -> None:
         self._run.eval_ctx.batch = state.batch
-        self._run.eval_narrator.start("eval_forward")
+        self._run.eval_driver.start("eval_forward")
 
     def _eval_after_forward(self, state: Any) -> None:
         run = self._run
-        if run.eval_narrator.is_open("eval_forward"):
+        if run.eval_driver.is_open("eval_forward"):
             run.eval_ctx.outputs = state.outputs
-            run.eval_narrator.end("eval_forward")
+            run.eval_driver.end("eval_forward")
             state.outputs = run.eval_ctx.outputs
 
     def _eval_batch_end(self, state: Any) -> None:
-        self._run.eval_narrator.end("eval_step")
+        self._run.eval_driver.end("eval_step")
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
@@ -405,24 +405,24 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._is_standalone = False
 
     def _predict_start(self, state: Any) -> None:
-        self._run.eval_narrator.start("predict")
+        self._run.eval_driver.start("predict")
 
     def _predict_batch_start(self, state: Any) -> None:
         self._run.eval_ctx.batch = state.batch
-        self._run.eval_narrator.start("predict_step")
+        self._run.eval_driver.start("predict_step")
 
     def _predict_before_forward(self, state: Any) -> None:
-        self._run.eval_narrator.start("predict_forward")
+        self._run.eval_driver.start("predict_forward")
 
     def _predict_after_forward(self, state: Any) -> None:
         self._run.eval_ctx.outputs = state.outputs
-        self._run.eval_narrator.end("predict_forward")
+        self._run.eval_driver.end("predict_forward")
 
     def _predict_batch_end(self, state: Any) -> None:
-        self._run.eval_narrator.end("predict_step")
+        self._run.eval_driver.end("predict_step")
 
     def _predict_end(self, state: Any) -> None:
-        self._run.eval_narrator.end("predict")
+        self._run.eval_driver.end("predict")
 
     # --- checkpoints ---
 
@@ -443,7 +443,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         for place, saver in enumerate(self._savers):
             if saver.last_checkpoint_batch is not self._seen[place]:
                 self._seen[place] = saver.last_checkpoint_batch
-                self._run.tell_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
+                self._run.fire_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all hosts of the Trainer: Composer keeps one for each class, that of the last instance."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from callsheet.bridges.composer.names import label_of_dataset
-from callsheet.bridges.foreign import Facade
-from callsheet.errors import NotCarried
+from callsheet.bridges.guest_base import Facade
+from callsheet.errors import NotSupported
 from callsheet.time import Timestamp
 
 
@@ -290,9 +290,9 @@ class Logger(Facade):
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
         mask_class_labels: Any = None, use_table: bool = True,
     ) -> None:  # fmt: skip
-        """Images, one or several. Raises NotCarried for masks, which our loggers do not know."""
+        """Images, one or several. Raises NotSupported for masks, which our loggers do not know."""
         if masks is not None:
-            raise NotCarried(
+            raise NotSupported(
                 "Composer's Logger logs masks over images, and callsheet's loggers do not; log them as images of their own"
             )
         several = images if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4 else [images]

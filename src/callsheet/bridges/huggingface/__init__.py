@@ -20,31 +20,31 @@ with needed_by(__name__):
     from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
 
 from callsheet.bridges.copies import replace
+from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
 from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
-from callsheet.bridges.place import length_of
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.control import Request
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
-__all__ = ["GUEST_EVENTS", "NOT_TOLD", "STATE", "TOLD_AT", "HuggingFaceHost", "guest", "host"]
+__all__ = ["FIRED_AT", "GUEST_EVENTS", "NOT_FIRED", "STATE", "HuggingFaceHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     *("on_predict_end", "on_preempt"),
 )
 """Events that the Trainer has no moment for."""
 
-TOLD_AT: Mapping[str, tuple[str, ...]] = {
+FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": (
         *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
         *("on_train_start", "on_round_start"),
@@ -104,12 +104,12 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins, or after the first step; see `strict`.
     """
     return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
-_TOLD_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
+_LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
 """What the Trainer logs, and records have by other names or from elsewhere."""
 
 _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
@@ -133,7 +133,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-class _Asks:
+class _HostRequests:
     """Asks the Trainer for what callbacks ask for. Not the host's own methods: the run has to be forgotten with the host."""
 
     def __init__(self) -> None:
@@ -165,9 +165,9 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
-        self._asks = _Asks()
+        self._asks = _HostRequests()
         self._eval_names = tuple(eval_names)
-        self._hears_optimizer = True
+        self._listens_to_optimizer = True
         self._is_checked = False  # whether the first step has told what is heard
         self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None where no boundary is
         self._prefix: str | None = None  # that the innermost `evaluate` gives its metrics; None outside
@@ -193,7 +193,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
                     try:
                         host._run.fail(error)
                     finally:
-                        host._let_go()
+                        host._release()
                 raise
 
         # `train` itself would need a wrapper that keeps the trainer alive: `Trainer(...).train()` forgets the trainer before the call.
@@ -206,13 +206,13 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     ) -> None:  # fmt: skip
         """Begin a run."""
         if self._run is not None:  # one that an exception had left
-            self._let_go()
+            self._release()
         self._has_given_up = False
         trainer = find_trainer(state, sys._getframe())
         if not isinstance(model, Module):  # SetFit's, which is more than what is trained
             model = getattr(trainer, "model", model)
         if not isinstance(model, Module):
-            raise NotCarried(
+            raise NotSupported(
                 f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave it out"
             )
         output = Path(args.output_dir or "runs/huggingface").absolute()
@@ -239,13 +239,13 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         if (length := length_of(train_dataloader)) is not None:
             run.state.epoch_batches = -(-length // args.gradient_accumulation_steps)
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
-        self._watch = watch = StepWatch(run.narrator, run.ctx, getattr(optimizer, "scaler", None))
+        self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
         run.fails_by(self._leave)
         self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
         methods = self._wrap_methods(trainer) if trainer is not None else None
         self._ends = weakref.finalize(self, _end, run, watch, hooks, methods)
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin()
         if state.global_step:
             self._resume(args, state)
@@ -255,7 +255,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._is_checked, self._asks.is_written, self._prefix = False, False, None
         self._fired = "" if args.eval_on_start else None
         if not args.eval_on_start:  # else training begins when that is over
-            run.narrator.start("round")
+            run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
         methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
@@ -286,7 +286,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     def on_train_end(self, run: HostedRun, *_: Any) -> None:
         """End it."""
         run.finish()
-        self._let_go()
+        self._release()
 
     # --- epochs and steps ---
 
@@ -294,58 +294,58 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
         """An epoch begins."""
         self._fired = None
-        run.narrator.start("epoch")
+        run.driver.start("epoch")
 
     @_in_a_run
     def on_step_begin(self, run: HostedRun, *_: Any) -> None:
         """The first batch of a step comes; it is told once the model is called with it."""
-        watch, narrator = self._watch, run.narrator
-        if narrator.listen():
-            self._hooks.listen(narrator.hears("forward"))
-            watch.listen(narrator.is_loss_read)
-            self._hears_optimizer = narrator.hears("clip_gradients") or narrator.hears("optimizer_step")
+        watch, driver = self._watch, run.driver
+        if driver.listen():
+            self._hooks.listen(driver.listens_to("forward"))
+            watch.listen(driver.is_loss_read)
+            self._listens_to_optimizer = driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
         watch.total, watch.is_on = None, True
 
     @_in_a_run
     def on_substep_end(self, run: HostedRun, *_: Any) -> None:
         """A batch is through, and its step is not."""
-        run.narrator.end("microbatch")
+        run.driver.end("microbatch")
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """The gradients are there, and clipped."""
-        if self._hears_optimizer:
+        if self._listens_to_optimizer:
             self._begin_optimizer_step(args, state, control, **given)
 
     @_in_a_run
     def _begin_optimizer_step(self, run: HostedRun, *_: Any) -> None:
-        narrator = run.narrator
-        if not narrator.parts["train_step"].is_open:
+        driver = run.driver
+        if not driver.parts["train_step"].is_open:
             self._begin_step(run)
-        if not narrator.parts["clip_gradients"].is_quiet:
-            narrator.tell("clip_gradients")
-        narrator.start("optimizer_step")
+        if not driver.parts["clip_gradients"].has_no_listeners:
+            driver.tell("clip_gradients")
+        driver.start("optimizer_step")
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
         """The parameters have moved; the gradients are there for a moment, and the rate is that of the step."""
-        narrator = run.narrator
+        driver = run.driver
         run.step_skipped = self._skips is not None and self._skips.step_was_skipped
         self._watch.is_on = False
-        if not self._hears_optimizer:
-            if not narrator.parts["train_step"].is_open:
+        if not self._listens_to_optimizer:
+            if not driver.parts["train_step"].is_open:
                 self._begin_step(run)
-            if narrator.is_read:
-                narrator.start("optimizer_step")
-        if narrator.is_heard:
-            narrator.end_step()  # and the optimizer's; else it ends with what follows it
+            if driver.is_read:
+                driver.start("optimizer_step")
+        if driver.has_listeners:
+            driver.end_step()  # and the optimizer's; else it ends with what follows it
 
     def _begin_step(self, run: HostedRun) -> None:
         """One in which the model was not called."""
         run.counted, run.ctx.batch = (0, 0), None
-        if not run.narrator.parts["fetch"].is_quiet:
-            run.narrator.tell("fetch")
-            run.narrator.made_up.add("fetch")
-        run.narrator.start_step()
+        if not run.driver.parts["fetch"].has_no_listeners:
+            run.driver.tell("fetch")
+            run.driver.synthesized.add("fetch")
+        run.driver.start_step()
 
     @_in_a_run
     def on_step_end(self, run: HostedRun, *_: Any) -> None:
@@ -356,7 +356,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._ask_again(run)
         if not self._is_checked:
             self._is_checked = True
-            run.check_carried(strict=self._strict, logger=logger)
+            run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending:
             self._stop_if_asked(run)
 
@@ -392,7 +392,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         rest = {
             f"huggingface/{name}": value
             for name, value in values.items()
-            if name not in _TOLD_ELSEWHERE and (not name.startswith("eval_") or name.endswith(SPEEDS))
+            if name not in _LOGGED_ELSEWHERE and (not name.startswith("eval_") or name.endswith(SPEEDS))
         }
         if rest:
             run.ctx.log(rest, across="same")
@@ -400,7 +400,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     @_in_a_run
     def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
         """A batch of an evaluation is through."""
-        run.eval_narrator.end("eval_step")
+        run.eval_driver.end("eval_step")
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Report what `trainer.evaluate` does, which calls itself for each of several datasets; put the weights back, however it ends."""
@@ -437,7 +437,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     def _fits(self, run: HostedRun, what: str) -> bool:
         """Whether this may be fired now."""
         fired = self._fired
-        return fired is not None and not run.narrator.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
+        return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
 
     def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
         if self._fits(run, "E"):
@@ -449,10 +449,10 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
         """End what is open of an evaluation; whether anything was."""
-        if not run.eval_narrator.is_open("eval_all"):
+        if not run.eval_driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
-        if run.eval_narrator.is_open("eval"):  # its on_evaluate has not come
+        if run.eval_driver.is_open("eval"):  # its on_evaluate has not come
             run.end_dataset(run.eval_ctx.eval_name, found)
         elif not run.found:
             run.begin_evaluation("validation")
@@ -466,21 +466,21 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
         self._stop_if_asked(run)
-        if run.narrator.is_open("train"):  # else it is the one before training
+        if run.driver.is_open("train"):  # else it is the one before training
             self._fire_due(run)
 
     @_in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """A dataset is through."""
-        is_open, prefix = run.eval_narrator.is_open("eval_all"), self._prefix or "eval"
+        is_open, prefix = run.eval_driver.is_open("eval_all"), self._prefix or "eval"
         if not is_open and self._prefix is None:  # by other ways than `evaluate`
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported when it is over, on the trained weights"
             )
             self._begin_evaluation(run, is_own=True)
-        if run.eval_narrator.is_open("eval_all"):
+        if run.eval_driver.is_open("eval_all"):
             found = found_in(given.get("metrics") or {}, prefix)
-            if not run.eval_narrator.is_open("eval"):  # the model was not called
+            if not run.eval_driver.is_open("eval"):  # the model was not called
                 run.begin_evaluation(_dataset(prefix))
             run.end_dataset(_dataset(prefix), found)
             if not is_open:
@@ -488,7 +488,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     def _fire_due(self, run: HostedRun) -> None:
         """Let callbacks ask for a checkpoint. Where the Trainer has written one of this step already, it answers them."""
-        run.boundaries.tell_checkpoint_due("step" if run.narrator.is_open("epoch") else "epoch")
+        run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
         self._fired = (self._fired or "") + "D"
         if self._asks.is_written and run.checkpoints.requests:
             self._fire_checkpoint(run)
@@ -509,7 +509,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
     def _fire_checkpoint(self, run: HostedRun) -> None:
         path = self._path
         if self._fits(run, "S"):
-            run.tell_checkpoint(str(path), lambda info: write_states(run, path, info))
+            run.fire_checkpoint(str(path), lambda info: write_states(run, path, info))
             self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
-from callsheet.bridges.foreign import Facade
+from callsheet.bridges.guest_base import Facade
 from callsheet.callback import one_of
 from callsheet.context import Context
 

@@ -13,10 +13,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, speed_metrics
 
-from callsheet.bridges.foreign import Guest, logger
+from callsheet.bridges.guest_base import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
 from callsheet.context import Context
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.sheet import Handler
 from callsheet.time import Timestamp, TimeUnit
 
@@ -85,7 +85,7 @@ def guest(
         name, phase, strict: see `Guest`.
 
     Raises:
-        NotCarried: it hears what is not told here; while training, it uses an argument that nobody has said, or asks for what this run
+        NotSupported: it hears what is not told here; while training, it uses an argument that nobody has said, or asks for what this run
             cannot do: to end an epoch early, or a log where none is made. The latter two are warnings with `strict=False`.
         ConfigError: there is no such argument.
 
@@ -144,12 +144,12 @@ class HuggingFaceGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
         told = ("on_log", "on_evaluate")
         self._tellers: dict[str, Callable[..., None]] = {
-            theirs: self.handler(theirs, getattr(foreign, theirs)) for theirs in told if self.hears(theirs)
+            theirs: self.handler(theirs, getattr(foreign, theirs)) for theirs in told if self.listens_to(theirs)
         }
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """See `Guest`. Nothing is pushed to a hub here: who only waits for that misses it if it was said that something is."""
-        return super().hears(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
+        return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
         """Called with args, state and control by place, and the rest by name."""
@@ -281,7 +281,7 @@ class HuggingFaceGuest(Guest):
 
     def _cannot(self, what: str) -> None:
         if self._strict:
-            raise NotCarried(f"{self.name} {what}; or pass strict=False to go on without")
+            raise NotSupported(f"{self.name} {what}; or pass strict=False to go on without")
         logger.warning("%s %s", self.name, what)
 
     # --- logs, evaluations, checkpoints ---

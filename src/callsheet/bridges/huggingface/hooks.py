@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, StaysBehind
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied
 from callsheet.trainer.tasks import counts_of
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
@@ -40,7 +40,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
     return None
 
 
-class ForwardHooks(StaysBehind):
+class ForwardHooks(NotCopied):
     """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs where somebody listens.
 
     All other calls are somebody else's: a callback that samples, a loss that calls the model a second time, an evaluator of its own.
@@ -56,12 +56,12 @@ class ForwardHooks(StaysBehind):
         """What `training_step` was given."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
-        self._before.stand(True, self._begins)
+        self._before.install(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
-    def listen(self, is_heard: bool) -> None:
+    def listen(self, has_listeners: bool) -> None:
         """Listen to the model's outputs, or not."""
-        self._after.stand(is_heard, self._ends)
+        self._after.install(has_listeners, self._ends)
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer trains on a microbatch."""
@@ -81,7 +81,7 @@ class ForwardHooks(StaysBehind):
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer evaluates a batch, or predicts, which is not reported."""
-        if not self._run.eval_narrator.is_open("eval_all"):
+        if not self._run.eval_driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"
         try:
@@ -94,13 +94,13 @@ class ForwardHooks(StaysBehind):
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
-            if run.narrator.parts["forward"].is_open:
+            if run.driver.parts["forward"].is_open:
                 run.ctx.outputs = None
-                run.narrator.start("loss")
+                run.driver.start("loss")
 
     def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         expected = self.expected
-        if not expected or self.is_deaf:
+        if not expected or self.is_inert:
             return None
         try:
             batch = kwargs if kwargs or not args else args[0]
@@ -112,59 +112,59 @@ class ForwardHooks(StaysBehind):
                 return None
             return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
         except Exception as error:
-            self._run.narrator.give_up(error)
+            self._run.driver.give_up(error)
             return None
 
     def _begin_microbatch(self, batch: Any) -> Any:
         self.expected = ""
         run = self._run
-        narrator, ctx, (samples, tokens) = run.narrator, run.ctx, counts_of(batch)
-        parts, ctx.batch = narrator.parts, batch
+        driver, ctx, (samples, tokens) = run.driver, run.ctx, counts_of(batch)
+        parts, ctx.batch = driver.parts, batch
         if parts["train_step"].is_open:
             samples, tokens = samples + run.counted[0], tokens + run.counted[1]
         else:
-            if not parts["fetch"].is_quiet:
-                narrator.tell("fetch")
-            narrator.start_step()
+            if not parts["fetch"].has_no_listeners:
+                driver.tell("fetch")
+            driver.start_step()
         run.counted = samples, tokens
-        if not narrator.is_heard:
+        if not driver.has_listeners:
             return batch
-        if parts["forward"].is_quiet:
+        if parts["forward"].has_no_listeners:
             return ctx.batch
-        narrator.end("microbatch")  # of an earlier one whose end the Trainer has not reported: its fields are closed with it
+        driver.end("microbatch")  # of an earlier one whose end the Trainer has not reported: its fields are closed with it
         ctx.microbatch = ctx.batch
-        narrator.start("microbatch")
-        narrator.start("forward")
+        driver.start("microbatch")
+        driver.start("forward")
         return ctx.microbatch
 
     def _begin_eval_step(self, batch: Any) -> Any:
         self.expected = ""
         run = self._run
-        narrator = run.eval_narrator
-        if not narrator.is_open("eval"):
+        driver = run.eval_driver
+        if not driver.is_open("eval"):
             run.begin_evaluation(self.name_of_dataset())
-        narrator.end("eval_step")
+        driver.end("eval_step")
         run.eval_ctx.batch = batch
-        narrator.start("eval_forward")
-        if not self._after.stands and run.hears_outputs("eval"):
+        driver.start("eval_forward")
+        if not self._after.stands and run.listens_to_outputs("eval"):
             self.listen(True)
         return run.eval_ctx.batch
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        if self.is_deaf:
+        if self.is_inert:
             return outputs
         try:
             run = self._run
-            if run.eval_narrator.is_open("eval_forward"):
+            if run.eval_driver.is_open("eval_forward"):
                 run.eval_ctx.outputs = outputs
-                run.eval_narrator.end("eval_forward")
+                run.eval_driver.end("eval_forward")
                 return run.eval_ctx.outputs
-            if run.narrator.parts["forward"].is_open:
+            if run.driver.parts["forward"].is_open:
                 run.ctx.outputs = outputs
-                run.narrator.start("loss")
+                run.driver.start("loss")
                 return run.ctx.outputs
         except Exception as error:
-            self._run.narrator.give_up(error)
+            self._run.driver.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -186,7 +186,7 @@ class StepWatch(BackwardWatch):
             try:
                 self.hooks.begin_without_forward()
             except Exception as error:
-                self._narrator.give_up(error)
+                self._driver.give_up(error)
         return super().run(loss, *args, **options)
 
 

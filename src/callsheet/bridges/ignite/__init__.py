@@ -17,14 +17,14 @@ from callsheet.bridges.bare import check_model, torch_optimizer
 from callsheet.bridges.ignite.engine import GuestEngine
 from callsheet.bridges.ignite.guests import IgniteGuest, guest
 from callsheet.bridges.ignite.hosts import IgniteHost
-from callsheet.bridges.ignite.moments import NOT_TOLD, TOLD_AT, TOLD_AT_EVALUATION
+from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED
 from callsheet.callback import Callback
 from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 
-__all__ = ["NOT_TOLD", "TOLD_AT", "TOLD_AT_EVALUATION", "GuestEngine", "IgniteGuest", "IgniteHost", "guest", "host"]
+__all__ = ["FIRED_AT", "FIRED_AT_EVALUATION", "NOT_FIRED", "GuestEngine", "IgniteGuest", "IgniteHost", "guest", "host"]
 
 
 def host(
@@ -33,7 +33,7 @@ def host(
     model: nn.Module,
     optimizer: Optimizer,
     scheduler: Any = None,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     scaler: Any = None,
     evaluators: Mapping[str, Engine] | None = None,
     evaluate: Callable[[], Any] | None = None,
@@ -56,7 +56,7 @@ def host(
         model: what the trainer's function calls; in DDP's wrapper, callbacks see the module inside.
         optimizer: what it steps.
         scheduler: shown to callbacks.
-        accumulate: how many iterations it takes for one step of the optimizer.
+        gradient_accumulation_steps: how many iterations it takes for one step of the optimizer.
         scaler: the `torch.amp.GradScaler` by which it scales the loss.
         evaluators: by the name of the dataset, such as `{"validation": evaluator}`; those that are run one after the other are one
             evaluation, which is over with the last of them, or when the trainer goes on.
@@ -71,10 +71,14 @@ def host(
 
     Raises:
         ConfigError: an argument that cannot work.
-        NotCarried: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins, or after the first step; see `strict`.
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate!r}: give a whole number above 0")
+    if (
+        isinstance(gradient_accumulation_steps, bool)
+        or not isinstance(gradient_accumulation_steps, int)
+        or gradient_accumulation_steps < 1
+    ):
+        raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
     if evaluate is not None and not evaluators:
         raise ConfigError("evaluate= runs evaluators; name them with evaluators=, for their results to be told")
     if "train" in (evaluators or {}):
@@ -85,4 +89,6 @@ def host(
         "log_interval": log_interval, "timeout_seconds": timeout_seconds, "signals": tuple(preempt_signals),
         "lock_timeout_seconds": lock_timeout_seconds,
     }  # fmt: skip
-    return IgniteHost(callbacks, model, settings, accumulate, scaler, dict(evaluators or {}), evaluate, strict=strict)
+    return IgniteHost(
+        callbacks, model, settings, gradient_accumulation_steps, scaler, dict(evaluators or {}), evaluate, strict=strict
+    )

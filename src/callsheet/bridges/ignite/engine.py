@@ -10,9 +10,9 @@ from weakref import ReferenceType
 from ignite.engine import Engine, Events, State
 from torch import Tensor
 
-from callsheet.bridges.foreign import NotOnTheList
+from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.context import Context
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 
 NO_GUESTS: Mapping[str, str] = {
     "BasicTimeProfiler": "it measures the engine that runs the loop, which is not Ignite's here; callsheet's cost report does that",
@@ -79,11 +79,11 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         return self.evaluators[name]
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As Ignite's own. Raises NotCarried for a handler that cannot work here, and within training for an event that is not told."""
-        refuse_handler(handler)
+        """As Ignite's own. Raises NotSupported for a handler that cannot work here, and within training for an event that is not told."""
+        reject_handler(handler)
         name = getattr(event_name, "name", "")
         if self.told is not None and name in Events.__members__ and name not in self.told:
-            raise NotCarried(
+            raise NotSupported(
                 f"{label_of_handler(handler)} wants to hear {name} of Ignite from now on: attach it before training begins"
             )
         self._at.clear()
@@ -116,7 +116,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         super().terminate(skip_completed)
         self.ctx.control.stop("a guest has terminated the engine")
 
-    def hears(self, event: Events) -> bool:
+    def listens_to(self, event: Events) -> bool:
         """Whether anybody is attached at this event."""
         return bool(self._event_handlers.get(event))
 
@@ -136,18 +136,18 @@ class _GuestEvaluator(GuestEngine):
         raise NotOnTheList("an evaluator of Ignite's cannot be terminated here: evaluations run to their end")
 
 
-def _refused(name: str) -> Callable[..., None]:
-    def refuse(self: GuestEngine, *args: Any, **kwargs: Any) -> None:
+def _rejected(name: str) -> Callable[..., None]:
+    def reject(self: GuestEngine, *args: Any, **kwargs: Any) -> None:
         raise NotOnTheList(
             f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED))}; run it at home for the rest"
         )
 
-    return refuse
+    return reject
 
 
 for _name in dir(Engine):
     if not _name.startswith("_") and callable(getattr(Engine, _name)) and _name not in ALLOWED:
-        setattr(GuestEngine, _name, _refused(_name))
+        setattr(GuestEngine, _name, _rejected(_name))
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -167,11 +167,11 @@ def _outputs_and_targets(ctx: Context) -> Any:
 def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
-def refuse_handler(handler: Any) -> None:
-    """Raise `NotCarried` where it is one of those that cannot be a guest."""
+def reject_handler(handler: Any) -> None:
+    """Raise `NotSupported` where it is one of those that cannot be a guest."""
     why = NO_GUESTS.get(label_of_handler(handler))
     if why is not None:
-        raise NotCarried(f"{label_of_handler(handler)} cannot be a guest: {why}")
+        raise NotSupported(f"{label_of_handler(handler)} cannot be a guest: {why}")
 
 
 def label_of_handler(handler: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from ignite.engine import Events
 from ignite.metrics import Metric
 
-from callsheet.bridges.foreign import Guest, NotOnTheList, no_guest, refuse_never
-from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, refuse_handler
+from callsheet.bridges.guest_base import Guest, NotOnTheList, no_guest, reject_never
+from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, reject_handler
 from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import RegistrationError
@@ -70,7 +70,7 @@ def guest(
         strict: whether it is an error that it hears something which is never told here; else a warning.
 
     Raises:
-        NotCarried: the handler cannot work here, or hears what is never told; the message names it.
+        NotSupported: the handler cannot work here, or hears what is never told; the message names it.
         RegistrationError: what is given is no handler, or its engine is another guest already.
 
     Example:
@@ -82,7 +82,7 @@ def guest(
         return IgniteGuest(foreign, to_save=to_save, name=name, phase=phase, strict=strict)
     if isinstance(foreign, (type, list, tuple, Callback)) or not (callable(foreign) or hasattr(foreign, "attach")):
         raise no_guest(foreign, "a handler of Ignite's")
-    refuse_handler(foreign)
+    reject_handler(foreign)
     trainer = GuestEngine()
     if event is not None:
         trainer.add_event_handler(event, foreign)
@@ -112,28 +112,28 @@ class IgniteGuest(Guest):
         foreign.is_taken = True
         self._to_save = dict(to_save or {})
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Whether a handler is attached for it."""
         if theirs in OF_EVALUATORS:
             events = OF_EVALUATORS[theirs]
             if theirs == "evaluator_iteration_started":  # which counts
                 events += OF_EVALUATORS["evaluator_iteration_completed"]
-            return any(engine.hears(event) for engine in self.foreign.evaluators.values() for event in events)
-        return self.foreign.hears(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
+            return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
+        return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
         """The methods below have Ignite's names for its events."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 
-    def _refuse(self, never: list[str], strict: bool) -> None:
-        hearers: dict[str, list[str]] = {}
+    def _reject(self, never: list[str], strict: bool) -> None:
+        listeners: dict[str, list[str]] = {}
         for engine in self._engines:
             for event in (*self.NEVER, *(() if engine is self.foreign else NEVER_OF_EVALUATORS)):
                 for handler, _, _ in engine._event_handlers[Events[event]]:
-                    hearers.setdefault(label_of_handler(handler), []).append(event)
-        for hearer, events in hearers.items():
-            refuse_never(hearer, events, self.FRAMEWORK, strict)
+                    listeners.setdefault(label_of_handler(handler), []).append(event)
+        for listener, events in listeners.items():
+            reject_never(listener, events, self.FRAMEWORK, strict)
 
     # --- the trainer's events ---
 
@@ -148,7 +148,7 @@ class IgniteGuest(Guest):
             state.max_iters = int(longest.value)
         for each in self._engines:
             each.should_terminate = False
-            each.told = frozenset(event.name for event in Events if each.hears(event))
+            each.told = frozenset(event.name for event in Events if each.listens_to(event))
 
     def _at(self, ctx: Context) -> Any:
         """The engine's state, where the loop is; None once a guest has terminated it."""

@@ -17,12 +17,12 @@ from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import go_on_without, own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
-from callsheet.bridges.ignite.moments import NOT_TOLD, OF_CHECKPOINTS, OF_EVALUATIONS, TOLD_AT, TOLD_AT_EVALUATION
+from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
-from callsheet.errors import CheckpointError, ConfigError, NotCarried
+from callsheet.errors import CheckpointError, ConfigError, NotSupported
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.trainer.tasks import counts_of
 
@@ -37,7 +37,7 @@ class IgniteHost(GivesUp):
         callbacks: CallbackManager | Callback | Iterable[Callback] | None,
         model: nn.Module,
         settings: Mapping[str, Any],
-        accumulate: int,
+        gradient_accumulation_steps: int,
         scaler: Any,
         evaluators: Mapping[str, Engine],
         evaluate: Callable[[], Any] | None,
@@ -47,7 +47,7 @@ class IgniteHost(GivesUp):
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._model = model
         self._settings = settings
-        self._accumulate = accumulate
+        self._accumulate = gradient_accumulation_steps
         self._scaler = scaler
         self._evaluators = evaluators
         self._runs_evaluators = evaluate
@@ -63,7 +63,7 @@ class IgniteHost(GivesUp):
 
     def _forget(self) -> None:
         self._has_given_up = False
-        self._hears_microbatch = False
+        self._listens_to_microbatch = False
         self._is_first = True  # the step
         self._microbatches = 0  # of it
         self._in_epoch = False
@@ -71,7 +71,7 @@ class IgniteHost(GivesUp):
         self._dataset = ""  # that is being evaluated
         self._told: set[str] = set()  # what has been evaluated since the last step, or the epoch's end
         self._evaluates = self._saves = False  # because a callback has asked for it
-        self._is_due_told = False  # and nothing has been trained or saved since
+        self._is_due_fired = False  # and nothing has been trained or saved since
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Hear the trainer, and the evaluators.
@@ -91,13 +91,13 @@ class IgniteHost(GivesUp):
         if self._settings["signals"] and checkpoint is None:
             raise ConfigError("preempt_signals= ask for a checkpoint before the run makes way: attach(trainer, checkpoint=...)")
         self._trainer, self._checkpoint = trainer, checkpoint
-        for event in TOLD_AT:
+        for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
         # Before a handler that raises the exception again, also one that was attached earlier: those behind it are not called.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
-            for event in TOLD_AT_EVALUATION:
+            for event in FIRED_AT_EVALUATION:
                 evaluator.add_event_handler(event, getattr(self, f"_evaluation_{event.value}"), name)
         if checkpoint is not None:
             self._files = {file for _, file in checkpoint.state_dict()["_saved"]}
@@ -112,7 +112,7 @@ class IgniteHost(GivesUp):
     @observing
     def _started(self, trainer: Engine) -> None:
         if self._run is not None:  # one that was interrupted, and is not gone on with
-            self._let_go()
+            self._release()
         self._forget()
         model, optimizer = self._model, self._settings["optimizer"]
         me = weakref.proxy(self)  # the run has to be forgotten with the engine and its handlers
@@ -127,26 +127,28 @@ class IgniteHost(GivesUp):
             **self._settings,
         )
         run.signals.__enter__()
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx, self._scaler)
-        self._model_hooks = ModelHooks(run.narrator, run.ctx, model)
-        self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, model)
-        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer, watch=watch)
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, model)
+        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, model)
+        self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader
         run.fails_by(self._leave)
-        run.mends = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
+        run.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
-        never = NOT_TOLD + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        run.refuse(never, strict=self._strict, logger=logger)
+        never = (
+            NOT_FIRED + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
+        )
+        run.reject(never, strict=self._strict, logger=logger)
         run.begin()  # training is told with its first epoch: what is evaluated before stands on its own
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:
         state, batches = trainer.state, self._accumulate
         if state.epoch_length is not None and state.epoch_length % batches:
-            raise NotCarried(
-                f"a step of accumulate={batches} iterations reaches over the end of an epoch of {state.epoch_length}, where callbacks"
+            raise NotSupported(
+                f"a step of gradient_accumulation_steps={batches} iterations reaches over the end of an epoch of {state.epoch_length}, where callbacks"
                 " are told that all steps are over; give the engine an epoch_length that it divides"
             )
         if state.max_iters is not None:
@@ -158,10 +160,10 @@ class IgniteHost(GivesUp):
         run = self._run
         if run is not None:
             self._go_on(run)
-            run.narrator.start("round")  # if there was no epoch to train
+            run.driver.start("round")  # if there was no epoch to train
             self._leave_step(run)
             run.finish()
-            self._let_go()
+            self._release()
 
     @observing
     def _interrupt(self, trainer: Engine) -> None:
@@ -189,7 +191,7 @@ class IgniteHost(GivesUp):
                 run.lifetime.end(Outcome.INTERRUPTED)
             else:
                 run.fail(error)
-            self._let_go()
+            self._release()
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # nobody else would have kept it from coming out
             raise error
 
@@ -211,7 +213,7 @@ class IgniteHost(GivesUp):
             self._go_on(run)
             if not trainer.should_terminate:
                 self._in_epoch = True
-                run.narrator.start("epoch")
+                run.driver.start("epoch")
 
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
@@ -220,15 +222,15 @@ class IgniteHost(GivesUp):
                 return
             if self._told or self._is_waiting:
                 self._go_on(run)
-            self._is_due_told = False
-            narrator = run.narrator
-            if narrator.listen():
-                self._hears_microbatch = narrator.hears("microbatch")
-                self._model_hooks.listen(self._hears_microbatch)
-                self._optimizer_hooks.listen(narrator.is_read)
-                self._watch.listen(narrator.is_loss_read)
-            if not narrator.parts["fetch"].is_quiet:
-                narrator.start("fetch")
+            self._is_due_fired = False
+            driver = run.driver
+            if driver.listen():
+                self._listens_to_microbatch = driver.listens_to("microbatch")
+                self._model_hooks.listen(self._listens_to_microbatch)
+                self._optimizer_hooks.listen(driver.is_read)
+                self._watch.listen(driver.is_loss_read)
+            if not driver.parts["fetch"].has_no_listeners:
+                driver.start("fetch")
                 run.ctx.batch = None
         except Exception as error:
             self._leave(error)
@@ -236,10 +238,10 @@ class IgniteHost(GivesUp):
     def _get_batch_completed(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches or run.narrator.parts["fetch"].is_quiet:
+            if run is None or self._microbatches or run.driver.parts["fetch"].has_no_listeners:
                 return
             run.ctx.batch = batch = trainer.state.batch
-            run.narrator.end("fetch")
+            run.driver.end("fetch")
             if run.ctx.batch is not batch:
                 trainer.state.batch = run.ctx.batch
         except Exception as error:
@@ -250,7 +252,7 @@ class IgniteHost(GivesUp):
             run = self._run
             if run is None:
                 return
-            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            driver, ctx, watch = run.driver, run.ctx, self._watch
             watch.is_on = True
             is_first = not self._microbatches
             if is_first and trainer.state.dataloader is None:  # the function makes its own
@@ -261,14 +263,14 @@ class IgniteHost(GivesUp):
             if is_first:
                 run.counted = counts_of(batch)
                 watch.total, self._optimizer_hooks.has_stepped = None, False
-                narrator.start_step()
+                driver.start_step()
             else:
                 samples, tokens = counts_of(batch)
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-            if self._hears_microbatch:
+            if self._listens_to_microbatch:
                 ctx.microbatch = batch
-                narrator.start("microbatch")
-                if narrator.parts["microbatch"].is_open and ctx.microbatch is not batch:
+                driver.start("microbatch")
+                if driver.parts["microbatch"].is_open and ctx.microbatch is not batch:
                     trainer.state.batch = ctx.microbatch
         except Exception as error:
             self._leave(error)
@@ -280,12 +282,12 @@ class IgniteHost(GivesUp):
                 return
             self._watch.is_on = False
             if trainer.state.iteration % self._accumulate:
-                run.narrator.end("microbatch")
+                run.driver.end("microbatch")
                 return
             self._microbatches = 0
             run.step_skipped = not self._optimizer_hooks.has_stepped
             run.end_step()
-            self._is_due_told = True
+            self._is_due_fired = True
             if self._is_first:
                 self._is_first = False
                 self._check_first(run)
@@ -297,13 +299,13 @@ class IgniteHost(GivesUp):
     def _check_first(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # it leaves steps out until it has found its scale
-                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
-                raise NotCarried(
+                raise NotSupported(
                     f"the engine has not stepped the optimizer in its first {f'{self._accumulate} iterations' if self._accumulate > 1 else 'iteration'};"
-                    " say with accumulate= how many it takes for a step, and give host the optimizer that it steps"
+                    " say with gradient_accumulation_steps= how many it takes for a step, and give host the optimizer that it steps"
                 )
-        run.check_carried(strict=self._strict, logger=logger)
+        run.check_supported(strict=self._strict, logger=logger)
 
     @observing
     def _epoch_completed(self, trainer: Engine) -> None:
@@ -331,7 +333,7 @@ class IgniteHost(GivesUp):
         if self._is_waiting:
             self._is_waiting = False
             run.boundaries.reach("epoch")
-            self._is_due_told = True
+            self._is_due_fired = True
             self._stop_if_asked(run)
 
     @observing
@@ -341,14 +343,14 @@ class IgniteHost(GivesUp):
 
     def _go_on(self, run: HostedRun) -> None:
         """The trainer does: what was evaluated is, and anew what is evaluated next."""
-        if run.eval_narrator.is_open("eval_all"):
+        if run.eval_driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
-        self._is_due_told = False
+        self._is_due_fired = False
         if self._told:
             self._told = set()
 
-    def _catch_up(self) -> None:
+    def _process_lane_messages(self) -> None:
         """Another handler of the event that the trainer, or an evaluator, is telling comes before the host's own: be there first."""
         trainer, name = self._trainer, self._dataset
         if self._run is None or trainer is None:
@@ -369,7 +371,7 @@ class IgniteHost(GivesUp):
         self._evaluates = True
         try:
             self._runs_evaluators()
-            if self._run.eval_narrator.is_open("eval_all"):
+            if self._run.eval_driver.is_open("eval_all"):
                 self._end_evaluation(self._run)
         finally:
             self._evaluates = False
@@ -377,25 +379,25 @@ class IgniteHost(GivesUp):
 
     @observing
     def _evaluation_started(self, evaluator: Engine, name: str) -> None:
-        self._catch_up()
+        self._process_lane_messages()
         run = self._run
-        if run is None or name in self._told or (self._told and not run.eval_narrator.is_open("eval_all")):
+        if run is None or name in self._told or (self._told and not run.eval_driver.is_open("eval_all")):
             return  # between two steps there is one evaluation, and this is another
         self._dataset = name
         self._told.add(name)
-        self._judging_hooks.listen(run.hears_outputs("eval"))
-        run.begin_evaluation(name, standalone=not run.narrator.is_open("train"))
+        self._judging_hooks.listen(run.listens_to_outputs("eval"))
+        run.begin_evaluation(name, standalone=not run.driver.is_open("train"))
 
     @observing
     def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
             self._run.eval_ctx.batch = evaluator.state.batch
-            self._run.eval_narrator.start("eval_step")
+            self._run.eval_driver.start("eval_step")
 
     @observing
     def _evaluation_iteration_completed(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
-            self._run.eval_narrator.end("eval_step")
+            self._run.eval_driver.end("eval_step")
 
     @observing
     def _evaluation_completed(self, evaluator: Engine, name: str) -> None:
@@ -404,7 +406,7 @@ class IgniteHost(GivesUp):
             return
         self._dataset = ""
         self._judging_hooks.remove()
-        run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+        run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
         run.end_dataset(name, numbers(evaluator.state.metrics))
         if self._told == self._evaluators.keys():
             self._end_evaluation(run)
@@ -419,8 +421,8 @@ class IgniteHost(GivesUp):
             run.control.done("evaluate")  # what a callback has asked for meanwhile is made
             self._reach(run)
             return
-        run.boundaries.tell_checkpoint_due("step")
-        self._is_due_told = True
+        run.boundaries.fire_checkpoint_due("step")
+        self._is_due_fired = True
         self._stop_if_asked(run)
 
     # --- checkpoints ---
@@ -441,16 +443,16 @@ class IgniteHost(GivesUp):
         files = {file for _, file in self._checkpoint.state_dict()["_saved"]}
         written, self._files = files - self._files, files
         run = self._run
-        if run is None or not written or not (self._saves or self._is_due_told or not run.narrator.is_open("train")):
+        if run is None or not written or not (self._saves or self._is_due_fired or not run.driver.is_open("train")):
             return
-        self._is_due_told = False
+        self._is_due_fired = False
         folder = getattr(self._checkpoint.save_handler, "dirname", "")
-        run.tell_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # our part was in it
+        run.fire_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # our part was in it
 
     def state_dict(self) -> dict[str, Any]:
         """The callbacks' states, and how far the run is: for the `to_save` of a `Checkpoint`, beside the model, the optimizer and the
         trainer."""
-        self._catch_up()
+        self._process_lane_messages()
         if self._run is not None:
             self._reach(self._run)
         run = self._last

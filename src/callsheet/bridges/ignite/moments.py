@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ignite.engine import Events
 
-TOLD_AT: Mapping[Events, tuple[str, ...]] = {
+FIRED_AT: Mapping[Events, tuple[str, ...]] = {
     Events.STARTED: (
         "on_run_start",
         "on_checkpoint_load_start",
@@ -28,7 +28,7 @@ TOLD_AT: Mapping[Events, tuple[str, ...]] = {
 }
 """The trainer's events, and what is told at each; what stands between a step's start and its end is heard from PyTorch."""
 
-TOLD_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
+FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.STARTED: ("on_eval_all_start", "on_eval_start"),
     Events.ITERATION_STARTED: ("on_eval_step_start",),
     Events.ITERATION_COMPLETED: ("on_eval_step_end",),
@@ -36,7 +36,7 @@ TOLD_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
 }
 """The same for an evaluator's."""
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from callsheet.bridges.foreign import Guest, no_guest
+from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.instructlab.names import (
     HOOK_NAMES,
     TrainingContext,
     awaited,
     bases,
-    hears,
+    listens_to,
     log_failure,
     seen,
 )
@@ -41,7 +41,7 @@ EVENT_MAP: Mapping[str, str] = {
 }
 """InstructLab's hook, and our event. A guest is told a step's and an epoch's end when what is evaluated and saved there is over."""
 
-NOT_TOLD: tuple[str, ...] = (
+NOT_FIRED: tuple[str, ...] = (
     *("on_checkpoint_due", "on_preempt", "on_exception"),
     *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
@@ -77,7 +77,7 @@ def host(
             InstructLab's training continues.
 
     Raises:
-        NotCarried: a callback hears what is not told, reads the model or the like, or asks for something; see `strict`.
+        NotSupported: a callback hears what is not told, reads the model or the like, or asks for something; see `strict`.
     """
     from callsheet.bridges.instructlab.hosts import host_of  # which imports InstructLab, where it is installed
 
@@ -133,7 +133,7 @@ class InstructLabGuest(Guest):
     """Events that need not be heard where it does not hear the hook."""
 
     lane = "background"
-    needs = ("loss", "record", "eval_results", "standalone", "checkpoint")
+    snapshot_fields = ("loss", "record", "eval_results", "standalone", "checkpoint")
 
     def __init__(
         self, foreign: Any, *, name: str = "", phase: str = "report", strict: bool = True, deadline: float = 60.0
@@ -142,7 +142,7 @@ class InstructLabGuest(Guest):
             raise no_guest(foreign, "an instance of a TrainerCallback of InstructLab's")
         self.lane_options = LaneOptions(deadline=deadline)
         super().__init__(foreign, name=name, phase=phase, strict=strict)
-        heard = [hook for hook in HOOK_NAMES if hears(foreign, hook)]
+        heard = [hook for hook in HOOK_NAMES if listens_to(foreign, hook)]
         self._hooks: dict[str, Callable[[TrainingContext], Any]] = {hook: getattr(foreign, hook) for hook in heard}
         for event, hook in self.ONLY_FOR.items():
             if hook not in self._hooks:

@@ -20,14 +20,14 @@ import torch
 
 from callsheet.background import inner
 from callsheet.bridges.giving_up import GivesUp, observing
-from callsheet.bridges.instructlab import NOT_SEEN, NOT_TOLD, names
+from callsheet.bridges.instructlab import NOT_FIRED, NOT_SEEN, names
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
 from callsheet.bridges.reads import reads_of
 from callsheet.callback import Callback, label_of
 from callsheet.context import Outcome
 from callsheet.distributed import read_ranks
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.lifecycle import EVENTS, SPANS
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.trainer.run_guard import checked_lock_timeout
@@ -38,7 +38,7 @@ logger = logging.getLogger("callsheet")
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
 """What InstructLab's hooks do not tell of a microbatch: it is told to have been between two of them."""
 
-_REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.accumulate", "control.load")
+_REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.set_gradient_accumulation", "control.load")
 
 
 def host_of(
@@ -138,7 +138,7 @@ class Teller(GivesUp):
         self._saved: TrainingContext | None = None  # after an epoch's last step, until the epoch is over
         self._is_between = False  # two steps
         self._is_checked = False  # whether the first step has told what is heard
-        self._refuse()
+        self._reject()
 
     # --- on their way to the ranks ---
 
@@ -148,7 +148,7 @@ class Teller(GivesUp):
         for event in EVENTS:
             for each in self.manager.list_callbacks(event):
                 if not isinstance(each, Callback):
-                    raise NotCarried(
+                    raise NotSupported(
                         f"the function {getattr(each, '__name__', each)} is not sent to ranks; make it a method of a Callback"
                     )
         before = dict(os.environ)
@@ -172,40 +172,40 @@ class Teller(GivesUp):
 
     # --- what cannot be carried ---
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         edges = {"on_run_start", "on_run_end"}
         told = {
             id(each)
             for event in EVENTS
-            if event not in {*edges, *NOT_TOLD, *NOT_SEEN}
+            if event not in {*edges, *NOT_FIRED, *NOT_SEEN}
             for each in self.manager.list_callbacks(event)
         }
-        for event in (*NOT_SEEN, *NOT_TOLD):
+        for event in (*NOT_SEEN, *NOT_FIRED):
             for each in self.manager.list_callbacks(event):
-                if not _hears_all(each) and (event in NOT_SEEN or id(each) not in told):
-                    self._not_carried(each, f"hears {event}, which {HOST} never tells")
+                if not _listens_to_all(each) and (event in NOT_SEEN or id(each) not in told):
+                    self._not_supported(each, f"hears {event}, which {HOST} never tells")
         for each in self.manager.callbacks:
             reads = reads_of(each)
             if missing := [name for name in NOT_GIVEN if any(read.split(".")[0] == name for read in reads)]:
-                self._not_carried(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} gives no callback")
+                self._not_supported(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} gives no callback")
             if asks := [request for request in _REQUESTS if request in reads]:
-                self._not_carried(each, f"may call ctx.{', ctx.'.join(asks)}, and nobody can ask {HOST} for anything")
+                self._not_supported(each, f"may call ctx.{', ctx.'.join(asks)}, and nobody can ask {HOST} for anything")
             if each.collective and read_ranks().world_size > 1:
-                self._not_carried(each, f"calls collectives, which would meet those of {HOST}")
+                self._not_supported(each, f"calls collectives, which would meet those of {HOST}")
 
-    def _check_carried(self, run: HookedRun) -> None:
+    def _check_supported(self, run: HookedRun) -> None:
         """After the first step: refuse, or warn of, what somebody hears and no hook has told."""
-        for name in sorted(run.narrator.made_up - _WITHOUT_HOOK, key=list(SPANS).index):
+        for name in sorted(run.driver.synthesized - _WITHOUT_HOOK, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
                 for each in self.manager.list_callbacks(event):
-                    if not _hears_all(each):
-                        self._not_carried(each, f"hears {event}, which {HOST} has not told in its first step")
+                    if not _listens_to_all(each):
+                        self._not_supported(each, f"hears {event}, which {HOST} has not told in its first step")
 
-    def _not_carried(self, callback: Any, why: str) -> None:
+    def _not_supported(self, callback: Any, why: str) -> None:
         name = label_of(callback) if isinstance(callback, Callback) else getattr(callback, "__name__", repr(callback))
         message = f"{name} {why}"
         if self._strict:
-            raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without that")
+            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without that")
         logger.warning("%s", message)
 
     # --- InstructLab's hooks ---
@@ -213,7 +213,7 @@ class Teller(GivesUp):
     @observing
     def on_train_begin(self, context: TrainingContext) -> None:
         """Begin a run."""
-        self._let_go()  # one that an exception had left
+        self._release()  # one that an exception had left
         self._is_checked = self._has_given_up = False
         self._saved = None
         self._run = run = HookedRun(self.manager, context, is_strict=self._strict, lock_timeout=self._lock_timeout_seconds)
@@ -224,7 +224,7 @@ class Teller(GivesUp):
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """An epoch begins."""
         run.go_to(context)
-        run.narrator.start("epoch")
+        run.driver.start("epoch")
 
     @_in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
@@ -233,58 +233,58 @@ class Teller(GivesUp):
         self._is_between = False
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
         run.listen()
-        narrator = run.narrator
-        narrator.tell("fetch")
-        narrator.start_step()
+        driver = run.driver
+        driver.tell("fetch")
+        driver.start_step()
 
     @_in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
         """A microbatch begins."""
-        run.narrator.start("microbatch")
-        run.narrator.start("forward")
+        run.driver.start("microbatch")
+        run.driver.start("forward")
 
     @_in_a_run
     def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
         """It is through: forward, loss and backward are told to be over."""
-        run.narrator.end("microbatch")
+        run.driver.end("microbatch")
 
     @_in_a_run
     def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """All microbatches are through, and the step's loss is known."""
-        if context.loss is not None and run.is_heard():
+        if context.loss is not None and run.has_listeners():
             run.loss = torch.tensor(context.loss)
-        run.narrator.start("clip_gradients")
+        run.driver.start("clip_gradients")
 
     @_in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """The parameters have moved."""
-        run.narrator.end("clip_gradients")
-        run.narrator.tell("optimizer_step")
+        run.driver.end("clip_gradients")
+        run.driver.tell("optimizer_step")
 
     @_in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
         """The step's numbers are known: it ends here, and its record is told."""
-        run.narrator.end_step()
+        run.driver.end_step()
         if not self._is_checked:
             self._is_checked = True
-            self._check_carried(run)
-        run.tell_record(context)
+            self._check_supported(run)
+        run.fire_record(context)
 
     @_in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
         """An evaluation is over."""
-        run.tell_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
+        run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
     @_in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
         """A checkpoint stands: add the callbacks' states to it. After an epoch's last step it is the epoch's own, and told after that."""
-        if not run.narrator.is_open("epoch"):
-            run.narrator.end("round")
-            run.tell_checkpoint(context, "round")
+        if not run.driver.is_open("epoch"):
+            run.driver.end("round")
+            run.fire_checkpoint(context, "round")
         elif self._is_between:
             self._saved = context
         else:
-            run.tell_checkpoint(context, "step")
+            run.fire_checkpoint(context, "step")
 
     @_in_a_run
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
@@ -294,22 +294,22 @@ class Teller(GivesUp):
     @_in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """The epoch is over."""
-        if run.narrator.is_open("epoch"):
-            run.narrator.end("train_step")  # one whose end was not reported counts in this epoch
+        if run.driver.is_open("epoch"):
+            run.driver.end("train_step")  # one whose end was not reported counts in this epoch
             run.state.timestamp = run.state.timestamp.next_epoch()
-            run.narrator.end("epoch")
+            run.driver.end("epoch")
         saved, self._saved = self._saved, None
         if saved is not None:
-            run.tell_checkpoint(saved, "epoch")
+            run.fire_checkpoint(saved, "epoch")
 
     @_in_a_run
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
         """Training is over; in the midst of an epoch InstructLab was asked to make way."""
         run.finish(context)
-        self._let_go()
+        self._release()
 
 
-def _hears_all(listener: Any) -> bool:
+def _listens_to_all(listener: Any) -> bool:
     """Whether it takes what there is, and asks for no event by its name."""
     return isinstance(listener, Callback) and type(inner(listener)).on_event is not Callback.on_event
 

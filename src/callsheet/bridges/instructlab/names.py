@@ -15,9 +15,9 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from callsheet.capture import copied
 from callsheet.errors import did_you_mean
 from callsheet.lanes import Lane, LaneOptions, close, drain
-from callsheet.taker import copied
 
 logger = logging.getLogger("callsheet")
 
@@ -132,7 +132,7 @@ def bases() -> tuple[type, ...]:
     return (TrainerCallback,) if theirs is None else (TrainerCallback, theirs)
 
 
-def hears(callback: Any, hook: str) -> bool:
+def listens_to(callback: Any, hook: str) -> bool:
     """Whether its class overrides the hook. AttributeError for what is none."""
     method = getattr(type(callback), hook)
     return all(method is not getattr(base, hook) for base in bases())
@@ -173,7 +173,7 @@ class CallbackManager:
     def has_callbacks(self, hook_name: str) -> bool:
         """Whether anybody hears it. AttributeError for what is no hook."""
         getattr(TrainerCallback, hook_name)
-        return any(hears(callback, hook_name) for callback in self._callbacks)
+        return any(listens_to(callback, hook_name) for callback in self._callbacks)
 
     def fire(self, hook_name: str, **kwargs: Any) -> None:
         """Tell all who hear it, with these fields of the context in this telling alone. Nothing after `close`.
@@ -184,7 +184,7 @@ class CallbackManager:
         if hook_name not in _HOOKS:
             # The original's words come first, here and below: tests that were written for it match them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
-        if self._is_closed or not (listeners := [each for each in self._callbacks if hears(each, hook_name)]):
+        if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
         if unknown := next((name for name in kwargs if name not in _FIELDS), None):
             raise ValueError(

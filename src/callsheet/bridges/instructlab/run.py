@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from callsheet.bridges.boundary_order import BoundaryOrder
-from callsheet.bridges.foreign import NotOnTheList
+from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.bridges.instructlab.names import TrainingContext
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import writes_to_run_folder
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.context import CheckpointInfo, Context, LogRecord, Outcome, RunInfo, TrainState
+from callsheet.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.control import Control, Request
 from callsheet.distributed import read_ranks
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.lifetime import Lifetime
 from callsheet.log_ranks import LogRanks
 from callsheet.manager import CallbackManager
@@ -56,8 +56,8 @@ class HookedRun:
         info = RunInfo(output.name, output, config, ranks, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device)
         self.state = TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None)
         self._metrics = MetricLog()
-        given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.tell_loggers}
-        self.ctx = _Seen(info, control=_Deaf(is_strict=is_strict), **given)
+        given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.notify_loggers}
+        self.ctx = _Seen(info, control=_InertHooks(is_strict=is_strict), **given)
         self.lifetime = Lifetime(manager, self.ctx)
         self._lock, self._lock_timeout = RunLock(output), lock_timeout
         self.lifetime.at_end(self._lock.release)
@@ -67,7 +67,7 @@ class HookedRun:
         self.manager = manager
         self.spans = manager.spans(self.ctx)
         self.eval_ctx = self.ctx.sibling()
-        self.narrator = Narrator(
+        self.driver = LifecycleDriver(
             self.spans,
             {
                 **dict.fromkeys(_LEAVING, lambda: self._order.leave()),
@@ -78,9 +78,9 @@ class HookedRun:
                 "on_train_step_end": self._step_ends,
             },
         )
-        self.eval_narrator = Narrator(manager.spans(self.eval_ctx), {})
-        self._order = BoundaryOrder(HOST, self.narrator, self.eval_narrator)
-        self.eval_narrator.is_barred = self._order.is_barred
+        self.eval_driver = LifecycleDriver(manager.spans(self.eval_ctx), {})
+        self._order = BoundaryOrder(HOST, self.driver, self.eval_driver)
+        self.eval_driver.is_barred = self._order.is_barred
         self.ctx.excuse = self.eval_ctx.excuse = self._order.excuse
         self.context = context
         """What InstructLab has given with the latest hook."""
@@ -93,7 +93,7 @@ class HookedRun:
         self._totals = (context.total_samples, 0)
         self._since = (0, 0, 0.0)  # the samples, tokens and seconds of the latest step
         self._found: dict[str, float] = {}
-        self._hears_parts = True
+        self._listens_to_parts = True
 
     # --- beginning and end ---
 
@@ -111,33 +111,33 @@ class HookedRun:
             ctx.checkpoint = self._load(context)
         ctx.close("on_checkpoint_load_end")
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
-        self.manager.tell_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        self.manager.notify_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
         self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.user_state = self.manager.user_state
         with self.spans.data_init:
             pass
         self.manager.between_steps(ctx.step)
-        self.narrator.start("round")
+        self.driver.start("round")
 
     def finish(self, context: TrainingContext) -> None:
         """Training is over. In the midst of an epoch InstructLab was asked to make way; a step that was not finished is not told to be."""
-        narrator = self.narrator
-        self.lifetime.outcome = Outcome.PREEMPTED if narrator.is_open("epoch") else Outcome.FINISHED
-        if narrator.is_open("train_step") and self.has_stepped:
-            narrator.end_step()
-        if narrator.is_open("train_step"):
-            narrator.forget()
+        driver = self.driver
+        self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
+        if driver.is_open("train_step") and self.has_stepped:
+            driver.end_step()
+        if driver.is_open("train_step"):
+            driver.forget()
             self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} made way in the midst of a step"), "train_step"
             self.manager.fire("on_exception", self.ctx)
         else:
-            narrator.end("train")
+            driver.end("train")
         self.lifetime.end()
 
     def fail(self, error: BaseException) -> None:
         """A callback's error ends the run, and not InstructLab's."""
-        self.narrator.forget()
-        self.eval_narrator.forget()
+        self.driver.forget()
+        self.eval_driver.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
@@ -155,16 +155,16 @@ class HookedRun:
             if context.step != now.batch + 1:
                 self.state.timestamp = self.state.baseline = now._replace(batch=context.step - 1)
             ctx.step = context.step
-            self.manager.catch_up(ctx)
+            self.manager.process_lane_messages(ctx)
 
     def listen(self) -> None:
         """Before a step: leave out what nobody hears."""
-        if self.narrator.listen():
-            self._hears_parts = any(map(self.narrator.hears, ("forward_backward", "clip_gradients", "optimizer_step")))
+        if self.driver.listen():
+            self._listens_to_parts = any(map(self.driver.listens_to, ("forward_backward", "clip_gradients", "optimizer_step")))
 
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether anybody hears the step's loss."""
-        return self.manager.heard.on_train_step_end or self._hears_parts
+        return self.manager.has_listeners.on_train_step_end or self._listens_to_parts
 
     def _loss_is_known(self) -> None:
         if self.loss is not None:
@@ -195,11 +195,11 @@ class HookedRun:
 
     # --- records, evaluations, checkpoints ---
 
-    def tell_record(self, context: TrainingContext) -> None:
+    def fire_record(self, context: TrainingContext) -> None:
         """Fire the step's record, with what callbacks have logged, unless the lifecycle allows none here."""
         if not self._order.may_come("L"):
             return
-        if not self.manager.heard.on_log:
+        if not self.manager.has_listeners.on_log:
             self._metrics.clear()
             self._end_record()
             return
@@ -216,8 +216,8 @@ class HookedRun:
 
     def _tell(self, values: dict[str, float], samples_per_second: float = 0.0, tokens: float = 0.0, memory: int = 0) -> None:
         ctx = self.ctx
-        if self.manager.heard.on_log:
-            ctx.record = LogRecord(ctx.step, values, self.state.timestamp.seconds, samples_per_second, tokens, memory)
+        if self.manager.has_listeners.on_log:
+            ctx.record = MetricsRecord(ctx.step, values, self.state.timestamp.seconds, samples_per_second, tokens, memory)
             self.manager.fire("on_log", ctx)
             ctx.close("on_log")
         self._end_record()
@@ -225,27 +225,27 @@ class HookedRun:
     def _end_record(self) -> None:
         if self.ctx.step >= self.manager.next_step:
             self.manager.between_steps(self.ctx.step)
-        self.manager.tell_costs(self.ctx)
+        self.manager.publish_costs(self.ctx)
 
-    def tell_evaluation(self, found: Mapping[str, float]) -> None:
+    def fire_evaluation(self, found: Mapping[str, float]) -> None:
         """An evaluation that InstructLab has made, after the fact, and its record."""
-        ctx, narrator = self.eval_ctx, self.eval_narrator
+        ctx, driver = self.eval_ctx, self.eval_driver
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
-        narrator.start("eval_all")
-        if not narrator.is_open("eval_all"):
+        driver.start("eval_all")
+        if not driver.is_open("eval_all"):
             ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")  # for the next record
             return
-        narrator.start("eval")
+        driver.start("eval")
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
-        narrator.end("eval")
+        driver.end("eval")
         ctx.eval_results = {"validation": dict(found)}
-        narrator.end("eval_all")
+        driver.end("eval_all")
         if self._order.may_come("L"):
             self._tell(self._metrics.take())
 
-    def tell_checkpoint(self, context: TrainingContext, boundary: str) -> None:
+    def fire_checkpoint(self, context: TrainingContext, boundary: str) -> None:
         """A checkpoint that InstructLab has written; what is kept here is added to it."""
         ctx, now = self.ctx, self.state.timestamp
         losses = {"validation": self._found["loss"]} if "loss" in self._found else {}
@@ -312,7 +312,7 @@ class _Seen(Context):
     def gather(self, value: Any) -> list[Any]:
         """Where there is but one rank."""
         if self.run.world_size > 1:
-            raise NotCarried(f"ctx.gather() would meet the collectives of {HOST}, which trains meanwhile")
+            raise NotSupported(f"ctx.gather() would meet the collectives of {HOST}, which trains meanwhile")
         return [value]
 
     def __getattr__(self, name: str) -> Any:
@@ -321,7 +321,7 @@ class _Seen(Context):
         return super().__getattr__(name)  # type: ignore[misc]  # not for a type checker
 
 
-class _Deaf(Control):
+class _InertHooks(Control):
     """Nobody can ask InstructLab for anything: an error, or, where that was accepted, a warning."""
 
     __slots__ = ("_is_strict",)
@@ -332,7 +332,7 @@ class _Deaf(Control):
 
     def _check(self, what: str) -> None:
         if self._is_strict:
-            raise NotCarried(f"control.{what}(): nobody can ask {HOST} for anything")
+            raise NotSupported(f"control.{what}(): nobody can ask {HOST} for anything")
         logger.warning("control.%s(): nobody can ask %s for anything", what, HOST)
 
     def agree(self, request: Request) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.extras import needed_by
 
 with needed_by(__name__):
@@ -25,11 +25,11 @@ with needed_by(__name__):
         ) from None
 
 from callsheet.bridges.copies import replace
+from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
-from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks
 from callsheet.callback import Callback
 from callsheet.context import Outcome
@@ -38,11 +38,11 @@ from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
-__all__ = ["NOT_TOLD", "KerasGuest", "KerasHost", "guest", "host"]
+__all__ = ["NOT_FIRED", "KerasGuest", "KerasHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-NOT_TOLD = (
+NOT_FIRED = (
     "on_test_start",
     "on_test_step_start",
     "on_test_forward_start",
@@ -86,7 +86,7 @@ def host(
 
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
-        NotCarried: when training begins, or after the first step; see `strict`. Also where the model is compiled with `jit_compile`, or
+        NotSupported: when training begins, or after the first step; see `strict`. Also where the model is compiled with `jit_compile`, or
             its optimizer accumulates gradients by itself: then nobody outside hears of a step's parts.
     """
     check_backend()
@@ -139,15 +139,15 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
     def _begin(self, *, is_training: bool) -> HostedRun:
         if self._run is not None:  # one that an exception had left
-            self._let_go()
+            self._release()
         self._has_given_up = False
         model, optimizer = self.model, self.model.optimizer if is_training else None
         if is_training and model.jit_compile:
-            raise NotCarried(
+            raise NotSupported(
                 "the Keras model is compiled with jit_compile, so that its steps cannot be heard; compile it without"
             )
         if getattr(optimizer, "gradient_accumulation_steps", None):
-            raise NotCarried(
+            raise NotSupported(
                 "the Keras optimizer has gradient_accumulation_steps, and tells nobody which batch is a step; train with larger batches"
             )
         module = self._module if self._module is not None else model
@@ -168,13 +168,13 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
             **self._settings,
         )
         run.state.epoch_batches = self.params.get("steps") if is_training else None
-        self._place = Place()
+        self._place = EpochPosition()
         run.parts = {"place": self._place}
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx, scale)
-        self._model_hooks = ModelHooks(run.narrator, run.ctx, module)
-        self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, module)
-        self._predict_hooks = JudgingHooks(run.narrator, run.ctx, module, kind="predict")
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
+        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = JudgingHooks(run.driver, run.ctx, module, kind="predict")
         self._hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
@@ -184,17 +184,17 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         self._is_epoch_open = self._is_checked = False
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, self._hooks)
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin(self._resume_path if is_training else None)
         return run
 
     def _finish(self, run: HostedRun) -> None:
         run.finish()
-        self._let_go()
+        self._release()
 
     def _stand_in(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
         """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
-        self._hooks.append(_StandIn(self.model, name, before, after))
+        self._hooks.append(_PatchedFunction(self.model, name, before, after))
 
     # --- training ---
 
@@ -204,7 +204,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         self._is_in_fit = True
         run = self._begin(is_training=True)
         self._stand_in("train_function", self._begin_step, self._end_step)
-        run.narrator.start("round")
+        run.driver.start("round")
         if run.state.timestamp.epoch:
             self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
         self._stop_if_asked(run)
@@ -221,32 +221,32 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
         self._place.begin()
         self._is_epoch_open, self._has_evaluated = True, False
-        run.narrator.start("epoch")
+        run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
         """Keras trains on a batch, which is one step."""
-        narrator, ctx, place, watch = run.narrator, run.ctx, self._place, self._watch
+        driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
             return None
-        if narrator.listen():
-            self._hears_microbatch = narrator.hears("microbatch")
-            self._model_hooks.listen(self._hears_microbatch)
-            watch.listen(narrator.is_loss_read)
-        if is_heard := narrator.hears("fetch"):
-            narrator.start("fetch")
+        if driver.listen():
+            self._listens_to_microbatch = driver.listens_to("microbatch")
+            self._model_hooks.listen(self._listens_to_microbatch)
+            watch.listen(driver.is_loss_read)
+        if has_listeners := driver.listens_to("fetch"):
+            driver.start("fetch")
         (ctx.batch,) = data
-        if is_heard:
-            narrator.end("fetch")
-        narrator.start_step()
+        if has_listeners:
+            driver.end("fetch")
+        driver.start_step()
         run.counted = counts_of(ctx.batch)
         watch.total, watch.is_on = None, True
         self._steps.has_stepped = False
-        if self._hears_microbatch:
+        if self._listens_to_microbatch:
             ctx.microbatch = ctx.batch
-            narrator.start("microbatch")
+            driver.start("microbatch")
         return [ctx.batch]
 
     def _end_step(self, run: HostedRun) -> None:
@@ -257,7 +257,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run.end_step()
         if not self._is_checked:
             self._is_checked = True
-            run.check_carried(strict=self._strict, logger=logger)
+            run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run)
 
@@ -280,7 +280,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         if found:
             run.ctx.log(found, across="same")
         if found or self._has_evaluated:
-            self._tell_record(run)
+            self._fire_record(run)
         if self._is_whole:
             run.boundaries.reach("epoch")
         self._stop_if_asked(run)
@@ -305,21 +305,21 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         if self._has_given_up and self._is_in_fit:  # what a `fit` evaluates is no run of its own
             return
         run = self._run
-        if run is None or not run.narrator.is_open("train"):
+        if run is None or not run.driver.is_open("train"):
             run = self._begin(is_training=False)
         else:
             self._close_epoch(run)
-        run.begin_evaluation(EVALUATED, standalone=not run.narrator.is_open("train"))
+        run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
         self._judging_hooks.listen(True)
         self._stand_in("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
         (run.eval_ctx.batch,) = data
-        run.eval_narrator.start("eval_step")
+        run.eval_driver.start("eval_step")
         return data
 
     def _end_eval_step(self, run: HostedRun) -> None:
-        run.eval_narrator.end("eval_step")
+        run.eval_driver.end("eval_step")
 
     @_in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
@@ -329,41 +329,41 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run.end_dataset(EVALUATED, logs or {})
         run.end_evaluation()
         self._has_evaluated = True
-        run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
-        if not run.narrator.is_open("train"):
-            self._tell_record(run)
+        run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+        if not run.driver.is_open("train"):
+            self._fire_record(run)
             self._finish(run)
 
-    def _tell_record(self, run: HostedRun) -> None:
+    def _fire_record(self, run: HostedRun) -> None:
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
 
     @observing
     def on_predict_begin(self, logs: Any = None) -> None:
         """A run that predicts; one within training is not told."""
-        if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.narrator.is_open("train")):
+        if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.driver.is_open("train")):
             return
-        self._begin(is_training=False).narrator.start("predict")
+        self._begin(is_training=False).driver.start("predict")
         self._predict_hooks.listen(True)
         self._stand_in("predict_function", self._begin_predict_step, self._end_predict_step)
 
     def _begin_predict_step(self, run: HostedRun, data: Any) -> Any:
         (run.ctx.batch,) = data
-        run.narrator.start("predict_step")
+        run.driver.start("predict_step")
         return data
 
     def _end_predict_step(self, run: HostedRun) -> None:
-        run.narrator.end("predict_step")
+        run.driver.end("predict_step")
 
     @_in_a_run
     def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
         """End the run."""
-        if run.narrator.is_open("predict"):
-            run.narrator.end("predict")
+        if run.driver.is_open("predict"):
+            run.driver.end("predict")
             self._finish(run)
 
 
-class _StandIn:
+class _PatchedFunction:
     """In the place of one of the model's functions, such as `train_function`.
 
     Args:
@@ -391,7 +391,7 @@ class _StandIn:
             except BaseException as error:  # Keras reports it to nobody
                 if host._run is run:
                     run.fail(error)
-                    host._let_go()
+                    host._release()
                 raise
             if host._run is run:
                 try:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import keras
 import torch
 
-from callsheet.bridges.foreign import Facade, Guest
+from callsheet.bridges.guest_base import Facade, Guest
 from callsheet.bridges.keras.run import KerasRun
 from callsheet.context import Context
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.sheet import Handler
 from callsheet.time import TimeUnit
 
@@ -37,7 +37,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
 ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 """Keras's older names, which the newer methods call."""
 
-REFUSED: Mapping[str, str] = {
+REJECTED: Mapping[str, str] = {
     "ModelCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
     "OrbaxCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
     "BackupAndRestore": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver, and resume",
@@ -58,7 +58,7 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: str = "measu
 
     Raises:
         ConfigError: Keras runs on another backend than torch.
-        NotCarried: a callback of `REFUSED`; or later, when it asks the model for anything else.
+        NotSupported: a callback of `REFUSED`; or later, when it asks the model for anything else.
     """
     check_backend()
     return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)
@@ -89,15 +89,15 @@ class KerasGuest(Guest):
 
     def __init__(self, foreign: Any, *, verbose: int, name: str, phase: str, strict: bool) -> None:
         for kind in type(foreign).__mro__:
-            if kind.__module__.startswith("keras.") and kind.__name__ in REFUSED:
-                raise NotCarried(f"Keras's {kind.__name__} cannot be a guest: {REFUSED[kind.__name__]}")
+            if kind.__module__.startswith("keras.") and kind.__name__ in REJECTED:
+                raise NotSupported(f"Keras's {kind.__name__} cannot be a guest: {REJECTED[kind.__name__]}")
         self._verbose = verbose
         self._model = GuestModel(self)
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Also by its older name."""
-        return super().hears(theirs) or (theirs in ALIASES and super().hears(ALIASES[theirs]))
+        return super().listens_to(theirs) or (theirs in ALIASES and super().listens_to(ALIASES[theirs]))
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """Keras gives the number of the batch or epoch, from 0, and its logs."""
@@ -120,9 +120,9 @@ class KerasGuest(Guest):
     def _meets(self, ctx: Context) -> None:
         run, longest = self.common, ctx.state.max_duration
         epochs = int(longest.value) if longest is not None and longest.unit is TimeUnit.EPOCH else 1
-        if self.hears("on_train_batch_end"):
+        if self.listens_to("on_train_batch_end"):
             run.tells_batches = run.needs_loss = True
-        elif self.hears("on_epoch_end") or self.hears("on_train_end"):
+        elif self.listens_to("on_epoch_end") or self.listens_to("on_train_end"):
             run.needs_loss = True
         self.foreign.set_params({"verbose": self._verbose, "epochs": epochs, "steps": ctx.state.epoch_batches})
         self.foreign.set_model(self._model)
@@ -206,7 +206,7 @@ class GuestOptimizer(Facade):
     def learning_rate(self, value: float) -> None:
         groups = self._model._ctx.optimizer.param_groups
         if len({float(group["lr"]) for group in groups}) > 1:
-            raise NotCarried("Keras's optimizers have one learning rate, and this one has groups with several")
+            raise NotSupported("Keras's optimizers have one learning rate, and this one has groups with several")
         for group in groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(float(value))

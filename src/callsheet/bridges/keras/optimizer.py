@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from torch import Tensor
 
-from callsheet.bridges.foreign import Facade, NotOnTheList
+from callsheet.bridges.guest_base import Facade, NotOnTheList
 from callsheet.bridges.hosted_run import HostedRun
 
 
@@ -18,26 +18,26 @@ class Steps:
     def __init__(self, run: HostedRun, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.has_stepped = False
-        narrator, apply = run.narrator, optimizer.apply
-        step, clip, own = (narrator.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
+        driver, apply = run.driver, optimizer.apply
+        step, clip, own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
 
         def applied(*args: Any, **named: Any) -> Any:
             if not step.is_open:
                 return apply(*args, **named)
             try:
-                if not clip.is_quiet:
-                    narrator.tell("clip_gradients")  # which Keras does within `apply`
-                if narrator.is_read:
-                    narrator.start("optimizer_step")
+                if not clip.has_no_listeners:
+                    driver.tell("clip_gradients")  # which Keras does within `apply`
+                if driver.is_read:
+                    driver.start("optimizer_step")
             except Exception as error:
-                narrator.give_up(error)
+                driver.give_up(error)
             result = apply(*args, **named)
             self.has_stepped = True
             try:
-                if not own.is_quiet:
-                    narrator.end("optimizer_step")
+                if not own.has_no_listeners:
+                    driver.end("optimizer_step")
             except Exception as error:
-                narrator.give_up(error)
+                driver.give_up(error)
             return result
 
         optimizer.apply = applied

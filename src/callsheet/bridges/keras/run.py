@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.bridges.foreign import Common
+from callsheet.bridges.guest_base import Common
 from callsheet.context import Context
 from callsheet.trainer.tasks import counts_of
 

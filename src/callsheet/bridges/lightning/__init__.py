@@ -35,11 +35,11 @@ except ImportError:
     with needed_by(__name__):
         from pytorch_lightning import Callback as LightningCallback
 
-__all__ = ["NOT_TOLD", "TOLD_FROM", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
+__all__ = ["NOT_FIRED", "TOLD_FROM", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-NOT_TOLD: tuple[str, ...] = ()
+NOT_FIRED: tuple[str, ...] = ()
 """Events that Lightning has no moment for: none."""
 
 TOLD_FROM: Mapping[str, str] = {
@@ -92,7 +92,7 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: in the first step; see `strict`.
+        NotSupported: in the first step; see `strict`.
     """
     return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -129,21 +129,21 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             lock_timeout_seconds=self._lock_timeout_seconds,
             **options,
         )
-        self._steps = StepHooks(run.eval_narrator, run.eval_ctx, module)
+        self._steps = StepHooks(run.eval_driver, run.eval_ctx, module)
         self._hooks = [self._steps]
         self._is_first = self._is_first_judged = True
         self._fault: Exception | None = None
         run.fails_by(self._leave)
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin()
         return run
 
     def _finish(self) -> None:
         self._run.finish()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._run = None
         for hook in self._hooks:
             hook.remove()
@@ -155,19 +155,19 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         if run is None:
             return
         if type(exception).__name__ == "SIGTERMException":
-            self._make_way(run)
+            self._preempt(run)
         else:
             run.fail(exception)
-        self._let_go()
+        self._release()
 
-    def _make_way(self, run: HostedRun) -> None:
+    def _preempt(self, run: HostedRun) -> None:
         """Lightning leaves between two batches; alone, a checkpoint can be written now: of other ranks nobody knows where they are."""
         run.manager.fire("on_preempt", run.ctx)
-        if run.eval_narrator.is_open("eval"):
+        if run.eval_driver.is_open("eval"):
             run.end_dataset(run.eval_ctx.eval_name, {})
             run.end_evaluation()
-        for narrator, span in ((run.narrator, "train"), (run.eval_narrator, "test"), (run.eval_narrator, "predict")):
-            narrator.end(span)
+        for driver, span in ((run.driver, "train"), (run.eval_driver, "test"), (run.eval_driver, "predict")):
+            driver.end(span)
         if run is self._trained and run.world.size == 1:
             run.control.save("SIGTERM", kind="preempt", replicated=True)
             run.boundaries.finish()
@@ -177,7 +177,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         """Lightning is done; also where it has left the loop in a way of its own, as its tuner does."""
         if self._run is not None:
             self._run.lifetime.end(Outcome.STOPPED)
-            self._let_go()
+            self._release()
 
     # --- training ---
 
@@ -197,25 +197,25 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 "stop",
                 "save",
                 *(["evaluate"] if evaluates else []),
-                *(["accumulate"] if pl_module.automatic_optimization else []),
+                *(["set_gradient_accumulation"] if pl_module.automatic_optimization else []),
             ),
             saves=lambda requests: self._save(trainer),
         )
         run.evaluation.asks = cadence.ask
-        self._may_tell_save = False
+        self._may_fire_save = False
         self._is_moving = False  # the optimizer's step has begun
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx, scaler)
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
-        self._forward = StepHooks(run.narrator, run.ctx, pl_module)
+        self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._told_save)]
+        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._fired_save)]
         self._hooks += [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
         self._resume(trainer, run)
         batches = trainer.num_training_batches
         self._length = int(batches) if batches != float("inf") else None
         self._tell_length(trainer)
-        run.narrator.start("round")
+        run.driver.start("round")
         self._stop_if_asked(trainer, run)
 
     def _tell_length(self, trainer: Any) -> None:
@@ -234,7 +234,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         state, control = run.state, run.control
         while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
             state.timestamp = state.timestamp.next_epoch()
-        run.narrator.start("epoch")
+        run.driver.start("epoch")
         if control.accumulation is not None:  # only between epochs can Lightning change it
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
             self._tell_length(trainer)
@@ -245,10 +245,10 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         if run is None:
             return
         try:
-            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            driver, ctx, watch = run.driver, run.ctx, self._watch
             samples, tokens = counts_of(batch)
             ctx.batch = batch
-            parts = narrator.parts
+            parts = driver.parts
             if parts["train_step"].is_open:
                 counted = run.counted
                 run.counted = counted[0] + samples, counted[1] + tokens
@@ -256,20 +256,20 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 run.counted = samples, tokens
                 if not parts["epoch"].is_open:
                     self._start_epoch(trainer)
-                if narrator.listen():
-                    watch.listen(narrator.is_loss_read)
-                    self._hears_microbatch = narrator.hears("microbatch")
-                    self._forward.listen("training_step", self._hears_microbatch or narrator.hears("fetch"))
-                    self._clip.listen(narrator.hears("clip_gradients") and pl_module.automatic_optimization)
-                if not parts["fetch"].is_quiet:
-                    narrator.tell("fetch")
-                narrator.start_step()
-                watch.total, self._is_moving, run.step_skipped, self._may_tell_save = None, False, True, False
+                if driver.listen():
+                    watch.listen(driver.is_loss_read)
+                    self._listens_to_microbatch = driver.listens_to("microbatch")
+                    self._forward.listen("training_step", self._listens_to_microbatch or driver.listens_to("fetch"))
+                    self._clip.listen(driver.listens_to("clip_gradients") and pl_module.automatic_optimization)
+                if not parts["fetch"].has_no_listeners:
+                    driver.tell("fetch")
+                driver.start_step()
+                watch.total, self._is_moving, run.step_skipped, self._may_fire_save = None, False, True, False
             watch.is_on, self._before_batch = True, watch.total
             given = ctx.batch
-            if self._hears_microbatch:
+            if self._listens_to_microbatch:
                 ctx.microbatch = given
-                narrator.start("microbatch")
+                driver.start("microbatch")
                 given = ctx.microbatch
             self._forward.replaced = [given] if given is not batch else None
         except Exception as error:
@@ -285,8 +285,8 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 self._keep_last_loss(watch)
                 return
             self._is_moving, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
-            if not self._run.narrator.parts["clip_gradients"].is_quiet:
-                self._run.narrator.start("clip_gradients")
+            if not self._run.driver.parts["clip_gradients"].has_no_listeners:
+                self._run.driver.start("clip_gradients")
             self._last_loss, watch.total = watch.total, None
             if not self._clip.is_on:
                 self._clipped()
@@ -304,12 +304,12 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         if run is None:
             return
         try:
-            narrator, parts = run.narrator, run.narrator.parts
+            driver, parts = run.driver, run.driver.parts
             if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
-                if not parts["clip_gradients"].is_quiet:
-                    narrator.end("clip_gradients")
-                if narrator.is_read:
-                    narrator.start("optimizer_step")
+                if not parts["clip_gradients"].has_no_listeners:
+                    driver.end("clip_gradients")
+                if driver.is_read:
+                    driver.start("optimizer_step")
         except Exception as error:
             self._leave(error)
 
@@ -318,8 +318,8 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         try:
             if run is not None and self._is_moving and run.step_skipped:
                 run.step_skipped = False
-                if not run.narrator.parts["optimizer_step"].is_quiet:
-                    run.narrator.end("optimizer_step")
+                if not run.driver.parts["optimizer_step"].has_no_listeners:
+                    run.driver.end("optimizer_step")
         except Exception as error:
             if is_for_user(error):
                 self._leave(error)
@@ -333,25 +333,25 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         try:
             if self._fault is not None:
                 raise self._fault
-            narrator, watch = run.narrator, self._watch
+            driver, watch = run.driver, self._watch
             watch.is_on = watch.is_in_closure = False
             if self._is_moving:
                 self._keep_last_loss(watch)
                 watch.total = self._last_loss
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-                narrator.end("microbatch")
+                driver.end("microbatch")
                 return
             if run.step_skipped:
-                narrator.end("optimizer_step")
-            if run.manager.heard.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
+                driver.end("optimizer_step")
+            if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
             run.end_step()
-            self._may_tell_save = True
+            self._may_fire_save = True
             if self._is_first:
                 self._is_first = False
                 if not self._is_moving:  # optimized by hand, over several batches
-                    narrator.made_up -= {"clip_gradients", "optimizer_step"}
-                run.check_carried(strict=self._strict, logger=logger)
+                    driver.synthesized -= {"clip_gradients", "optimizer_step"}
+                run.check_supported(strict=self._strict, logger=logger)
             if run.control.pending:
                 self._stop_if_asked(trainer, run)
         except Exception as error:
@@ -361,12 +361,12 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The epoch is over, or left."""
         run = self._run
-        if run is None or not run.narrator.is_open("epoch"):
+        if run is None or not run.driver.is_open("epoch"):
             return
-        if run.manager.heard.on_log:
+        if run.manager.has_listeners.on_log:
             self._log(trainer)
         run.end_epoch(is_whole=trainer.is_last_batch)
-        self._may_tell_save = True
+        self._may_fire_save = True
         self._stop_if_asked(trainer, run)
 
     @observing
@@ -405,7 +405,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             run = self._begin(trainer, pl_module, able=())
         else:
             self._cadence.remove()
-        self._may_tell_save = False
+        self._may_fire_save = False
         self._names = dataset_names(trainer.val_dataloaders)
         self._listen(run, "validation", "eval")
         self._known = dict(trainer.callback_metrics)
@@ -413,10 +413,10 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
 
     def _next_dataset(self, run: HostedRun, index: int) -> None:
         self._dataset = index
-        run.begin_evaluation(self._names[index], standalone=not run.narrator.is_open("train"))
+        run.begin_evaluation(self._names[index], standalone=not run.driver.is_open("train"))
 
     def _listen(self, run: HostedRun, step: str, span: str) -> None:
-        self._steps.listen(f"{step}_step", run.hears_outputs(span))
+        self._steps.listen(f"{step}_step", run.listens_to_outputs(span))
 
     @observing
     def on_validation_batch_start(
@@ -430,7 +430,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
             self._next_dataset(run, dataloader_idx)
         run.eval_ctx.batch = batch
-        run.eval_narrator.start("eval_step")
+        run.eval_driver.start("eval_step")
 
     @observing
     def on_validation_batch_end(
@@ -444,10 +444,10 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         run = self._run
         if run is None:
             return
-        run.eval_narrator.end(step)
+        run.eval_driver.end(step)
         if self._is_first_judged:
             self._is_first_judged = False
-            run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -460,11 +460,11 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         self._steps.remove()
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
-        if not run.narrator.is_open("train"):
+        if not run.driver.is_open("train"):
             self._finish()
             return
-        run.boundaries.tell_checkpoint_due("step")
-        self._may_tell_save = True
+        run.boundaries.fire_checkpoint_due("step")
+        self._may_fire_save = True
         self._stop_if_asked(trainer, run)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
@@ -483,7 +483,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         """A batch of the test, or of a prediction."""
         if self._run is not None:
             self._run.eval_ctx.batch = batch
-            self._run.eval_narrator.start("test_step" if trainer.testing else "predict_step")
+            self._run.eval_driver.start("test_step" if trainer.testing else "predict_step")
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -500,7 +500,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             return
         run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
-        run.eval_narrator.end("test")
+        run.eval_driver.end("test")
         run.records.tell(run.ctx)
         self._finish()
 
@@ -513,28 +513,28 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """All is predicted."""
         if self._run is not None:
-            self._run.eval_narrator.end("predict")
+            self._run.eval_driver.end("predict")
             self._finish()
 
     def _begin_apart(self, trainer: Any, module: Any, what: str) -> None:
         run = self._begin(trainer, module, able=())
         self._listen(run, what, what)
-        run.eval_narrator.start(what)
+        run.eval_driver.start(what)
 
     # --- checkpoints ---
 
     def _save(self, trainer: Any) -> None:
         """A callback has asked for a checkpoint."""
         run = self._run
-        self._may_tell_save = True
+        self._may_fire_save = True
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
-    def _told_save(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
+    def _fired_save(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
         """Lightning writes a checkpoint; of several at one boundary the first is told."""
         run = self._trained
-        if run is None or not self._may_tell_save:
+        if run is None or not self._may_fire_save:
             return save(path, *args, **given)
-        self._may_tell_save = is_written = False
+        self._may_fire_save = is_written = False
 
         def write(info: Any) -> None:
             nonlocal is_written
@@ -546,7 +546,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 raise
 
         try:
-            run.tell_checkpoint(str(path), write)
+            run.fire_checkpoint(str(path), write)
         except BaseException as error:
             self._leave(error)
             if not is_written:

@@ -26,10 +26,10 @@ def fabric(
     Args:
         loop: the `lightning.fabric.Fabric`, launched.
         model, optimizer: what `fabric.setup` has given; callbacks see what is inside of them.
-        options: as `callsheet.attach` takes them, such as `accumulate`, `max_duration`, `run_name`, `resume`.
+        options: as `callsheet.attach` takes them, such as `gradient_accumulation_steps`, `max_duration`, `run_name`, `resume`.
 
     Raises:
-        ConfigError, NotCarried: as `callsheet.attach` does.
+        ConfigError, NotSupported: as `callsheet.attach` does.
     """
     attached = attach(
         model=getattr(model, "module", model),

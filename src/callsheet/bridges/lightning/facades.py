@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.foreign import Facade
+from callsheet.bridges.guest_base import Facade
 from callsheet.context import Context
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.time import TimeUnit
 
 if TYPE_CHECKING:
@@ -439,13 +439,13 @@ class TrainerFacade(OfGuest):
     def accumulate_grad_batches(self, value: int) -> None:
         """Ask for so many."""
         if value != self._accumulates:
-            self._ctx.control.accumulate(value)
+            self._ctx.control.set_gradient_accumulation(value)
             self._accumulates = value
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a file in Lightning's manner, on the first rank, beside our checkpoints; see `LightningGuest.checkpoint`."""
         if any(type(parameter).__name__ == "DTensor" for parameter in self._ctx.model.parameters()):
-            raise NotCarried(
+            raise NotSupported(
                 "the model is sharded, and no rank can write it into one file; let callsheet's CheckpointSaver save it"
             )
         if self.is_global_zero:

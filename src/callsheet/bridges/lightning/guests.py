@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.foreign import Guest, no_guest
+from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
 from callsheet.bridges.lightning.module import ModuleFacade
 from callsheet.context import Context
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.sheet import Handler
 
 logger = logging.getLogger("callsheet")
@@ -22,7 +22,7 @@ logger = logging.getLogger("callsheet")
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _NONE: Any = object()  # no batch
 
-REFUSED: Mapping[str, str] = {
+REJECTED: Mapping[str, str] = {
     "StochasticWeightAveraging": "lengthens training by an epoch of Lightning's own loop, and puts other schedulers in",
     "BatchSizeFinder": "runs trial trainings in Lightning's Trainer",
     "LearningRateFinder": "runs trial trainings in Lightning's Trainer",
@@ -50,7 +50,7 @@ def guest(
         strict: whether it is an error that it hears what is never told here, or is known not to work; else a warning.
 
     Raises:
-        NotCarried: with `strict`; and where it asks a facade for what that does not have.
+        NotSupported: with `strict`; and where it asks a facade for what that does not have.
         RegistrationError: no instance of Lightning's Callback.
     """
     return LightningGuest(foreign, name=name, phase=phase, log_every_n_steps=log_every_n_steps, strict=strict)
@@ -111,9 +111,9 @@ class LightningGuest(Guest):
         object.__setattr__(self, "BASE", self.package.Callback)
         self.trainer, self.module, self.logger = TrainerFacade(self, log_every_n_steps), ModuleFacade(self), LoggerFacade(self)
         super().__init__(foreign, name=name, phase=phase, strict=strict)
-        self._refuse_known(strict)
-        self._starts_batch = foreign.on_train_batch_start if self.hears("on_train_batch_start") else None
-        self._ends_batch = foreign.on_train_batch_end if self.hears("on_train_batch_end") else None
+        self._reject_known(strict)
+        self._starts_batch = foreign.on_train_batch_start if self.listens_to("on_train_batch_start") else None
+        self._ends_batch = foreign.on_train_batch_end if self.listens_to("on_train_batch_end") else None
         self._leave_out()
         self.ctx: Any = None
         """The context of the event in hand, or of the last."""
@@ -133,12 +133,12 @@ class LightningGuest(Guest):
         self._metrics: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
 
-    def _refuse_known(self, strict: bool) -> None:
+    def _reject_known(self, strict: bool) -> None:
         for kind in type(self.foreign).__mro__:
-            if kind.__name__ in REFUSED and kind.__module__.startswith(_PACKAGES):
-                message = f"{type(self.foreign).__name__} {REFUSED[kind.__name__]}, which nothing in callsheet stands for"
+            if kind.__name__ in REJECTED and kind.__module__.startswith(_PACKAGES):
+                message = f"{type(self.foreign).__name__} {REJECTED[kind.__name__]}, which nothing in callsheet stands for"
                 if strict:
-                    raise NotCarried(f"{message}; leave the callback out, or pass strict=False to see how far it comes")
+                    raise NotSupported(f"{message}; leave the callback out, or pass strict=False to see how far it comes")
                 logger.warning("%s", message)
 
     def _leave_out(self) -> None:
@@ -146,7 +146,7 @@ class LightningGuest(Guest):
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
-            if not (self.hears(f"on_{theirs}_batch_start") or self.hears(f"on_{theirs}_batch_end")):
+            if not (self.listens_to(f"on_{theirs}_batch_start") or self.listens_to(f"on_{theirs}_batch_end")):
                 delattr(self, f"{event}_step_start")
 
     # --- Lightning's hooks ---
@@ -154,9 +154,9 @@ class LightningGuest(Guest):
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """What calls it with what Lightning gives to each."""
         if theirs == "on_train_epoch_end":
-            return self._told_epoch_end(method)
+            return self._fired_epoch_end(method)
         if theirs == "teardown":
-            return self._told_teardown(method)
+            return self._fired_teardown(method)
         if theirs.endswith("_batch_start"):
             return lambda ctx: method(self.trainer, self.module, ctx.batch, *self._place(ctx))
         if theirs.endswith("_batch_end"):
@@ -175,7 +175,7 @@ class LightningGuest(Guest):
 
         return told
 
-    def _told_epoch_end(self, method: Callable[..., Any]) -> Handler:
+    def _fired_epoch_end(self, method: Callable[..., Any]) -> Handler:
         """Behind the evaluation at the epoch's end, as soon as it is known that there is none to wait for."""
 
         def told(ctx: Context) -> None:
@@ -192,7 +192,7 @@ class LightningGuest(Guest):
 
         return told
 
-    def _told_teardown(self, method: Callable[..., Any]) -> Handler:
+    def _fired_teardown(self, method: Callable[..., Any]) -> Handler:
         def told(ctx: Context) -> None:
             if not ctx.has("standalone") or ctx.standalone:  # an evaluation in training is no end
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
@@ -200,7 +200,7 @@ class LightningGuest(Guest):
         return told
 
     def _call(self, hook: str, *args: Any, **given: Any) -> None:
-        if self.hears(hook):
+        if self.listens_to(hook):
             getattr(self.foreign, hook)(self.trainer, self.module, *args, **given)
 
     # --- training ---
@@ -212,7 +212,7 @@ class LightningGuest(Guest):
         self._call("setup", stage=self.trainer.state.fn)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            if self.hears("on_load_checkpoint"):
+            if self.listens_to("on_load_checkpoint"):
                 given = self._counts()
                 weights = dict.fromkeys(loaded["weights"], given["state_dict"])
                 self._call("on_load_checkpoint", given | weights | dict(loaded["checkpoint"]))
@@ -355,7 +355,7 @@ class LightningGuest(Guest):
         if self._loaded is not None:
             return self._loaded
         state = {"own": dict(super().state_dict()), "checkpoint": {}, "weights": []}
-        if self.hears("on_save_checkpoint") and self.ctx is not None:
+        if self.listens_to("on_save_checkpoint") and self.ctx is not None:
             given = self._counts()
             weights, made = given["state_dict"], dict(given)
             self._call("on_save_checkpoint", made)

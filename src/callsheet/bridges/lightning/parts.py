@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from callsheet.bridges.copies import add_hook, replace
-from callsheet.bridges.narrator import Narrator
-from callsheet.bridges.torch_hooks import StaysBehind, start_forward
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.bridges.torch_hooks import NotCopied, start_forward
 from callsheet.context import Context
 
 _STEPS: Mapping[str, str] = {"validation_step": "eval", "test_step": "test", "predict_step": "predict"}
@@ -40,14 +40,14 @@ class Methods:
             self._restores.pop()()
 
 
-class StepHooks(StaysBehind):
+class StepHooks(NotCopied):
     """Tells the forward of a LightningModule, or of its only child, where its steps call that; and its outputs, which may be replaced.
 
     Lightning gives no hook around a step, and under DDP it calls the module itself to get into one, so the steps are replaced.
     """
 
-    def __init__(self, narrator: Narrator, ctx: Context, module: nn.Module) -> None:
-        self._narrator, self._ctx, self._module = narrator, ctx, module
+    def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module) -> None:
+        self._driver, self._ctx, self._module = driver, ctx, module
         self._methods = Methods(module)
         self._removals: list[Callable[[], None]] = []
         self._is_inside = False  # of a step
@@ -55,9 +55,9 @@ class StepHooks(StaysBehind):
         self.replaced: Any = None
         """What a callback has put into the place of the step's batch, in a list."""
 
-    def listen(self, name: str, is_heard: bool) -> None:
+    def listen(self, name: str, has_listeners: bool) -> None:
         """Stand around the step of this name and in the model, or leave both as they were."""
-        if is_heard and not self._removals:
+        if has_listeners and not self._removals:
             self._kind = _STEPS.get(name, "")
             self._methods.replace(name, self._step)
             children = [child for child in self._module.children() if any(True for _ in child.parameters())]
@@ -66,7 +66,7 @@ class StepHooks(StaysBehind):
                     add_hook(each.register_forward_pre_hook, self._begins),
                     add_hook(each.register_forward_hook, self._ends),
                 ]
-        elif self._removals and not is_heard:
+        elif self._removals and not has_listeners:
             self.remove()
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
@@ -81,16 +81,16 @@ class StepHooks(StaysBehind):
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         if not self._is_inside or self._caller is not None:
             return
-        kind, narrator = self._kind, self._narrator
+        kind, driver = self._kind, self._driver
         try:
-            if narrator.is_open(f"{kind}_step" if kind else "microbatch"):
+            if driver.is_open(f"{kind}_step" if kind else "microbatch"):
                 self._caller = module
                 if kind:
-                    narrator.start(f"{kind}_forward")
+                    driver.start(f"{kind}_forward")
                 else:
-                    start_forward(narrator, self._ctx)
+                    start_forward(driver, self._ctx)
         except Exception as error:
-            narrator.give_up(error)
+            driver.give_up(error)
 
     def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if self._caller is not module:
@@ -98,17 +98,17 @@ class StepHooks(StaysBehind):
         self._caller = None
         if not self._is_inside:
             return outputs
-        kind, narrator, ctx = self._kind, self._narrator, self._ctx
+        kind, driver, ctx = self._kind, self._driver, self._ctx
         try:
-            if narrator.is_open(f"{kind}_forward" if kind else "forward"):
+            if driver.is_open(f"{kind}_forward" if kind else "forward"):
                 ctx.outputs = outputs
                 if kind:
-                    narrator.end(f"{kind}_forward")
+                    driver.end(f"{kind}_forward")
                 else:
-                    narrator.start("loss")  # which ends the forward
+                    driver.start("loss")  # which ends the forward
                 return ctx.outputs
         except Exception as error:
-            narrator.give_up(error)
+            driver.give_up(error)
         return outputs
 
     def remove(self) -> None:
@@ -127,11 +127,11 @@ class ClipHook:
         self._clipped = clipped
         self.is_on = False
 
-    def listen(self, is_heard: bool) -> None:
+    def listen(self, has_listeners: bool) -> None:
         """Stand around the clipping, or leave it as it was."""
-        if is_heard is not self.is_on:
-            self.is_on = is_heard
-            if is_heard:
+        if has_listeners is not self.is_on:
+            self.is_on = has_listeners
+            if has_listeners:
                 self._methods.replace("configure_gradient_clipping", self._clip)
             else:
                 self._methods.put_back()

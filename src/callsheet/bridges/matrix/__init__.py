@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from textwrap import wrap
 
-SIGNS = {"works": "✓", "limited": "~", "refused": "✗"}
+SIGNS = {"works": "✓", "limited": "~", "rejected": "✗"}
 """How a verdict is drawn."""
 
 

@@ -36,7 +36,7 @@ from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
-__all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_TOLD", "MegatronBridgeHost", "guest", "host"]
+__all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_FIRED", "MegatronBridgeHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
@@ -59,7 +59,7 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
 """What is told at each event of Megatron Bridge. What stands between a step's start and end comes from PyTorch; the run's end is told
 with the last of these."""
 
-NOT_TOLD = (
+NOT_FIRED = (
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     *("on_predict_end", "on_preempt"),
 )
@@ -93,7 +93,7 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins, or after the first step; see `strict`.
     """
     return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -115,7 +115,7 @@ def guest(
         config: what they find at `context.state.cfg`; it has to have `train.train_iters`. None shows that alone.
 
     Raises:
-        NotCarried: with `strict`; also where a callback asks for what is not here, when it does.
+        NotSupported: with `strict`; also where a callback asks for what is not here, when it does.
     """
     state = GlobalState(config) if config is not None else None
     return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
@@ -183,27 +183,27 @@ class MegatronBridgeHost(GivesUp):
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
-        self._is_due_told = self._is_checked = self._has_trained = self._hears_forward = False
+        self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # of steps whose checkpoints are still being written
         run.fails_by(self._leave)
         self._forward = ForwardHooks(run, chunks[0])
-        self._steps = OptimizerHooks(run.narrator, *torch_optimizers(context.optimizer), asks=False)
+        self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
         self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
-        run.refuse(_never_told(), strict=self._strict, logger=logger)
+        run.reject(_never_told(), strict=self._strict, logger=logger)
         run.begin(data_is_made=data_is_made)
         return run
 
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
         """Begin a run; the data is about to be made."""
-        self._let_go()  # of one that an exception had left
+        self._release()  # of one that an exception had left
         self._has_trained = self._has_given_up = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run, if it has not begun."""
         if self._has_trained:  # the run in hand was left by an exception
-            self._let_go()
+            self._release()
             self._has_given_up = False
         self._start(context)
         self._has_trained = True
@@ -211,7 +211,7 @@ class MegatronBridgeHost(GivesUp):
     @_told
     def _start(self, run: HostedRun, context: Any) -> None:
         self._settings.is_training = True
-        run.narrator.start("round")
+        run.driver.start("round")
         self._stop_if_asked(run)
 
     @_told
@@ -223,12 +223,12 @@ class MegatronBridgeHost(GivesUp):
         self._forward.listen(False)
         run.finish_training()
         if settings.is_last("do_valid", "do_test"):
-            self._let_go()
+            self._release()
 
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
             self._run.fail(error)
-            self._let_go()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -239,14 +239,14 @@ class MegatronBridgeHost(GivesUp):
         elif self._run is not None:
             if error is not None:
                 self._run.lifetime.outcome, self._settings.is_training = Outcome.STOPPED, False
-            self._let_go()
+            self._release()
 
     # --- steps ---
 
     @_told
     def on_train_step_start(self, run: HostedRun, context: Any) -> None:
         """A step begins; it is told with its first forward, where somebody hears that or the data being fetched."""
-        settings, narrator = self._settings, run.narrator
+        settings, driver = self._settings, run.driver
         if not settings.is_training:  # it is over
             return
         interval, step = settings.save_interval, settings.step
@@ -256,45 +256,45 @@ class MegatronBridgeHost(GivesUp):
             move(run, step)  # over iterations that are left out
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
             self._states[step] = copy.deepcopy(own_state(run))  # of the checkpoint that is being written
-        if narrator.listen():
-            self._hears_step = narrator.is_heard
-            self._hears_forward = self._hears_step and not self._is_pipelined
-            self._forward.listen(self._hears_forward)
-            self._steps.listen(self._hears_step)
-        self._forward.in_step = self._hears_forward
-        if not self._hears_forward:
-            narrator.start_step()
-        if not self._hears_step and narrator.is_read:
-            narrator.start("optimizer_step")  # notes the learning rate that the step will use
+        if driver.listen():
+            self._listens_to_step = driver.has_listeners
+            self._listens_to_forward = self._listens_to_step and not self._is_pipelined
+            self._forward.listen(self._listens_to_forward)
+            self._steps.listen(self._listens_to_step)
+        self._forward.in_step = self._listens_to_forward
+        if not self._listens_to_forward:
+            driver.start_step()
+        if not self._listens_to_step and driver.is_read:
+            driver.start("optimizer_step")  # notes the learning rate that the step will use
 
     @_told
     def on_train_step_end(self, run: HostedRun, context: Any) -> None:
         """The parameters have moved, and the scheduler."""
-        settings, narrator = self._settings, run.narrator
+        settings, driver = self._settings, run.driver
         if not settings.is_training:  # it is over
             return
         self._forward.in_step = False
-        if not narrator.parts["train_step"].is_open:
-            narrator.made_up.add("fetch")
-            narrator.tell("fetch")
-            narrator.start_step()
+        if not driver.parts["train_step"].is_open:
+            driver.synthesized.add("fetch")
+            driver.tell("fetch")
+            driver.start_step()
         settings.loss, run.other_losses = _losses(context.loss_dict or {})
         run.step_skipped = bool(context.skipped_iter)
-        if run.step_skipped and narrator.is_read:  # torch's optimizer was not called
-            narrator.tell("clip_gradients")
-            narrator.tell("optimizer_step")
+        if run.step_skipped and driver.is_read:  # torch's optimizer was not called
+            driver.tell("clip_gradients")
+            driver.tell("optimizer_step")
         norm = context.grad_norm
         if run.spans.train_step.ends is not None:  # somebody hears it
             run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
-        if norm is not None and run.manager.heard.on_log:
+        if norm is not None and run.manager.has_listeners.on_log:
             run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
         run.end_step()
         if self._is_pipelined:
             run.records.last_loss = None  # only the last stage has one, and its mean would be asked of all ranks
-        self._is_due_told = True
+        self._is_due_fired = True
         if not self._is_checked and not run.step_skipped:
             self._is_checked = True
-            run.check_carried(strict=self._strict, logger=logger)
+            run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending:
             self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this
 
@@ -307,19 +307,19 @@ class MegatronBridgeHost(GivesUp):
     @_told
     def on_eval_start(self, run: HostedRun, context: Any) -> None:
         """A validation begins."""
-        run.narrator.end("data_init")
+        run.driver.end("data_init")
         run.begin_evaluation("validation", standalone=not self._settings.is_training)
         self._judge(run, "eval")
 
     @_told
     def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
         """A global batch of it."""
-        run.eval_narrator.start("eval_step")
+        run.eval_driver.start("eval_step")
 
     @_told
     def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
         """It is through."""
-        run.eval_narrator.end("eval_step")
+        run.eval_driver.end("eval_step")
 
     @_told
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
@@ -330,28 +330,28 @@ class MegatronBridgeHost(GivesUp):
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
         if self._settings.is_training:
-            run.boundaries.tell_checkpoint_due("step")
+            run.boundaries.fire_checkpoint_due("step")
             self._stop_if_asked(run)
         elif self._settings.is_last("do_test"):
-            self._let_go()
+            self._release()
 
     @_told
     def on_test_start(self, run: HostedRun, context: Any) -> None:
         """A test begins."""
-        run.narrator.end("data_init")
+        run.driver.end("data_init")
         run.eval_ctx.step, run.eval_ctx.epoch = run.ctx.step, run.ctx.epoch
-        run.eval_narrator.start("test")
+        run.eval_driver.start("test")
         self._judge(run, "test")
 
     @_told
     def on_test_step_start(self, run: HostedRun, context: Any) -> None:
         """A global batch of it."""
-        run.eval_narrator.start("test_step")
+        run.eval_driver.start("test_step")
 
     @_told
     def on_test_step_end(self, run: HostedRun, context: Any) -> None:
         """It is through."""
-        run.eval_narrator.end("test_step")
+        run.eval_driver.end("test_step")
 
     @_told
     def on_test_end(self, run: HostedRun, context: Any) -> None:
@@ -361,19 +361,19 @@ class MegatronBridgeHost(GivesUp):
         found = self._found(run, context)
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
         ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
-        run.eval_narrator.end("test")
+        run.eval_driver.end("test")
         run.records.tell(run.ctx)
         if not self._settings.is_training:
-            self._let_go()
+            self._release()
 
     def _judge(self, run: HostedRun, kind: str) -> None:
-        is_heard = run.hears_outputs(kind) and not self._is_pipelined
-        self._forward.listen(is_heard or self._settings.is_training)
-        self._forward.judging = kind if is_heard else ""
+        has_listeners = run.listens_to_outputs(kind) and not self._is_pipelined
+        self._forward.listen(has_listeners or self._settings.is_training)
+        self._forward.judging = kind if has_listeners else ""
 
     def _end_judging(self) -> None:
         self._forward.judging = ""
-        self._forward.listen(self._hears_forward and self._settings.is_training)
+        self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
         """The losses; with pipelining the last stage alone has them, and all ranks have to hear the same."""
@@ -390,16 +390,16 @@ class MegatronBridgeHost(GivesUp):
         settings.restore_interval()
         now = run.state.timestamp.batch
         step = run.world.of_rank_zero(settings.saved_step() or now)
-        if not self._is_due_told:
-            run.boundaries.tell_checkpoint_due("step")
+        if not self._is_due_fired:
+            run.boundaries.fire_checkpoint_due("step")
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:
             logger.warning("%s: the callbacks' states of step %d are no longer there", path, step)
-        run.tell_checkpoint(
+        run.fire_checkpoint(
             str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
         )
-        self._is_due_told = False
+        self._is_due_fired = False
 
 
 def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: OptimizerHooks) -> None:
@@ -417,8 +417,8 @@ def _never_told() -> tuple[str, ...]:
     """A release that is loaded may be one that tells of no checkpoints."""
     package = sys.modules.get(MODULE)
     if package is None or "on_checkpoint_save" in package.VALID_EVENTS:
-        return NOT_TOLD
-    return (*NOT_TOLD, *HOST_EVENTS["on_checkpoint_save"])
+        return NOT_FIRED
+    return (*NOT_FIRED, *HOST_EVENTS["on_checkpoint_save"])
 
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "Float16Module"})

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from callsheet.bridges.foreign import Guest, is_another_s, no_guest
+from callsheet.bridges.guest_base import Guest, is_another_s, no_guest
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext, CallbackManager, normalize_callbacks
 from callsheet.bridges.megatron_bridge.run import MegatronBridgeRun
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.checkpoint.plain import flatten
 from callsheet.context import Context
-from callsheet.errors import CheckpointError, NotCarried
+from callsheet.errors import CheckpointError, NotSupported
 from callsheet.sheet import Handler
 
 MODULE = "megatron.bridge.training.callbacks"
@@ -55,7 +55,7 @@ class MegatronBridgeGuest(Guest):
         """What its callbacks find at `context.state`."""
         return self.common.state
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Whether anything is registered for the event; a manager's owner may register more at any time."""
         if theirs in NEVER:
             if self._is_live:
@@ -97,7 +97,7 @@ class MegatronBridgeGuest(Guest):
 def _manager(foreign: Any) -> Any:
     """What tells them: a manager as it is, of whichever package; callbacks in a new one, of the package that they are of."""
     if hasattr(foreign, "callback_context"):
-        raise NotCarried("a manager of Megatron-LM tells its callbacks in a context of its own; give its callbacks, as a list")
+        raise NotSupported("a manager of Megatron-LM tells its callbacks in a context of its own; give its callbacks, as a list")
     if hasattr(foreign, "fire") and hasattr(foreign, "has_callbacks"):
         return foreign
     for each in foreign if isinstance(foreign, list) else [foreign]:

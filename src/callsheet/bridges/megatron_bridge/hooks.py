@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import Hook, StaysBehind
+from callsheet.bridges.torch_hooks import Hook, NotCopied
 
 Told = TypeVar("Told", bound=Callable[..., Any])
 
@@ -24,12 +24,12 @@ def _ends_the_run(hook: Told) -> Told:
         try:
             return hook(self, *args)
         except Exception as error:
-            self._run.narrator.give_up(error)  # a hook that returns None changes nothing
+            self._run.driver.give_up(error)  # a hook that returns None changes nothing
 
     return called  # type: ignore[return-value]  # of the same shape
 
 
-class ForwardHooks(StaysBehind):
+class ForwardHooks(NotCopied):
     """Hears a model being called: a microbatch in training, else a batch of an evaluation or a test.
 
     The step is told from its first forward on, when its data has been fetched. The loss stands between the forward and the backward,
@@ -46,10 +46,10 @@ class ForwardHooks(StaysBehind):
         self.judging = ""
         """`eval` or `test`, while that runs."""
 
-    def listen(self, is_heard: bool) -> None:
+    def listen(self, has_listeners: bool) -> None:
         """Stand in the model, or leave it as it was."""
-        self._before.stand(is_heard, self._begins)
-        self._after.stand(is_heard, self._ends)
+        self._before.install(has_listeners, self._begins)
+        self._after.install(has_listeners, self._ends)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -59,62 +59,62 @@ class ForwardHooks(StaysBehind):
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         batch = kwargs or (args[0] if len(args) == 1 else args)
-        if model.training and torch.is_grad_enabled() and run.eval_narrator.is_open("eval"):
+        if model.training and torch.is_grad_enabled() and run.eval_driver.is_open("eval"):
             # Megatron trains, and has reported neither the evaluation's end nor the step's start.
             run.leave_evaluation()
             self.judging = ""
         if self.judging:
-            narrator, ctx = run.eval_narrator, run.eval_ctx
-            if not narrator.is_open(f"{self.judging}_step"):
+            driver, ctx = run.eval_driver, run.eval_ctx
+            if not driver.is_open(f"{self.judging}_step"):
                 return None
             ctx.batch = batch
-            narrator.start(f"{self.judging}_forward")
+            driver.start(f"{self.judging}_forward")
             return _replaced(batch, ctx.batch, args, kwargs)
         if not self.in_step or not torch.is_grad_enabled():
             return None
-        narrator, ctx = run.narrator, run.ctx
+        driver, ctx = run.driver, run.ctx
         ctx.batch = batch
-        if not narrator.is_open("train_step"):
-            narrator.tell("fetch")
-            narrator.start_step()
-        if not narrator.hears("forward"):
+        if not driver.is_open("train_step"):
+            driver.tell("fetch")
+            driver.start_step()
+        if not driver.listens_to("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
-        narrator.end("microbatch")  # the one before, where no backward has ended it: its fields are gone with it
+        driver.end("microbatch")  # the one before, where no backward has ended it: its fields are gone with it
         ctx.microbatch = ctx.batch
-        narrator.start("microbatch")
-        narrator.start("forward")
+        driver.start("microbatch")
+        driver.start("forward")
         return _replaced(batch, ctx.microbatch, args, kwargs)
 
     @_ends_the_run
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
         if self.judging:
-            if run.eval_narrator.is_open(f"{self.judging}_forward"):
+            if run.eval_driver.is_open(f"{self.judging}_forward"):
                 run.eval_ctx.outputs = outputs
-                run.eval_narrator.end(f"{self.judging}_forward")
+                run.eval_driver.end(f"{self.judging}_forward")
                 return run.eval_ctx.outputs
-        elif run.narrator.is_open("forward"):
+        elif run.driver.is_open("forward"):
             run.ctx.outputs = outputs
-            run.narrator.start("loss")
+            run.driver.start("loss")
             outputs = run.ctx.outputs
-            if self._hears_backward() and (tensor := _with_gradient(outputs)) is not None:
+            if self._listens_to_backward() and (tensor := _with_gradient(outputs)) is not None:
                 tensor.register_hook(self._backward_begins)
         return outputs
 
-    def _hears_backward(self) -> bool:
+    def _listens_to_backward(self) -> bool:
         """Whether anybody hears what is told with it; else the engine has no hook to call, and what stands there passes unheard."""
         loss, backward, microbatch = self._told_with_it
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
     @_ends_the_run
     def _backward_begins(self, gradient: Tensor) -> None:
-        if self._run.narrator.is_open("loss"):
-            self._run.narrator.start("backward")
+        if self._run.driver.is_open("loss"):
+            self._run.driver.start("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     @_ends_the_run
     def _backward_ends(self) -> None:
-        self._run.narrator.end("microbatch")
+        self._run.driver.end("microbatch")
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -128,8 +128,8 @@ class CallbackManager:
                 try:
                     function = method.__func__
                 except AttributeError as error:
-                    mend = "Give an instance of it" if isinstance(each, type) else f"Make its {event} a method of its class"
-                    raise AttributeError(f"{error}: {each!r} cannot be registered. {mend}") from None
+                    hint = "Give an instance of it" if isinstance(each, type) else f"Make its {event} a method of its class"
+                    raise AttributeError(f"{error}: {each!r} cannot be registered. {hint}") from None
                 if function is not getattr(Callback, event):
                     told.append(method)
             _warn_of_mistakes(each, found)

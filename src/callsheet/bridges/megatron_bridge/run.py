@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.bridges.foreign import Common
+from callsheet.bridges.guest_base import Common
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
-from callsheet.context import Context, Course
-from callsheet.errors import NotCarried
+from callsheet.context import Context, RunConstants
+from callsheet.errors import NotSupported
 from callsheet.time import Time, TimeUnit
 from callsheet.trainer.tasks import counts_of
 
@@ -25,7 +25,7 @@ class MegatronBridgeRun(Common):
         user_state: the same.
     """
 
-    ONLY_HEARD = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
+    LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
 
     def __init__(self, state: GlobalState | None = None, user_state: dict[Any, Any] | None = None) -> None:
         self.is_alone = state is not None or user_state is not None
@@ -38,7 +38,7 @@ class MegatronBridgeRun(Common):
         self.step, self.length = 0, self.train.train_iters
         """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
-        self._course: Course | None = None
+        self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
         if state is None:  # else its configuration may be Megatron's, and each guest looks
@@ -85,13 +85,13 @@ class MegatronBridgeRun(Common):
         """If a callback has moved the step or the length: either ends training, or is nothing that can be done here.
 
         Raises:
-            NotCarried: training would not end by it.
+            NotSupported: training would not end by it.
         """
         ctx, step, train_iters = self._ctx, self.steps["step"], self.train.train_iters
         if ctx is None or (step == self.step and train_iters == self.length):
             return
         if train_iters is not None and max(done := ctx.state.timestamp.batch, step) < train_iters:
-            raise NotCarried(
+            raise NotSupported(
                 f"train_state.step was set to {step} and cfg.train.train_iters to {train_iters} after {done} steps: here that can end "
                 "training now, and nothing else"
             )

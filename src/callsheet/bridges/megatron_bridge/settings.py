@@ -120,7 +120,7 @@ def move(run: HostedRun, step: int) -> None:
     run.ctx.step = step
     if step >= run.manager.next_step:
         run.manager.between_steps(step)
-    if not run.narrator.is_open("train"):
+    if not run.driver.is_open("train"):
         run.state.baseline = run.state.timestamp
 
 

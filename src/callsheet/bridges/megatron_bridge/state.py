@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from callsheet.bridges.foreign import Facade, NotOnTheList
+from callsheet.bridges.guest_base import Facade, NotOnTheList
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 

@@ -18,26 +18,26 @@ with needed_by(__name__):
     from torchtnt.framework.state import EntryPoint, State
     from torchtnt.utils.progress import estimated_steps_in_epoch
 
+from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.host_states import own_state, take_back
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.place import Place
 from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
 from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
 from callsheet.callback import Callback
 from callsheet.context import Outcome
-from callsheet.errors import CheckpointError, NotCarried
+from callsheet.errors import CheckpointError, NotSupported
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.time import Time
 from callsheet.trainer.tasks import counts_of
 
-__all__ = ["NOT_TOLD", "TorchTNTGuest", "TorchTNTHost", "guest", "host"]
+__all__ = ["NOT_FIRED", "TorchTNTGuest", "TorchTNTHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-NOT_TOLD = (
+NOT_FIRED = (
     "on_test_start",
     "on_test_step_start",
     "on_test_forward_start",
@@ -82,7 +82,7 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotCarried: when training begins, or after the first step; see `strict`. Also for a unit whose `train_step` takes an iterator, or
+        NotSupported: when training begins, or after the first step; see `strict`. Also for a unit whose `train_step` takes an iterator, or
             which tracks several modules or optimizers, none of them as `module` and `optimizer`.
     """
     return TorchTNTHost(
@@ -116,17 +116,17 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         self._settings = settings
         self._run: HostedRun | None = None
         self._restored: dict[str, Any] | None = None
-        self._steps_told = 0  # of torchtnt's, for its checkpoints
+        self._steps_fired = 0  # of torchtnt's, for its checkpoints
 
     # --- the run ---
 
     def _begin(self, state: State, unit: Any) -> HostedRun:
         if self._run is not None:  # one that an exception had left of which torchtnt tells nobody
-            self._let_go()
+            self._release()
         self._has_given_up = False
         module = one_of_unit(unit.tracked_modules(), "module")
         if module is None:
-            raise NotCarried(
+            raise NotSupported(
                 "the torchtnt unit tracks no module: there is nothing that callbacks could see; assign it to unit.module"
             )
         is_training = state.train_state is not None
@@ -150,17 +150,17 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         )
         if state.eval_state is not None:
             run.state.evaluators = (EVALUATED,)
-        self._place = Place()
+        self._place = EpochPosition()
         known = {id(self), id(module), id(optimizer), id(scheduler)}
         run.parts = {f"unit_{name}": part for name, part in unit.app_state().items() if id(part) not in known} | {
             "place": self._place
         }
-        self._watch = watch = BackwardWatch(run.narrator, run.ctx, self._scaler)
-        self._model_hooks = ModelHooks(run.narrator, run.ctx, module)
-        self._judging_hooks = JudgingHooks(run.eval_narrator, run.eval_ctx, module)
-        self._predict_hooks = JudgingHooks(run.narrator, run.ctx, module, kind="predict")
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
+        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = JudgingHooks(run.driver, run.ctx, module, kind="predict")
         hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks, Fetches(unit, self._fetchers())]
-        self._optimizer_hooks = OptimizerHooks(run.narrator, optimizer, watch=watch) if optimizer is not None else None
+        self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
@@ -169,12 +169,12 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
         self._is_exhausted = False
         self._batch: Any = None
-        self._hears_forward = True
+        self._listens_to_forward = True
         self._progress: Any = getattr(unit, "train_progress", None)  # a unit looks long for what it has
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, hooks)
-        run.refuse(NOT_TOLD, strict=self._strict, logger=logger)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin(self._resume_path if self._restored is None else None)
         if self._restored is not None:
             self._take_back(run, unit)
@@ -183,13 +183,13 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     def _finish(self) -> None:
         if self._run is not None:
             self._run.finish()
-            self._let_go()
+            self._release()
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         """The run has failed."""
         if self._run is not None:
             self._run.fail(exc)
-            self._let_go()
+            self._release()
 
     # --- training ---
 
@@ -197,10 +197,10 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     def on_train_start(self, state: State, unit: Any) -> None:
         """Begin a run."""
         run = self._begin(state, unit)
-        run.narrator.start("round")
+        run.driver.start("round")
         if self._place.to_skip:  # within an epoch, whose start torchtnt tells nobody
             self._place.begin()
-            run.narrator.start("epoch")
+            run.driver.start("epoch")
         self._stop_if_asked(run, state)
 
     @observing
@@ -211,7 +211,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             return
         self._place.begin()
         self._is_exhausted = False
-        run.narrator.start("epoch")
+        run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """What the unit's `get_next_train_batch` gives, or what a callback puts in its place."""
@@ -231,25 +231,25 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             self._end_fetch(run, None, is_told=is_told)
             raise
         if batch is batches:
-            raise NotCarried("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
+            raise NotSupported("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
         place.taken += 1
         return self._end_fetch(run, batch, is_told=is_told)
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
         """Whether anybody listens to it."""
-        narrator = run.narrator
-        is_told = not narrator.parts["train_step"].is_open
+        driver = run.driver
+        is_told = not driver.parts["train_step"].is_open
         if is_told:  # the further batches of a step come within it
-            if narrator.listen():
-                self._hears_forward = narrator.hears("forward")
-                self._model_hooks.listen(self._hears_forward)
-                self._watch.listen(narrator.is_loss_read)
+            if driver.listen():
+                self._listens_to_forward = driver.listens_to("forward")
+                self._model_hooks.listen(self._listens_to_forward)
+                self._watch.listen(driver.is_loss_read)
                 if self._optimizer_hooks is not None:
-                    self._optimizer_hooks.listen(narrator.is_read)
-            is_told = not narrator.parts["fetch"].is_quiet
+                    self._optimizer_hooks.listen(driver.is_read)
+            is_told = not driver.parts["fetch"].has_no_listeners
             if is_told:
-                narrator.start("fetch")
+                driver.start("fetch")
         run.ctx.batch = None
         return is_told
 
@@ -258,7 +258,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         try:
             run.ctx.batch = batch
             if is_told:
-                run.narrator.end("fetch")
+                run.driver.end("fetch")
             return run.ctx.batch
         except BaseException as error:
             self._leave(error)
@@ -279,20 +279,20 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         if run is None:
             return
         try:
-            narrator, ctx, watch = run.narrator, run.ctx, self._watch
+            driver, ctx, watch = run.driver, run.ctx, self._watch
             counted = counts_of(ctx.batch)
-            if narrator.parts["train_step"].is_open:
+            if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
             else:
-                narrator.start_step()
+                driver.start_step()
                 run.counted = counted
                 watch.total = None
                 if self._optimizer_hooks is not None:
                     self._optimizer_hooks.has_stepped = False
             watch.is_on = True
-            if self._hears_forward:
+            if self._listens_to_forward:
                 ctx.microbatch = ctx.batch
-                narrator.start("microbatch")
+                driver.start("microbatch")
         except Exception as error:
             self._leave(error)
 
@@ -304,16 +304,16 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         try:
             self._watch.is_on = False
             progress, hooks = self._progress, self._optimizer_hooks
-            self._steps_told = steps = progress.num_steps_completed
+            self._steps_fired = steps = progress.num_steps_completed
             if hooks is not None and not hooks.has_stepped:
                 would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
                 if not would:
-                    run.narrator.end("microbatch")
+                    run.driver.end("microbatch")
                     return
             run.step_skipped = hooks is not None and not hooks.has_stepped
             every = self._evaluates_every
             if every and steps % every == 0:
-                run.narrator.end_step()
+                run.driver.end_step()
                 self._waiting = "step"
             else:
                 self._end_step(run, state)
@@ -325,8 +325,8 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         if not self._is_checked:
             self._is_checked = True
             if self._scaler is not None:  # it leaves steps out until it has found its scale
-                run.narrator.made_up -= {"clip_gradients", "optimizer_step"}
-            run.check_carried(strict=self._strict, logger=logger)
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
+            run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run, state)
 
@@ -380,13 +380,13 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         run = self._run
         if run is None and self._has_given_up and state.train_state is not None:
             return
-        if run is None or (state.train_state is None and not run.narrator.is_open("train")):
+        if run is None or (state.train_state is None and not run.driver.is_open("train")):
             run = self._begin(state, unit)
         self._sums: dict[str, Any] = {}
         self._weight = 0
-        self._is_telling = not (state.should_stop or run.narrator.is_open("train_step"))
+        self._is_telling = not (state.should_stop or run.driver.is_open("train_step"))
         if self._is_telling:
-            run.begin_evaluation(EVALUATED, standalone=not run.narrator.is_open("train"))
+            run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
             self._judging_hooks.listen(True)
 
     @observing
@@ -395,7 +395,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         run = self._run
         if run is not None and self._is_telling:
             run.eval_ctx.batch = self._batch
-            run.eval_narrator.start("eval_step")
+            run.eval_driver.start("eval_step")
 
     @observing
     def on_eval_step_end(self, state: State, unit: Any) -> None:
@@ -407,7 +407,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         self._weight += samples
         for name, loss in losses_in(state.eval_state.step_output).items():
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
-        run.eval_narrator.end("eval_step")
+        run.eval_driver.end("eval_step")
 
     @observing
     def on_eval_end(self, state: State, unit: Any) -> None:
@@ -424,11 +424,11 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             run.end_evaluation()
             run.records.tally.settle(run.state)
             run.records.tell(run.ctx)
-            run.check_carried(strict=self._strict, logger=logger, narrator=run.eval_narrator)
+            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
         elif self._weight:  # within a step of several batches: told when that is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
-        if not run.narrator.is_open("train"):
+        if not run.driver.is_open("train"):
             self._finish()
 
     # --- prediction ---
@@ -436,30 +436,30 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     @observing
     def on_predict_start(self, state: State, unit: Any) -> None:
         """A run that predicts; one within training is not told."""
-        if self._run is not None and self._run.narrator.is_open("train"):
+        if self._run is not None and self._run.driver.is_open("train"):
             return
-        self._begin(state, unit).narrator.start("predict")
+        self._begin(state, unit).driver.start("predict")
         self._predict_hooks.listen(True)
 
     @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
         """A batch is to be predicted on."""
         run = self._run
-        if run is not None and run.narrator.is_open("predict"):
+        if run is not None and run.driver.is_open("predict"):
             run.ctx.batch = self._batch
-            run.narrator.start("predict_step")
+            run.driver.start("predict_step")
 
     @observing
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         """It has been."""
         if self._run is not None:
-            self._run.narrator.end("predict_step")
+            self._run.driver.end("predict_step")
 
     @observing
     def on_predict_end(self, state: State, unit: Any) -> None:
         """End the run."""
-        if self._run is not None and self._run.narrator.is_open("predict"):
-            self._run.narrator.end("predict")
+        if self._run is not None and self._run.driver.is_open("predict"):
+            self._run.driver.end("predict")
             self._finish()
 
     # --- in torchtnt's checkpoints ---
@@ -469,7 +469,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         run = self._run
         if run is None:
             return {"states": b""}
-        states = {"steps": self._steps_told, **own_state(run)}
+        states = {"steps": self._steps_fired, **own_state(run)}
         file = io.BytesIO()
         torch.save(states, file)
         return {"states": file.getvalue()}
@@ -487,7 +487,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
                 "let the host stand before the checkpointer in callbacks=[...]"
             )
         take_back(run, restored)
-        self._steps_told = restored["steps"]
+        self._steps_fired = restored["steps"]
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:

@@ -10,7 +10,7 @@ from torchtnt.framework.callbacks import EarlyStopping, TimeLimitInterrupter
 from torchtnt.framework.state import State
 from torchtnt.utils.progress import Progress
 
-from callsheet.bridges.foreign import Facade, Guest, NotOnTheList
+from callsheet.bridges.guest_base import Facade, Guest, NotOnTheList
 from callsheet.bridges.torchtnt.run import PHASES, TorchTNTRun
 from callsheet.context import Context
 from callsheet.sheet import Handler
@@ -58,7 +58,7 @@ def guest(
             is done when all know of it.
 
     Raises:
-        NotCarried: when it asks the unit for anything else.
+        NotSupported: when it asks the unit for anything else.
     """
     agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)  # which ask the first rank
     return TorchTNTGuest(foreign, attributes=attributes or {}, replicated=agrees, name=name, phase=phase, strict=strict)

@@ -9,9 +9,9 @@ from typing import Any
 from torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState
 from torchtnt.utils.progress import Progress
 
-from callsheet.bridges.foreign import Common
+from callsheet.bridges.guest_base import Common
 from callsheet.context import Context
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 from callsheet.time import TimeUnit
 
 PHASES: Mapping[str, ActivePhase] = {
@@ -184,7 +184,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not 
     @property
     def step_output(self) -> Any:
         """Refused: what a unit's step returns is its own."""
-        raise NotCarried(
+        raise NotSupported(
             "torchtnt's state has here no 'step_output': a step of ours returns nothing; run the callback at home for that"
         )
 
@@ -201,4 +201,4 @@ class _Length:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        raise NotCarried("torchtnt's state has here no batches to iterate over, but only their number")
+        raise NotSupported("torchtnt's state has here no batches to iterate over, but only their number")

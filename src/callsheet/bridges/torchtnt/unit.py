@@ -11,7 +11,7 @@ from torchtnt.framework.state import State
 from torchtnt.utils.progress import estimated_steps_in_loop
 
 from callsheet.bridges.copies import replace
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 
 
 class Fetches:
@@ -47,7 +47,7 @@ def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
         return next(iter(tracked.values()), None)
     if name in tracked:
         return tracked[name]
-    raise NotCarried(
+    raise NotSupported(
         f"the torchtnt unit tracks {', '.join(tracked)}, and which of them is trained nobody says; call that one {name!r}"
     )
 

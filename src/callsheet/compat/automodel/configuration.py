@@ -133,7 +133,7 @@ def _steps(section: Section, schedule: Schedule) -> dict[str, Any]:
     world = read_ranks().world_size
     whole = section.number("global_batch_size", local * world)
     if whole % (local * world):
-        section.refuse("global_batch_size", f"{whole} is no multiple of local_batch_size={local} times {world} ranks")
+        section.reject("global_batch_size", f"{whole} is no multiple of local_batch_size={local} times {world} ranks")
     schedule.grad_acc_steps = whole // (local * world)
     schedule.ckpt_every_steps = section.number("ckpt_every_steps")
     schedule.val_every_steps = section.number("val_every_steps")
@@ -141,7 +141,7 @@ def _steps(section: Section, schedule: Schedule) -> dict[str, Any]:
     if steps is None:
         schedule.num_epochs = schedule.num_epochs or 10
     length = f"{steps}ba" if steps is not None else f"{schedule.num_epochs}ep"
-    return {"batch_size": local, "accumulate": schedule.grad_acc_steps, "max_duration": length}
+    return {"batch_size": local, "gradient_accumulation_steps": schedule.grad_acc_steps, "max_duration": length}
 
 
 def _surroundings(cfg: Section) -> dict[str, Any]:
@@ -159,12 +159,12 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     split = cfg.part("distributed")
     named = split.target(*_PARALLEL) or split.take("strategy")
     if named is not None and named not in _PARALLEL:
-        split.refuse("strategy", f"{named!r} is not carried (one of fsdp2, ddp)")
+        split.reject("strategy", f"{named!r} is not carried (one of fsdp2, ddp)")
     if named:
         found["parallel"] = _PARALLEL[named] if read_ranks().world_size > 1 else "auto"
     for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
         if (size := split.take(name)) not in (None, "none", 1):
-            split.refuse(name, f"{size}: only the data is shared out among ranks here")
+            split.reject(name, f"{size}: only the data is shared out among ranks here")
     split.ignore("dp_size", "dp_replicate_size", "sequence_parallel")
     clip = cfg.part("clip_grad_norm")
     if (norm := clip.number("max_norm", cfg.number("max_grad_norm"))) is not None:
@@ -179,7 +179,7 @@ def _checkpoint(section: Section, schedule: Schedule) -> dict[str, Any]:
     schedule.best_metric_key = section.take("best_metric_key")
     section.ignore("load_base_model")
     if (form := section.take("model_save_format")) not in (None, "safetensors"):
-        section.refuse(
+        section.reject(
             "model_save_format", f"{form!r} is not carried: weights are written as safetensors, or as tensors without pickles"
         )
     folder = Path(section.take("checkpoint_dir", "checkpoints"))
@@ -211,12 +211,12 @@ def _optimizer(cfg: Section) -> dict[str, Any]:
 def _rate(section: Section, cfg: Section, rate: float | None) -> Any:
     style = section.take("lr_decay_style", "cosine")
     if style not in _SCHEDULES:
-        section.refuse("lr_decay_style", f"{style!r} is not carried (one of {', '.join(_SCHEDULES)})")
+        section.reject("lr_decay_style", f"{style!r} is not carried (one of {', '.join(_SCHEDULES)})")
     warmup, steps, least = section.number("lr_warmup_steps"), section.number("lr_decay_steps"), section.take("min_lr")
     if style == "constant":
         return partial(Warmup, warmup_steps=int(warmup or 0))
     if steps is None:
-        section.refuse("lr_decay_steps", "say over how many steps the rate falls")
+        section.reject("lr_decay_steps", "say over how many steps the rate falls")
     final = 0.01 if least is None else float(least) / rate if rate else 0.0
     return partial(
         _SCHEDULES[style],
@@ -258,7 +258,7 @@ def _lora(section: Section) -> Lora:
         targets = ALL_LINEAR
     section.ignore("use_triton")
     if targets is None:
-        section.refuse("target_modules", "name modules, or set match_all_linear")
+        section.reject("target_modules", "name modules, or set match_all_linear")
     bare = targets if isinstance(targets, str) else [str(target).removeprefix("*.").removeprefix("*") for target in targets]
     return Lora(
         r=int(section.number("dim", 8)),
@@ -270,7 +270,7 @@ def _lora(section: Section) -> Lora:
 
 def _distillation(cfg: Section, schedule: Schedule, kind: type[JobConfig]) -> dict[str, Any]:
     if not cfg.has("teacher_model"):
-        cfg.refuse("teacher_model", "a distillation needs a teacher")
+        cfg.reject("teacher_model", "a distillation needs a teacher")
     ratio = float(cfg.number("kd_ratio", 0.5))
     loss = cfg.part("kd_loss_fn")
     loss.target("KDLoss")
@@ -289,7 +289,7 @@ def _data(cfg: Section, kind: type[JobConfig]) -> dict[str, Any]:
         section.target("StatefulDataLoader", "DataLoader")
         section.ignore("collate_fn", "drop_last", "pin_memory")
     if loader.take("shuffle", True) is False:
-        loader.refuse("shuffle", "false is not carried: rows to train on are taken in random order")
+        loader.reject("shuffle", "false is not carried: rows to train on are taken in random order")
     other.ignore("shuffle")
     found: dict[str, Any] = {"workers": int(loader.number("num_workers", 0) or 0)}
     other.ignore("num_workers")
@@ -297,11 +297,11 @@ def _data(cfg: Section, kind: type[JobConfig]) -> dict[str, Any]:
         found["eval_batch_size"] = int(size)
     packed = cfg.part("packed_sequence")
     if (length := packed.number("packed_sequence_size", 0)) and not issubclass(kind, FinetuneConfig):
-        packed.refuse("packed_sequence_size", "rows are packed in fine-tuning and distillation alone")
+        packed.reject("packed_sequence_size", "rows are packed in fine-tuning and distillation alone")
     if length:
         found |= {"packing": True, "sequence_length": int(length)}
     if not cfg.has("dataset"):
-        cfg.refuse("dataset", "there is nothing to train on")
+        cfg.reject("dataset", "there is nothing to train on")
     lengths: list[int] = []
     found["train"] = _rows(cfg.part("dataset"), kind, found, lengths)
     found["validation"] = {}
@@ -321,7 +321,7 @@ def _rows(section: Section, kind: type[JobConfig], found: dict[str, Any], length
     section.target("ColumnMappedTextInstructionDataset", "ChatDataset", "Rows")
     path = section.first("path_or_dataset_id", "path_or_dataset", "path")
     if not isinstance(path, str):
-        section.refuse("path_or_dataset_id", "give a file of JSON lines, a folder of them, or the name of a dataset on the hub")
+        section.reject("path_or_dataset_id", "give a file of JSON lines, a folder of them, or the name of a dataset on the hub")
     options = {"name": section.take("name"), "split": section.take("split") or "train"}
     options |= {"limit": section.first("limit_dataset_samples", "num_samples_limit")}
     options["streaming"] = bool(section.take("streaming", False))
@@ -338,14 +338,14 @@ def _rows(section: Section, kind: type[JobConfig], found: dict[str, Any], length
     if columns is None:
         return Rows(path, **options)
     if kind is ClassifyConfig:
-        section.refuse("column_mapping", "give text_column and label_column")
+        section.reject("column_mapping", "give text_column and label_column")
     return MappedRows(path, **options, columns=_mapped(section, columns))
 
 
 def _mapped(section: Section, columns: Any) -> dict[str, str]:
     valid = ("context", "question", "answer")
     if not isinstance(columns, Mapping) or not set(columns) <= set(valid) or "answer" not in columns or len(columns) < 2:
-        section.refuse(
+        section.reject(
             "column_mapping", f"{columns!r}: name the column of the answer, and of the question, of the context, or of both"
         )
     return {str(name): str(column) for name, column in columns.items()}
@@ -356,7 +356,7 @@ def _imported(section: Section, target: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
-        section.refuse("_target_", f"there is no {target!r}; give a class of torch.optim, such as torch.optim.AdamW")
+        section.reject("_target_", f"there is no {target!r}; give a class of torch.optim, such as torch.optim.AdamW")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        section.refuse("_target_", f"{target} is no optimizer of torch")
+        section.reject("_target_", f"{target} is no optimizer of torch")
     return found

@@ -164,7 +164,7 @@ class BaseRecipe:
             self.recipe = self.OURS(self._config, self._callbacks)
             self.recipe.setup()
         except BaseException as error:
-            self._guest.tell_exception(error)
+            self._guest.fire_exception(error)
             raise
         self._guest.meet(self.recipe.trainer.ctx)
 

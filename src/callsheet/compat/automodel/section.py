@@ -44,7 +44,7 @@ class Section:
         """The value of the one key that is given of several that mean the same."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
-            self.refuse(given[1][0], f"{given[0][0]} says the same; give one of them")
+            self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
         return given[0][1] if given else None
 
     def ignore(self, *names: str) -> None:
@@ -61,7 +61,7 @@ class Section:
         found = next((name for name in allowed if given == name or given.endswith(f".{name}")), None)
         if found is None:
             near = did_you_mean(given.rpartition(".")[2], allowed)
-            self.refuse("_target_", f"{given} is not carried{near} (one of {', '.join(allowed)})")
+            self.reject("_target_", f"{given} is not carried{near} (one of {', '.join(allowed)})")
         return found
 
     def part(self, name: str) -> Section:
@@ -78,7 +78,7 @@ class Section:
         """The keys that begin so and have not been taken."""
         return [name for name in self._left if name.startswith(beginning)]
 
-    def refuse(self, name: str, why: str) -> NoReturn:
+    def reject(self, name: str, why: str) -> NoReturn:
         """Raise ConfigError for a key."""
         raise ConfigError(f"{self._called(name)}: {why}")
 
@@ -90,8 +90,8 @@ class Section:
         """
         for name in self._left:
             if hint := (hints or {}).get(name):
-                self.refuse(name, hint)
-            self.refuse(name, f"there is no such key{did_you_mean(name, self._known)} (one of {', '.join(_unique(self._known))})")
+                self.reject(name, hint)
+            self.reject(name, f"there is no such key{did_you_mean(name, self._known)} (one of {', '.join(_unique(self._known))})")
         for part in self._parts:
             part.close()
 

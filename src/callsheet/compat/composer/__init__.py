@@ -2,7 +2,7 @@
 
 `from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
 `composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.
-What has no counterpart here can be imported, and raises `NotCarried` when it is used.
+What has no counterpart here can be imported, and raises `NotSupported` when it is used.
 """
 
 from typing import Any

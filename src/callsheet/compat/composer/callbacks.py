@@ -14,7 +14,7 @@ import torch
 from callsheet import callbacks
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import FreeOutputs, LRMonitor, NaNMonitor
-from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.rejections import reject
 from callsheet.compat.composer.submodules import offer
 from callsheet.compat.not_offered import not_offered
 from callsheet.errors import ConfigError
@@ -69,7 +69,7 @@ class CheckpointSaver(callbacks.CheckpointSaver):
         upload_timeout_in_seconds: int = 3600,
     ) -> None:
         prefix = "{run_name}/checkpoints"
-        refuse(
+        reject(
             "CheckpointSaver",
             {
                 "folder": (str(folder), prefix, "give it to the Trainer, as save_folder"),
@@ -98,7 +98,7 @@ class SpeedMonitor(callbacks.SpeedMonitor):
     """Throughput, and the share of the device's peak."""
 
     def __init__(self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours") -> None:
-        refuse("SpeedMonitor", {"time_unit": (time_unit, "hours", "a record has its elapsed seconds")})
+        reject("SpeedMonitor", {"time_unit": (time_unit, "hours", "a record has its elapsed seconds")})
         super().__init__(window_size=window_size, peak_flops=gpu_flops_available)
 
 
@@ -120,7 +120,7 @@ class MemoryMonitor(callbacks.MemoryMonitor):
     """Memory in use."""
 
     def __init__(self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None) -> None:
-        refuse(
+        reject(
             "MemoryMonitor",
             {
                 "memory_keys": (memory_keys, None, "all are logged, in bytes"),
@@ -145,7 +145,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
         remote_file_name: str | None = "{run_name}/torch_memory_traces",
         overwrite: bool = False,
     ) -> None:
-        refuse(
+        reject(
             "MemorySnapshot",
             {
                 "filename": (filename, "rank{rank}.{batch}.memory_snapshot", _FILES),
@@ -172,7 +172,7 @@ class OOMObserver(callbacks.OOMObserver):
         remote_file_name: str | None = "{run_name}/oom_traces/rank{rank}_oom",
         overwrite: bool = False,
     ) -> None:
-        refuse(
+        reject(
             "OOMObserver",
             {
                 "filename": (filename, "rank{rank}_oom", _FILES),
@@ -224,7 +224,7 @@ class MLPerfCallback(callbacks.MLPerfCallback):
         host_processors_per_node: int | None = None,
         exit_at_target: bool = False,
     ) -> None:
-        refuse(
+        reject(
             "MLPerfCallback",
             {"host_processors_per_node": (host_processors_per_node, None, "the description of the system is not written here")},
         )
@@ -300,7 +300,7 @@ class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
         output_names: Sequence[str] | None = None,
     ) -> None:
         kind = str(getattr(save_format, "value", save_format))
-        refuse(
+        reject(
             "ExportForInferenceCallback",
             {
                 "save_object_store": (save_object_store, None, _UPLOADS),
@@ -336,7 +336,7 @@ class LoadCheckpoint(callbacks.LoadCheckpoint):
         event: Any = "before_load",
     ) -> None:
         named = str(getattr(event, "value", event)).lower()
-        refuse(
+        reject(
             "LoadCheckpoint",
             {
                 "event": (named, "before_load", "it is loaded when the Trainer is made"),
@@ -350,7 +350,7 @@ class SystemMetricsMonitor(callbacks.SystemMetricsMonitor):
     """The machine's own figures."""
 
     def __init__(self, log_all_data: bool = False) -> None:
-        refuse("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record tells of the rank where it is most")})
+        reject("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record tells of the rank where it is most")})
         super().__init__()
 
 

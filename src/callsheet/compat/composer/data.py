@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.rejections import reject
 
 _SPLIT = "a microbatch is a slice of every tensor of the batch; have the dataloader make batches of that kind"
 _COUNT = "samples and tokens are counted by the first dimension of the batch and by its input_ids; leave it out"
@@ -23,7 +23,7 @@ class DataSpec:
     attributes.
 
     Raises:
-        NotCarried: any other function is given.
+        NotSupported: any other function is given.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DataSpec:
         get_num_samples_in_batch: Callable[[Any], Any] | None = None,
         get_num_tokens_in_batch: Callable[[Any], Any] | None = None,
     ) -> None:
-        _refuse(microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch)
+        _reject(microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch)
         self.dataloader, self.num_samples, self.num_tokens = dataloader, num_samples, num_tokens
         self.batch_transforms = batch_transforms
 
@@ -50,7 +50,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
     if loader is not given:
         if not isinstance(given, DataSpec):  # Composer's own, whose defaults are functions
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
-            _refuse(*(_own(getattr(given, name, None)) for name in names))
+            _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
             loader = _transformed(loader, transform)
     return loader if loader is None or batches < 0 else _Cut(loader, batches)
@@ -116,8 +116,8 @@ def _own(function: Any) -> Any:
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 
-def _refuse(microbatch_transforms: Any, split_batch: Any, samples: Any, tokens: Any) -> None:
-    refuse(
+def _reject(microbatch_transforms: Any, split_batch: Any, samples: Any, tokens: Any) -> None:
+    reject(
         "DataSpec",
         {
             "microbatch_transforms": (microbatch_transforms, None, "give batch_transforms, which changes the whole batch"),

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from callsheet.compat.composer.models import ComposerModel
-from callsheet.compat.composer.refusals import refuse
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.compat.composer.rejections import reject
+from callsheet.errors import ConfigError, NotSupported
 
 
 class HuggingFaceModel(ComposerModel):
@@ -36,7 +36,7 @@ class HuggingFaceModel(ComposerModel):
         should_save_peft_only: bool = True,
     ) -> None:
         super().__init__()
-        refuse(
+        reject(
             "HuggingFaceModel",
             {
                 "peft_config": (peft_config, None, "give the model as peft.get_peft_model(model, peft_config) returns it"),
@@ -84,7 +84,7 @@ class HuggingFaceModel(ComposerModel):
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         """Return what the metrics are updated with: the logits with `use_logits`, otherwise the model's outputs."""
         if batch.get("mode") is not None:
-            raise NotCarried(
+            raise NotSupported(
                 f"a batch with mode={batch['mode']!r} is not carried over from Composer: generate in a callback, such as callsheet.callbacks.Generate"
             )
         if not self.use_logits:
@@ -122,8 +122,8 @@ class HuggingFaceModel(ComposerModel):
 
     @staticmethod
     def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
-        """Raise NotCarried: checkpoints are callsheet's."""
-        raise NotCarried(
+        """Raise NotSupported: checkpoints are callsheet's."""
+        raise NotSupported(
             "HuggingFaceModel.hf_from_composer_checkpoint() is not carried over from Composer: make the model from its configuration, and give "
             "the checkpoint to Trainer(load_path=...)"
         )

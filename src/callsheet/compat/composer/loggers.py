@@ -10,9 +10,9 @@ from callsheet import loggers
 from callsheet.bridges.composer.names import LoggerDestination
 from callsheet.bridges.composer.state import Logger
 from callsheet.compat.composer.in_memory import InMemoryLogger
-from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.rejections import reject
 from callsheet.compat.composer.submodules import offer
-from callsheet.errors import NotCarried
+from callsheet.errors import NotSupported
 
 if TYPE_CHECKING:
     from callsheet.compat.composer.trackers import MLFlowLogger, TensorboardLogger, WandBLogger
@@ -32,7 +32,7 @@ __all__ = [
 _OTHER_TRACKER = (
     "take one of WandBLogger, MLFlowLogger, TensorboardLogger and callsheet.loggers, or a LoggerDestination of your own"
 )
-_NOT_CARRIED = {
+_NOT_SUPPORTED = {
     "CometMLLogger": _OTHER_TRACKER,
     "MosaicMLLogger": "callsheet watch shows a run as it goes",
     "NeptuneLogger": _OTHER_TRACKER,
@@ -48,7 +48,7 @@ class ConsoleLogger(loggers.ConsoleLogger):
 
     def __init__(self, log_interval: Any = "1ba", stream: Any = "stderr", log_traces: bool = False) -> None:
         named = {id(sys.stderr): "stderr", id(sys.stdout): "stdout"}.get(id(stream), stream)
-        refuse("ConsoleLogger", {"log_traces": (log_traces, False, "there are no algorithms to trace")})
+        reject("ConsoleLogger", {"log_traces": (log_traces, False, "there are no algorithms to trace")})
         super().__init__(stream=named, interval=None if str(log_interval) == "1ba" else str(log_interval))
 
 
@@ -67,7 +67,7 @@ class FileLogger(loggers.FileLogger):
         flush_interval: int = 100,
         overwrite: bool = False,
     ) -> None:
-        refuse(
+        reject(
             "FileLogger",
             {
                 "filename": (filename, "{run_name}/logs-rank{rank}.txt", _NAMES),
@@ -110,12 +110,12 @@ offer(
 def __getattr__(name: str) -> Any:
     if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # they need packages of their own
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
-    if name in _NOT_CARRIED:
+    if name in _NOT_SUPPORTED:
 
-        def refused(self: Any, *args: Any, **options: Any) -> None:
-            raise NotCarried(f"{name} is not carried over from Composer: {_NOT_CARRIED[name]}")
+        def rejected(self: Any, *args: Any, **options: Any) -> None:
+            raise NotSupported(f"{name} is not carried over from Composer: {_NOT_SUPPORTED[name]}")
 
         return type(
-            name, (LoggerDestination,), {"__init__": refused, "__doc__": f"Refused when it is made: {_NOT_CARRIED[name]}."}
+            name, (LoggerDestination,), {"__init__": rejected, "__doc__": f"Refused when it is made: {_NOT_SUPPORTED[name]}."}
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,7 +83,7 @@ class ModelTask(Task):
             return {**named, "loss": sum(named.values()) if total is None else total}
         return sum(each.mean() for each in loss)
 
-    def judged(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """What `ModelMetric.update` takes."""
         return outputs, batch
 

@@ -24,7 +24,7 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 
 
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
-    """Make `package.<submodule>` importable, where every name raises `NotCarried` when it is used; the values say what to do instead."""
+    """Make `package.<submodule>` importable, where every name raises `NotSupported` when it is used; the values say what to do instead."""
     for path, instead in submodules.items():
         whole = f"{package}.{path}"
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.rejections import reject
 from callsheet.errors import ConfigError
 from callsheet.loggers.mlflow_logger import MLflowLogger
 from callsheet.loggers.tensorboard_logger import TensorboardLogger as OurTensorboardLogger
@@ -27,7 +27,7 @@ class WandBLogger(OurWandBLogger):
         rank_zero_only: bool = True,
         init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        refuse(
+        reject(
             "WandBLogger",
             {
                 "log_artifacts": (log_artifacts, False, "checkpoints stay where they are"),
@@ -59,8 +59,8 @@ class MLFlowLogger(MLflowLogger):
         flush_interval: int = 10,
         **others: Any,
     ) -> None:
-        refuse("MLFlowLogger", {name: (value, None, "leave it out") for name, value in others.items()})
-        refuse("MLFlowLogger", {"rank_zero_only": (rank_zero_only, True, "records are the same on all ranks")})
+        reject("MLFlowLogger", {name: (value, None, "leave it out") for name, value in others.items()})
+        reject("MLFlowLogger", {"rank_zero_only": (rank_zero_only, True, "records are the same on all ranks")})
         super().__init__(
             experiment=experiment_name,
             run_name=run_name,
@@ -73,5 +73,5 @@ class TensorboardLogger(OurTensorboardLogger):
     """TensorBoard."""
 
     def __init__(self, log_dir: str | None = None, flush_interval: int = 100, rank_zero_only: bool = True) -> None:
-        refuse("TensorboardLogger", {"rank_zero_only": (rank_zero_only, True, "records are the same on all ranks")})
+        reject("TensorboardLogger", {"rank_zero_only": (rank_zero_only, True, "records are the same on all ranks")})
         super().__init__(folder=log_dir)

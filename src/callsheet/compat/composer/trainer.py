@@ -22,9 +22,9 @@ from callsheet.callback import Callback
 from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
 from callsheet.compat.composer.data import is_loader, loader_of
 from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
-from callsheet.compat.composer.refusals import refuse
+from callsheet.compat.composer.rejections import reject
 from callsheet.compat.composer.submodules import offer
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 
 logger = logging.getLogger("callsheet")
@@ -94,7 +94,7 @@ class Evaluator:
         eval_interval: Any = None,
         device_eval_microbatch_size: int | None = None,
     ) -> None:
-        refuse(
+        reject(
             f"Evaluator {label!r}: Evaluator",
             {
                 "metric_names": (metric_names, None, "all of the model's metrics are computed; leave it out"),
@@ -115,7 +115,7 @@ class Trainer:
     Algorithms are refused, and so is everything else that has nothing here to stand for it: see the page "Composer".
 
     Raises:
-        NotCarried: an argument that is not carried over; the message names it, and the mend.
+        NotSupported: an argument that is not carried over; the message names it, and the mend.
         ConfigError: one that cannot work.
     """
 
@@ -153,7 +153,7 @@ class Trainer:
         compile_config: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        _refuse_others(others)
+        _reject_others(others)
         self._of_kind: dict[str, int] = {}
         self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
         self.state: State = run.state
@@ -214,9 +214,9 @@ class Trainer:
         """Train until `max_duration`, or `duration` longer than it has been trained.
 
         Raises:
-            NotCarried: any other argument: give it to the Trainer.
+            NotSupported: any other argument: give it to the Trainer.
         """
-        _refuse_all("fit", others)
+        _reject_all("fit", others)
         longest = None
         if duration is not None:
             time = Time.from_input(duration, "ep")
@@ -319,39 +319,39 @@ def _evaluators(given: Any) -> list[Any]:
 def _one(what: str, given: Any) -> Any:
     several = _several(given)
     if len(several) > 1:
-        raise NotCarried(f"Trainer({what}=...) takes one here, not {len(several)}")
+        raise NotSupported(f"Trainer({what}=...) takes one here, not {len(several)}")
     return several[0] if several else None
 
 
 def _interval(what: str, given: Any) -> str:
     """As callsheet reads it; a whole number means epochs."""
     if callable(given):
-        raise NotCarried(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
+        raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
     return str(Time.from_input(given, "ep"))
 
 
 def _precision(given: Any) -> str:
     name = str(getattr(given, "value", given or "fp32")).lower()
     if name not in _PRECISIONS:
-        raise NotCarried(f"Trainer(precision={name!r}) is not carried over from Composer: give one of {', '.join(_PRECISIONS)}")
+        raise NotSupported(f"Trainer(precision={name!r}) is not carried over from Composer: give one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]
 
 
 def _microbatch_size(given: Any) -> int | None:
     if given is None or isinstance(given, int):
         return given
-    raise NotCarried(
+    raise NotSupported(
         f"Trainer(device_train_microbatch_size={given!r}) is not carried over from Composer: give the samples of a microbatch"
     )
 
 
-def _refuse_others(others: Mapping[str, Any]) -> None:
+def _reject_others(others: Mapping[str, Any]) -> None:
     for name in others:
         if name not in _DEFAULTS:
             raise TypeError(f"Composer's Trainer has no argument {name!r}")
     if others.get("algorithms"):
-        raise NotCarried("Trainer(algorithms=...) is not carried over from Composer: apply them to model and data yourself")
-    refuse(
+        raise NotSupported("Trainer(algorithms=...) is not carried over from Composer: apply them to model and data yourself")
+    reject(
         "Trainer",
         {
             name: (value, _DEFAULTS[name], _INSTEAD.get(name, "leave it out"))
@@ -361,9 +361,11 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
     )
 
 
-def _refuse_all(method: str, others: Mapping[str, Any]) -> None:
+def _reject_all(method: str, others: Mapping[str, Any]) -> None:
     if others:
-        raise NotCarried(f"Trainer.{method}({next(iter(others))}=...) is not carried over from Composer: give it to the Trainer")
+        raise NotSupported(
+            f"Trainer.{method}({next(iter(others))}=...) is not carried over from Composer: give it to the Trainer"
+        )
 
 
 def _to_cpu(value: Any) -> Any:

@@ -9,7 +9,7 @@ with needed_by(__name__):
     from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
     from callsheet.compat.instructlab import config as _config
     from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
-    from callsheet.compat.instructlab.refused import (
+    from callsheet.compat.instructlab.rejected import (
         deserialize_callback,
         deserialize_callbacks_from_cli,
         serialize_callback,

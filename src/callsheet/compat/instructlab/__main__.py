@@ -2,11 +2,11 @@
 
 import sys
 
-from callsheet.compat.instructlab.refused import refuse_command_line
-from callsheet.errors import NotCarried
+from callsheet.compat.instructlab.rejected import reject_command_line
+from callsheet.errors import NotSupported
 
 if __name__ == "__main__":
     try:
-        refuse_command_line(sys.argv[1:])
-    except NotCarried as error:
+        reject_command_line(sys.argv[1:])
+    except NotSupported as error:
         sys.exit(str(error))

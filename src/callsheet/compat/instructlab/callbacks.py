@@ -1,7 +1,7 @@
 """`instructlab.training.callbacks`: the base class, the context and the manager."""
 
 from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
-from callsheet.compat.instructlab.refused import (
+from callsheet.compat.instructlab.rejected import (
     deserialize_callback,
     deserialize_callbacks_from_cli,
     serialize_callback,

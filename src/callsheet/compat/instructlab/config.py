@@ -1,4 +1,4 @@
-"""`instructlab.training.config`: the arguments. What has no counterpart here can be imported; using it raises `NotCarried`."""
+"""`instructlab.training.config`: the arguments. What has no counterpart here can be imported; using it raises `NotSupported`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
-from callsheet.bridges.foreign import NotOnTheList
+from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.recipes.text_rows import TextRows
 
 Section = TypeVar("Section")
@@ -17,17 +17,17 @@ def _section(kind: type[Section]) -> type[Section]:
     made = dataclass(kind)
     names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # it is one now
 
-    def refuse(name: str) -> NotOnTheList:
+    def reject(name: str) -> NotOnTheList:
         return NotOnTheList(
             f"{kind.__name__} has here no {name!r}, and nothing that would carry it out; it has {', '.join(names)}"
         )
 
     def read(self: Any, name: str) -> Any:  # reached where there is no such attribute
-        raise AttributeError(name) if name.startswith("__") else refuse(name)
+        raise AttributeError(name) if name.startswith("__") else reject(name)
 
     def write(self: Any, name: str, value: Any) -> None:
         if name not in names:
-            raise refuse(name)
+            raise reject(name)
         object.__setattr__(self, name, value)
 
     made.__getattr__ = read  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.state import GlobalState
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.errors import ConfigError, NotSupported
 
 IGNORED = -100
 
@@ -46,7 +46,7 @@ def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Mod
     """The model's outputs for the next microbatch, and the function of them that gives `(loss, tokens, {"lm loss": both})`: sums over
     tokens that count."""
     if return_schedule_plan:
-        raise NotCarried("forward_step makes no schedule plan: there are no pipelines here")
+        raise NotSupported("forward_step makes no schedule plan: there are no pipelines here")
     batch = next(data_iterator)
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return losses, partial(_masked_loss, batch["loss_mask"])

@@ -22,7 +22,7 @@ from callsheet.compat.megatron_bridge.gpt import GPTModel, as_recipe_step
 from callsheet.compat.megatron_bridge.trackers import Trackers
 from callsheet.context import Context
 from callsheet.distributed import initialised_distributed, read_ranks
-from callsheet.errors import ConfigError, NotCarried
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.recipes.byte_files import ByteFiles
 from callsheet.recipes.language_model import LanguageModel
 from callsheet.recipes.pretrain import Pretrain, PretrainConfig
@@ -52,7 +52,7 @@ def pretrain(
         The recipe, with its `trainer` and the losses that were `evaluated`; the original returns nothing.
 
     Raises:
-        NotCarried: a setting that nothing here carries out.
+        NotSupported: a setting that nothing here carries out.
         ConfigError: settings that do not go together.
         BaseException: what a callback raised, as it was; the callbacks behind it were not told.
     """
@@ -150,20 +150,20 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
     """The recipe's configuration.
 
     Raises:
-        NotCarried: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
+        NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
         ConfigError: batch sizes that do not divide.
     """
     model, train, dataset, optimizer = config.model, config.train, config.dataset, config.optimizer
     ranks = read_ranks().world_size
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         if getattr(model, name) != 1:
-            raise NotCarried(f"model.{name}={getattr(model, name)}: here ranks share the data alone; leave it at 1")
+            raise NotSupported(f"model.{name}={getattr(model, name)}: here ranks share the data alone; leave it at 1")
     if model.sequence_parallel:
-        raise NotCarried("model.sequence_parallel: here ranks share the data alone; leave it off")
+        raise NotSupported("model.sequence_parallel: here ranks share the data alone; leave it off")
     if dataset.blend is not None:
-        raise NotCarried("dataset.blend: Megatron's indexed files are not read here; give dataset.folder, or dataset.rows")
+        raise NotSupported("dataset.blend: Megatron's indexed files are not read here; give dataset.folder, or dataset.rows")
     if config.mixed_precision not in PRECISIONS:
-        raise NotCarried(f"mixed_precision={config.mixed_precision!r}: here it is one of {', '.join(map(str, PRECISIONS))}")
+        raise NotSupported(f"mixed_precision={config.mixed_precision!r}: here it is one of {', '.join(map(str, PRECISIONS))}")
     if train.global_batch_size % (train.micro_batch_size * ranks):
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size} does not divide into microbatches of {train.micro_batch_size} on {ranks} rank(s)"
@@ -235,7 +235,7 @@ def _scheduler(config: ConfigContainer) -> Any:
             falls[scheduler.lr_decay_style], total_steps=length, warmup_steps=warmup, final=optimizer.min_lr / optimizer.lr
         )
     if scheduler.lr_decay_style != "constant":
-        raise NotCarried(f"scheduler.lr_decay_style={scheduler.lr_decay_style!r}: here it is one of cosine, linear, constant")
+        raise NotSupported(f"scheduler.lr_decay_style={scheduler.lr_decay_style!r}: here it is one of cosine, linear, constant")
     return partial(Warmup, warmup_steps=warmup)
 
 

@@ -14,6 +14,6 @@ from callsheet.extras import needed_by
 with needed_by(__name__):
     from callsheet.trainer.data.seeded import SeededDataset
     from callsheet.trainer.data.sharing import SharedLoader, shared, sharing_of
-    from callsheet.trainer.data.ways import SharedBatches, Sharing
+    from callsheet.trainer.data.strategies import SharedBatches, Sharing
 
 __all__ = ["SeededDataset", "SharedBatches", "SharedLoader", "Sharing", "shared", "sharing_of"]

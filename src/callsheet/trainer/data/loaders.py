@@ -111,7 +111,7 @@ def generators(*owners: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
-def tell_epoch(loader: Any, number: int) -> None:
+def set_loader_epoch(loader: Any, number: int) -> None:
     """`set_epoch` of samplers and datasets that have it; they count from 0, and the Trainer from 1."""
     for owner in (*samplers(loader), *datasets(loader)):
         if hasattr(owner, "set_epoch"):

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from callsheet.trainer.data.dealt import DealtData
 from callsheet.trainer.data.loaders import batching, datasets, has_items, length_of, no_batches, rebuilt, samplers
-from callsheet.trainer.data.own import OwnData
-from callsheet.trainer.data.split import SplitData
-from callsheet.trainer.data.ways import CountSamples, SharedBatches, Sharing
-from callsheet.trainer.world import World
+from callsheet.trainer.data.presharded import OwnData
+from callsheet.trainer.data.resampled import SplitData
+from callsheet.trainer.data.round_robin import DealtData
+from callsheet.trainer.data.strategies import CountSamples, SharedBatches, Sharing
+from callsheet.trainer.process_groups import ProcessGroups
 
 logger = logging.getLogger("callsheet")
 
 
 def sharing_of(
     loader: Iterable[Any],
-    world: World,
+    world: ProcessGroups,
     seed: int,
     *,
     argument: str,
@@ -73,7 +73,7 @@ class SharedLoader:
 
 def shared(
     loader: Iterable[Any],
-    world: World,
+    world: ProcessGroups,
     seed: int,
     *,
     argument: str,
@@ -92,7 +92,7 @@ def _is_shared_already(loader: Any) -> bool:
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 
 
-def _split_by_node(loader: Any, world: World) -> DataLoader[Any] | None:
+def _split_by_node(loader: Any, world: ProcessGroups) -> DataLoader[Any] | None:
     """A DataLoader over a Hugging Face stream, which knows how to give each rank its shards; None for any other."""
     hugging_face: Any = sys.modules.get("datasets")
     if hugging_face is None or not isinstance(loader, DataLoader) or not isinstance(loader.dataset, hugging_face.IterableDataset):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from callsheet.background import END_SECONDS, inner
 from callsheet.callback import Callback
+from callsheet.capture import DeviceNumbers, SnapshotCapture, Values, copied
 from callsheet.context import Context
 from callsheet.errors import text_of
 from callsheet.lanes import Lane, close
-from callsheet.sheet import Entry, Member, failed
+from callsheet.sheet import HandlerEntry, Registration, failed
 from callsheet.snapshot import Inbox, Snapshot
-from callsheet.taker import DeviceNumbers, Taker, Values, copied
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,10 +30,10 @@ class LaneExit(Exception):
 class CallbackLane:
     """The lane of one callback."""
 
-    def __init__(self, member: Member, inbox: Inbox) -> None:
+    def __init__(self, member: Registration, inbox: Inbox) -> None:
         self.member = member
         owner = member.thing if isinstance(member.thing, Callback) else Callback
-        self.needs: tuple[str, ...] = owner.needs
+        self.needs: tuple[str, ...] = owner.snapshot_fields
         self.inbox = inbox
         self.lane = Lane(member.label, None, owner.lane_options, kind=_kind, finish=self._finish)
         self._runner: asyncio.Runner | None = None
@@ -87,7 +87,7 @@ def join(lanes: Iterable[CallbackLane]) -> None:
         lane.join(max(0.0, until - time.monotonic()))
 
 
-class Handover:
+class LaneDelivery:
     """One callback's hearing of one event, or one call of a logger's method, off the training thread.
 
     Args:
@@ -100,38 +100,44 @@ class Handover:
     """
 
     def __init__(
-        self, event: str, kind: object, member: Member, lane: CallbackLane, handler: Callable[[Snapshot], Any], taker: Taker
+        self,
+        event: str,
+        kind: object,
+        member: Registration,
+        lane: CallbackLane,
+        handler: Callable[[Snapshot], Any],
+        capture: SnapshotCapture,
     ) -> None:
-        self._event, self._member, self._lane, self._taker = event, member, lane, taker
-        self._tell = taker.telling(event, member, handler, lane.answered, self._fails)
+        self._event, self._member, self._lane, self._capture = event, member, lane, capture
+        self._tell = capture.telling(event, member, handler, lane.answered, self._fails)
         self._tell.kind = kind  # type: ignore[attr-defined]  # what the lane finds in its queue
 
     @classmethod
-    def of_line(cls, entry: Entry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
+    def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
         """What is told, on the training thread, of a line of the call sheet whose handler runs in a lane."""
-        taker = Taker(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), taker)
-        return taker.handing(made._tell, entry.member, lane.lane, made.put)
+        capture = SnapshotCapture(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), capture)
+        return capture.handing(made._tell, entry.member, lane.lane, made.put)
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
         """Hand over one call of a logger's method, such as `log_table`."""
         assert isinstance(lane.member.thing, Callback)
         called = getattr(inner(lane.member.thing), method)
-        taker = Taker(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
+        capture = SnapshotCapture(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
         try:
             handler = lane.bound(called, **copied(payload, {}))
         except Exception as error:
             failed(lane.member, method, ctx, error)
         else:
-            cls(method, (method, payload.get("name")), lane.member, lane, handler, taker).put(ctx)
+            cls(method, (method, payload.get("name")), lane.member, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
         """On the training thread, where something has to be copied, or may not be told."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
-            values = self._taker.take(self._tell, ctx)
+            values = self._capture.take(self._tell, ctx)
         except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
             failed(self._member, self._event, ctx, error)
         else:

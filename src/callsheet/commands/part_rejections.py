@@ -7,12 +7,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from callsheet.commands.given import fits, probe, values_of_key
+from callsheet.commands.cli_values import fits, probe, values_of_key
 from callsheet.commands.key_types import holds_several, in_words, parts_of, typed_keys
 from callsheet.errors import did_you_mean
 
 
-def part_refusals(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
+def part_rejections(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """What is wrong: in the file, in further files, and on the command line, in the order in which they count."""
     owner = parts_of(kind)
     if owner is None:

@@ -15,7 +15,7 @@ LONGEST = 4096  # bytes that are read
 LONGEST_WHY = 200  # characters
 
 
-def leave_wish(file: str | os.PathLike[str], word: str, why: str = "") -> str:
+def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
     """Ask the job whose `SaveOnTrigger` looks at `file` for `save`, `evaluate` or `stop`; returns the line that says so.
 
     Other wishes that wait there stay; the same one does not wait there twice.
@@ -29,8 +29,8 @@ def leave_wish(file: str | os.PathLike[str], word: str, why: str = "") -> str:
     return line
 
 
-def withdraw_wish(file: str | os.PathLike[str], line: str) -> None:
-    """Take back what `leave_wish` wrote, if it still waits. Raises as that does."""
+def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
+    """Take back what `leave_request` wrote, if it still waits. Raises as that does."""
     if os.path.lexists(file):
         _change(Path(file), lambda waiting: [other for other in waiting if other != line])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.callback import label_of
-from callsheet.transport.portrait import IGNORE, differences, portrait
+from callsheet.transport.fingerprint import IGNORE, differences, fingerprint
 from callsheet.transport.sealed import TransportError, read_private, write_private
 
 START = Path(__file__).with_name("start.py")
@@ -40,7 +40,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     Raises:
         TransportError: it cannot be rebuilt, or differs; the message names what, and the mend.
     """
-    here = portrait(values)
+    here = fingerprint(values)
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
     answered, output = folder / _ANSWER, folder / "trial.log"
     try:
@@ -89,7 +89,7 @@ def main() -> None:
     answer: dict[str, Any]
     try:
         unpacked = open_payload(os.environ, is_ours=True)
-        answer = {"portrait": portrait({"callbacks": unpacked.callbacks, **unpacked.extra})}
+        answer = {"portrait": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
     except (Exception, SystemExit) as error:
         answer = {"error": _told(error)}
     write_private(path.with_name(_ANSWER), json.dumps(answer).encode())

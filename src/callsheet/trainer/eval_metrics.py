@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError
 from callsheet.trainer.tasks import Task
 
 
-class Judgement:
+class EvalMetrics:
     """Updates torchmetrics batch by batch, and computes them at the end: a collective, where there are other ranks.
 
     A filler counts nothing. A rank that has seen nothing else still has to give the others states of the right types.
@@ -28,7 +28,7 @@ class Judgement:
         """Judge one batch."""
         if not self._metrics or (is_filler and not self._is_empty):
             return
-        judged = self._task.judged(outputs, batch)
+        judged = self._task.predictions_and_targets(outputs, batch)
         for metric in self._metrics.values():
             metric.update(*judged)
             if is_filler:

@@ -15,11 +15,11 @@ from callsheet.trainer.data.loaders import (
     restore_random_state_of,
     restore_samplers,
     samplers,
-    tell_epoch,
+    set_loader_epoch,
 )
 from callsheet.trainer.data.seeded import RandomStream, mixed
-from callsheet.trainer.data.ways import CountSamples, SharedBatches
-from callsheet.trainer.world import World
+from callsheet.trainer.data.strategies import CountSamples, SharedBatches
+from callsheet.trainer.process_groups import ProcessGroups
 
 
 class DealtData:
@@ -30,7 +30,7 @@ class DealtData:
 
     way = "dealt"
 
-    def __init__(self, loader: Any, world: World, seed: int, argument: str, count_samples: CountSamples | None) -> None:
+    def __init__(self, loader: Any, world: ProcessGroups, seed: int, argument: str, count_samples: CountSamples | None) -> None:
         self._loader = loader
         self._world = world
         self._seed = seed
@@ -83,7 +83,7 @@ class DealtData:
 
     def _open(self, epoch: int | None, stream: RandomStream, drawn: int) -> _DealtBatches:
         if epoch is not None:
-            tell_epoch(self._loader, epoch)
+            set_loader_epoch(self._loader, epoch)
         for generator in generators(self._loader, *samplers(self._loader)):
             generator.manual_seed(mixed(self._seed, epoch or 0))
         with stream:
@@ -94,7 +94,7 @@ class DealtData:
 
 class _DealtBatches(SharedBatches):
     def __init__(
-        self, batches: Iterator[Any], stream: RandomStream, world: World, drawn: int, count_samples: CountSamples | None
+        self, batches: Iterator[Any], stream: RandomStream, world: ProcessGroups, drawn: int, count_samples: CountSamples | None
     ) -> None:
         super().__init__(batches)
         self._world = world

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from callsheet.errors import ConfigError
-from callsheet.trainer.world import World
+from callsheet.trainer.process_groups import ProcessGroups
 
 CountSamples = Callable[[Any], int]
 
@@ -56,7 +56,7 @@ class Sharing(Protocol):
         """How many batches this rank has still to take in the epoch."""
 
 
-def empty_ranks(world: World, argument: str, is_empty: bool) -> ConfigError:
+def empty_ranks(world: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
     """The error for all ranks where some have no batch. A collective."""
     ranks = [rank for rank, has_none in enumerate(world.gather(is_empty)) if has_none]
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"

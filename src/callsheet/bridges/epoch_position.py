@@ -16,7 +16,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-class Place:
+class EpochPosition:
     """Counts the batches of the epoch. A run that is resumed in its midst passes over `to_skip` of them, from the random states in which
     the epoch began, and goes on in those in which the checkpoint was written."""
 

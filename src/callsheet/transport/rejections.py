@@ -12,7 +12,7 @@ import torch
 
 from callsheet.transport.names import MAIN
 
-_MEND = "give plain data or something that has an import path, or say allow_pickle=True to send it as signed cloudpickle"
+_HINT = "give plain data or something that has an import path, or say allow_pickle=True to send it as signed cloudpickle"
 _LOCKS = (
     type(threading.Lock()),
     type(threading.RLock()),
@@ -52,4 +52,4 @@ def described(value: Any) -> tuple[str, str, bool]:
                 True,
             )
         return f"{value.__module__}.{name} is not what is found under that name", f"give what is, {often}", True
-    return what, _MEND, True
+    return what, _HINT, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet.bridges.narrator import Narrator
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.context import Context, RunInfo
 from callsheet.lifecycle import EVENTS
 from callsheet.manager import CallbackManager
@@ -16,18 +16,18 @@ PARTS = ("forward_backward", "microbatch", "forward", "loss", "backward", "clip_
 words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
 
 
-def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Narrator:
+def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
     """A loop that fetches a batch for each step, says that the step begins and ends, and whatever comes to its mind between."""
-    narrator = Narrator(manager.spans(Context(RunInfo("small"))), {})
+    driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     for step in steps:
-        narrator.listen()
-        narrator.start("fetch")
-        narrator.start("train_step")
+        driver.listen()
+        driver.start("fetch")
+        driver.start("train_step")
         for word, name in step:
-            getattr(narrator, word)(name)
-        narrator.end("train_step")
-    narrator.end("train")
-    return narrator
+            getattr(driver, word)(name)
+        driver.end("train_step")
+    driver.end("train")
+    return driver
 
 
 @given(st.lists(st.lists(words, max_size=12), min_size=1, max_size=3))
@@ -54,29 +54,29 @@ def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
     manager.register("on_microbatch_start", lambda ctx: told.append("microbatch"))
     manager.register("on_optimizer_step_end", lambda ctx: told.append("optimizer step"))
     loop = [("start", "forward"), ("start", "optimizer_step"), ("end", "optimizer_step"), ("start", "forward")]
-    narrator = narrated(manager, [loop])
+    driver = narrated(manager, [loop])
     assert told == ["microbatch", "optimizer step"]
-    assert "optimizer_step" not in narrator.made_up
+    assert "optimizer_step" not in driver.synthesized
 
 
 def test_a_narrator_says_when_other_parts_of_a_step_are_heard_than_before() -> None:
     manager = CallbackManager()
-    narrator = Narrator(manager.spans(Context(RunInfo("small"))), {})
-    assert narrator.listen()
-    assert not narrator.hears("forward")
-    assert not narrator.listen()
+    driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
+    assert driver.listen()
+    assert not driver.listens_to("forward")
+    assert not driver.listen()
     listener = manager.register("on_forward_end", lambda ctx: None)
-    assert narrator.listen()
-    assert narrator.hears("forward")
-    assert narrator.hears("backward")
-    assert narrator.hears("optimizer_step")  # with which the backward's end is told
-    assert not narrator.hears("fetch")
-    assert not narrator.listen()
+    assert driver.listen()
+    assert driver.listens_to("forward")
+    assert driver.listens_to("backward")
+    assert driver.listens_to("optimizer_step")  # with which the backward's end is told
+    assert not driver.listens_to("fetch")
+    assert not driver.listen()
     manager.remove(listener)
-    assert narrator.listen()
-    assert not narrator.hears("forward")
-    before = narrator.is_heard
+    assert driver.listen()
+    assert not driver.listens_to("forward")
+    before = driver.has_listeners
     manager.register("on_train_step_end", lambda ctx: None)
-    assert narrator.listen()
-    assert (before, narrator.is_heard) == (False, True)
-    assert not narrator.hears("optimizer_step")
+    assert driver.listen()
+    assert (before, driver.has_listeners) == (False, True)
+    assert not driver.listens_to("optimizer_step")

@@ -36,7 +36,7 @@ _SHORT = 40  # characters that are written out
 _UNSEEN = "cannot be looked into"
 
 
-def portrait(values: Mapping[str, Any]) -> dict[str, Node]:
+def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
     """Of each value what it is like; also of what is in it, down to plain values."""
     painter = _Painter()
     return {name: painter.paint(value, name) for name, value in values.items()}

@@ -24,12 +24,12 @@ from callsheet.trainer.data.loaders import (
     restore_random_state_of,
     restore_samplers,
     samplers,
-    tell_epoch,
+    set_loader_epoch,
 )
 from callsheet.trainer.data.order import Order
 from callsheet.trainer.data.seeded import SeededDataset, SeededStream, cpu_random_state, mixed
-from callsheet.trainer.data.ways import SharedBatches, empty_ranks
-from callsheet.trainer.world import Pending, World
+from callsheet.trainer.data.strategies import SharedBatches, empty_ranks
+from callsheet.trainer.process_groups import Pending, ProcessGroups
 
 logger = logging.getLogger("callsheet")
 
@@ -56,7 +56,7 @@ class OwnData:
     way = "own"
     in_all = None
 
-    def __init__(self, loader: Any, world: World, argument: str, seed: int = 0) -> None:
+    def __init__(self, loader: Any, world: ProcessGroups, argument: str, seed: int = 0) -> None:
         self._given = loader
         self._world = world
         self._argument = argument
@@ -157,7 +157,7 @@ class OwnData:
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
         """Open the dataloader; `restored` are the random states of an epoch for which a sampler loaded its state."""
         if epoch is not None:
-            tell_epoch(self._given, epoch)
+            set_loader_epoch(self._given, epoch)
             if self._wrapper is not None:
                 self._wrapper.set_epoch(epoch - 1)
         self._at_start = random_state_of(self._given)
@@ -283,7 +283,7 @@ class _OwnBatches(SharedBatches):
     def __init__(
         self,
         batches: Iterator[Any],
-        world: World,
+        world: ProcessGroups,
         argument: str,
         length: int | None,
         taken: int,

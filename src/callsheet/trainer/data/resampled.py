@@ -14,12 +14,12 @@ from callsheet.trainer.data.loaders import (
     rebuilt,
     restore_random_state_of,
     restore_samplers,
-    tell_epoch,
+    set_loader_epoch,
 )
 from callsheet.trainer.data.seeded import SeededDataset
 from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
-from callsheet.trainer.data.ways import SharedBatches
-from callsheet.trainer.world import World
+from callsheet.trainer.data.strategies import SharedBatches
+from callsheet.trainer.process_groups import ProcessGroups
 
 
 class SplitData:
@@ -31,7 +31,7 @@ class SplitData:
 
     way = "split"
 
-    def __init__(self, loader: DataLoader[Any], world: World, seed: int, argument: str) -> None:
+    def __init__(self, loader: DataLoader[Any], world: ProcessGroups, seed: int, argument: str) -> None:
         if makes_own_batches(loader):
             raise ConfigError(
                 f"{argument} is a {type(loader).__name__}, which makes its batches in a way of its own, and so cannot be split between "
@@ -99,8 +99,8 @@ class SplitData:
 
     def _draw(self, epoch: int | None, taken: int, position: int) -> None:
         if epoch is not None:
-            tell_epoch(self._given, epoch)
-            tell_epoch(self._loader, epoch)
+            set_loader_epoch(self._given, epoch)
+            set_loader_epoch(self._loader, epoch)
         self._taken_before = taken
         self._sampler.begin(epoch, position)
         self._check_order()

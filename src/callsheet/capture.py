@@ -10,14 +10,14 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from callsheet.context import Context, TrainState
-from callsheet.errors import FieldNotTold
+from callsheet.errors import FieldNotAvailable
 from callsheet.events import Event, as_event
-from callsheet.lifecycle import ALWAYS, FIELDS, fields_told
+from callsheet.lifecycle import ALWAYS, FIELDS, fields_available
 from callsheet.snapshot import NEVER, ON_REQUEST, Inbox, LaneControl, Snapshot
 
 if TYPE_CHECKING:
     from callsheet.lanes import Lane
-    from callsheet.sheet import Member
+    from callsheet.sheet import Registration
 
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
 _OF_STATE = ("timestamp", "previous_timestamp", "course")
@@ -86,7 +86,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
     return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
 
 
-class Taker:
+class SnapshotCapture:
     """Takes snapshots at one event for one callback.
 
     Args:
@@ -98,7 +98,7 @@ class Taker:
     """
 
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
-        told = fields_told(event) if event is not None else ()
+        told = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
         self._is_last = self._event is Event.RUN_END  # at which the run has its outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
@@ -116,7 +116,7 @@ class Taker:
         self._written = _written(self._names, self._changing, new)
 
     def handing(
-        self, tell: Tell, member: Member, queue: Lane, otherwise: Callable[[Context], object]
+        self, tell: Tell, member: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
         """What puts, on the training thread, what is told now into the queue.
 
@@ -126,13 +126,13 @@ class Taker:
             otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the member is
                 off.
         """
-        hand: Callable[[Context], None] = self._written["handing"](self.kind_at, tell, member, queue, otherwise)
+        hand: Callable[[Context], None] = self._written["handing"](self.snapshot_class_for, tell, member, queue, otherwise)
         return hand
 
     def telling(
         self,
         event: str,
-        member: Member,
+        member: Registration,
         handler: Callable[[Snapshot], Any],
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
@@ -153,7 +153,7 @@ class Taker:
         """On the training thread: what is told now, with copies of what may change."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
-        values = [tell, self.kind_at(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
+        values = [tell, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
         for place in self._changing:
             values[place] = copied(values[place], numbers)
@@ -169,7 +169,7 @@ class Taker:
             if getattr(made, name) is _NOT_TOLD:
                 delattr(made, name)
 
-    def kind_at(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
+    def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
         """The kind of snapshots in this run, and its state, while which is the same the kind is."""
         if self._state is None or self._state is not ctx.state:
             control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
@@ -193,17 +193,17 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...], new: int | None)
     is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
     are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
     source = f"""
-def handing(kind_at, tell, member, queue, otherwise):
+def handing(snapshot_class_for, tell, member, queue, otherwise):
     items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
     def hand(ctx):
         nonlocal kind, known, loss_is_new
         try:
             state = ctx.state
             if state is not known:
-                kind, known = kind_at(ctx)
+                kind, known = snapshot_class_for(ctx)
                 loss_is_new = ctx.loss_is_new
             values = (tell, kind, {", ".join(taken)})
-        except FieldNotTold:
+        except FieldNotAvailable:
             return otherwise(ctx)
         if member.is_off{are_changing}:
             otherwise(ctx)
@@ -236,7 +236,7 @@ def telling(taker, event, member, handler, answered, fails):
     return tell
 """
     scope: dict[str, Any] = {
-        "plain": _PLAIN, "FieldNotTold": FieldNotTold, "new": object.__new__, "TrainState": TrainState,
+        "plain": _PLAIN, "FieldNotAvailable": FieldNotAvailable, "new": object.__new__, "TrainState": TrainState,
         "is_lone": _is_lone,
     }  # fmt: skip
     exec(source, scope)

@@ -14,7 +14,7 @@ import pytest
 PROGRAM = """
 import json, sys, time
 from callsheet.distributed import read_ranks
-from callsheet.recipes.standing import of_rank_zero
+from callsheet.recipes.existing_run import of_rank_zero
 
 def decide():
     time.sleep(1.0)

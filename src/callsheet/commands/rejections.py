@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet.callback import Callback
 from callsheet.commands import names
-from callsheet.commands.class_refusals import class_refusals
-from callsheet.commands.given import pairs, probe
+from callsheet.commands.class_rejections import class_rejections
+from callsheet.commands.cli_values import pairs, probe
 from callsheet.commands.key_types import in_words, is_list, names_code, typed_keys
-from callsheet.commands.part_refusals import part_refusals
+from callsheet.commands.part_rejections import part_rejections
 from callsheet.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 
-def plain_refusal(parser: ArgumentParser, message: str, path: Path, overrides: Sequence[str]) -> str:
+def plain_rejection(parser: ArgumentParser, message: str, path: Path, overrides: Sequence[str]) -> str:
     """What is wrong with the values of the file at `path` or with those over them, given what jsonargparse says of it."""
     kinds = typed_keys(parser)
     named = re.search(r'Parser key "([\w.]+)"', message)
@@ -37,8 +37,8 @@ def plain_refusal(parser: ArgumentParser, message: str, path: Path, overrides: S
         more = f", or --{key}+={found.group(1)} to add one to those of the file" if is_here else ""
         return f"{'' if is_here else f'{path}: '}{key}: {found.group(1)} is no list; write [{found.group(1)}]{more}"
     if key in kinds and names_code(kinds[key]):
-        return next(class_refusals(key, kinds[key], path, overrides), message)
-    if key in kinds and (why := next(part_refusals(key, kinds[key], path, overrides), "")):
+        return next(class_rejections(key, kinds[key], path, overrides), message)
+    if key in kinds and (why := next(part_rejections(key, kinds[key], path, overrides), "")):
         return why
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)|[Oo]ption '([\w.]+)'", message):
         group = re.search(r"Group '([\w.]+)' does not accept", message)
@@ -61,7 +61,7 @@ def place_of(error: ConfigError, path: Path, parser: ArgumentParser, given: Name
     kinds = typed_keys(parser)
     for key in (key for key, kind in kinds.items() if is_list(kind) and names_code(kind)):
         for number, spec in enumerate(given.get(key) or []):
-            if _refuses(spec, error):
+            if _rejects(spec, error):
                 own = spec.get("init_args", {}).get("callback", spec) if spec.class_path == names.NAMED else spec
                 source = "" if key in elsewhere else f"{path}: "
                 return f"{source}{key}[{number}] ({own.class_path.rpartition('.')[2]}): "
@@ -71,7 +71,7 @@ def place_of(error: ConfigError, path: Path, parser: ArgumentParser, given: Name
     return f"{path}: " if is_of_file else ""
 
 
-def _refuses(spec: Any, error: ConfigError) -> bool:
+def _rejects(spec: Any, error: ConfigError) -> bool:
     """Whether making this class raises the same error."""
     from jsonargparse import Namespace
 

@@ -2,7 +2,7 @@
 
 A host says where its loop is: "a forward begins", "the optimizer has stepped". The narrator knows the lifecycle's tree: what has to be
 open is opened, what stands before is told, and what is left open inside is ended. So whatever a host leaves out, callbacks hear events in
-the lifecycle's order; what had to be made up for that is remembered in `made_up`, for the host to judge.
+the lifecycle's order; what had to be made up for that is remembered in `synthesized`, for the host to judge.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Part:
     """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
 
     __slots__ = (
-        *("act_at_end", "act_at_start", "closes", "done", "index", "is_open", "is_quiet", "is_repeated", "name"),
+        *("act_at_end", "before_start", "closes", "done", "index", "is_open", "has_no_listeners", "is_repeated", "name"),
         *("needed", "parent", "sequence", "span"),
     )
 
     def __init__(self, span: Span, before: Mapping[str, Act]) -> None:
         self.name = name = span.name
         self.span = span
-        self.act_at_start = before.get(SPANS[name].start_event)
+        self.before_start = before.get(SPANS[name].start_event)
         self.act_at_end = before.get(SPANS[name].end_event)
         self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING else None
         self.is_repeated = name in _REPEATED
@@ -75,11 +75,11 @@ class Part:
         self.sequence: list[Part] = []
         self.needed = 0  # how many of them have to be told before its end
         self.index = -1  # in the parent's sequence, where it has one
-        self.is_open = self.is_quiet = False
+        self.is_open = self.has_no_listeners = False
         self.done = 0  # how many of its sequence have been told
 
 
-class Narrator:
+class LifecycleDriver:
     """Where a loop is in the lifecycle; see the module.
 
     Args:
@@ -88,7 +88,7 @@ class Narrator:
         step_passes: what is to be done instead where a step ends and nobody has heard or hears anything of it: no field has to be told,
             and those that were set all the same have to be shut.
         is_recorded: whether anybody reads what steps leave behind, such as records; it may change where the call sheet does.
-        is_loss_told: whether anybody will be told the last step's loss all the same, of a checkpoint; it may change there too.
+        is_loss_needed: whether anybody will be told the last step's loss all the same, of a checkpoint; it may change there too.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Narrator:
         before: Mapping[str, Act],
         step_passes: Act | None = None,
         is_recorded: Callable[[], bool] = lambda: True,
-        is_loss_told: Callable[[], bool] = lambda: True,
+        is_loss_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ctx: Context = spans.ctx
         self._spans = spans
@@ -113,11 +113,11 @@ class Narrator:
         self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
         self._step, self._step_passes = parts["train_step"], step_passes
         self._epoch, self._fetch = parts["epoch"], parts["fetch"]
-        self._is_recorded, self._is_loss_told = is_recorded, is_loss_told
+        self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self._heard_at = -1  # which call sheet it was that was last looked at
         self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
         parts["run"].is_open = True
-        self.is_heard = False
+        self.has_listeners = False
         """Whether anybody hears anything of a step, by the last `listen`."""
         self.is_read = True
         """Whether anybody does, or reads what steps leave behind: else they need only be counted."""
@@ -128,7 +128,7 @@ class Narrator:
         """Hooks in the model, the optimizer and `backward` call this with an error of their own. It raises what the user has to know of."""
         self.is_barred: Callable[[str], bool] = lambda name: False
         """Whether a span directly under the run may not begin now; then neither does what stands in it."""
-        self.made_up: set[str] = set()
+        self.synthesized: set[str] = set()
         """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
 
     def say_once(self, message: str) -> None:
@@ -154,31 +154,31 @@ class Narrator:
         for behind in _BEHIND:  # these end it, where somebody hears it
             quiet[behind] &= quiet[_BACKWARD]
         step = self._step
-        is_heard = not all(quiet) or step.span.starts is not None or step.span.ends is not None
-        is_read = is_heard or self._is_recorded()
-        now = is_heard, is_read, is_read or self._is_loss_told()
-        is_news |= now != (self.is_heard, self.is_read, self.is_loss_read)
-        self.is_heard, self.is_read, self.is_loss_read = now
-        for group, is_quiet in zip(self._groups, quiet, strict=True):
-            if group[0].is_quiet is not is_quiet:
+        has_listeners = not all(quiet) or step.span.starts is not None or step.span.ends is not None
+        is_read = has_listeners or self._is_recorded()
+        now = has_listeners, is_read, is_read or self._is_loss_needed()
+        is_news |= now != (self.has_listeners, self.is_read, self.is_loss_read)
+        self.has_listeners, self.is_read, self.is_loss_read = now
+        for group, has_no_listeners in zip(self._groups, quiet, strict=True):
+            if group[0].has_no_listeners is not has_no_listeners:
                 is_news = True
                 for part in group:
-                    part.is_quiet = is_quiet
+                    part.has_no_listeners = has_no_listeners
         if is_news:
-            step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.is_quiet), default=0)
+            step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.has_no_listeners), default=0)
         return is_news
 
-    def hears(self, name: str) -> bool:
+    def listens_to(self, name: str) -> bool:
         """Whether anybody hears this part of the step, or another that is left out with it."""
-        return not self.parts[name].is_quiet
+        return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
         """The loop enters a span: whatever has to be open around it or told before it is. Nothing where it is open, unless it can stand
         several times in a row: then the next begins."""
         part = self.parts[name]
-        if part.is_quiet:
-            if part.act_at_start is not None:
-                part.act_at_start()
+        if part.has_no_listeners:
+            if part.before_start is not None:
+                part.before_start()
             return
         if part.is_open and not part.is_repeated:
             return
@@ -199,14 +199,14 @@ class Narrator:
                     self._make_up(parent, index)
                 parent.done = index + 1
             elif part is self._step:
-                if not parent.done and not self._fetch.is_quiet:
-                    self.made_up.add("fetch")
+                if not parent.done and not self._fetch.has_no_listeners:
+                    self.synthesized.add("fetch")
                     self.tell("fetch")
                 parent.done = 0
             elif part is self._fetch:
                 parent.done = 1  # of an epoch: its next step has a batch
-        if part.act_at_start is not None:
-            part.act_at_start()
+        if part.before_start is not None:
+            part.before_start()
         self._open.append(part)
         part.is_open, part.done = True, 0
         if part.span.starts is not None:
@@ -215,7 +215,7 @@ class Narrator:
     def end(self, name: str) -> None:
         """The loop leaves a span, and with it what is open inside; nothing where it is not open."""
         part = self.parts[name]
-        if part.is_quiet:
+        if part.has_no_listeners:
             if part.act_at_end is not None:
                 part.act_at_end()
         elif part.is_open:
@@ -226,12 +226,12 @@ class Narrator:
     def start_step(self) -> None:
         """`start("train_step")`, by a short way where nobody hears that and the epoch has come to it."""
         step, epoch = self._step, self._epoch
-        if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.is_quiet):
+        if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
             return
         epoch.done = 0
-        if step.act_at_start is not None:
-            step.act_at_start()
+        if step.before_start is not None:
+            step.before_start()
         self._open.append(step)
         step.is_open, step.done = True, 0
 
@@ -248,9 +248,9 @@ class Narrator:
     def tell(self, name: str) -> None:
         """The loop has been in a span, or is passing it by: both of its edges."""
         part = self.parts[name]
-        if part.is_quiet:
-            if part.act_at_start is not None:
-                part.act_at_start()
+        if part.has_no_listeners:
+            if part.before_start is not None:
+                part.before_start()
             if part.act_at_end is not None:
                 part.act_at_end()
         else:
@@ -289,7 +289,7 @@ class Narrator:
         """What comes in the innermost span before that part in its sequence, and was not told; of what is left out, what stands before
         its edges is done: fields that are read behind it are set there."""
         for part in parent.sequence[parent.done : until]:
-            if not part.is_quiet:
-                self.made_up.add(part.name)
+            if not part.has_no_listeners:
+                self.synthesized.add(part.name)
             self.tell(part.name)
             parent.done = part.index + 1

@@ -39,13 +39,13 @@ def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> 
     store = attempt_store(ranks, timeout)
     if ranks.rank != 0:
         decided = _heard(store, timeout)
-        if "refused" in decided:
-            raise ConfigError(decided["refused"])
+        if "rejected" in decided:
+            raise ConfigError(decided["rejected"])
         return decided["value"]
     try:
         value = decide()
     except Exception as error:
-        _tell(store, {"refused": str(error)}, ranks.world_size, timeout)
+        _tell(store, {"rejected": str(error)}, ranks.world_size, timeout)
         raise
     _tell(store, {"value": value}, ranks.world_size, timeout)
     return value
@@ -101,7 +101,7 @@ def resumable(folder: Path, resume: str) -> str | None:
     return resume
 
 
-def refuse_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
+def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
     """Going on with a run means going on with its model, data and optimizer: half of one job and half of another is neither.
 
     Raises:

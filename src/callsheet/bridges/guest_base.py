@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from callsheet.callback import Callback
 from callsheet.context import Context
-from callsheet.errors import NotCarried, RegistrationError
+from callsheet.errors import NotSupported, RegistrationError
 from callsheet.lifecycle import EVENTS as OURS
 from callsheet.registration import bridge_of
 from callsheet.sheet import Handler, InTurn
@@ -16,12 +16,12 @@ from callsheet.sheet import Handler, InTurn
 logger = logging.getLogger("callsheet")
 
 
-class NotOnTheList(NotCarried, AttributeError):
+class NotOnTheList(NotSupported, AttributeError):
     """A guest asked for what its facade does not have. Also an AttributeError: so `hasattr`, which asks politely, is answered."""
 
 
 class Facade:
-    """What a guest is given in the place of an object of its own framework: a list of what is allowed, and `NotCarried` for the rest.
+    """What a guest is given in the place of an object of its own framework: a list of what is allowed, and `NotSupported` for the rest.
 
     What may be read are the attributes and properties of the class; what may be written, those in `WRITABLE` and properties that have a
     setter. `OF` says in messages what it stands for, such as `"Lightning's Trainer"`.
@@ -54,7 +54,7 @@ class Facade:
 class Common:
     """What the guests of a call sheet share. Its methods have the names of our events: each is told once, before the guests."""
 
-    ONLY_HEARD: ClassVar[frozenset[str]] = frozenset()
+    LISTEN_ONLY: ClassVar[frozenset[str]] = frozenset()
     """Events that it is told only where a guest has something to do there."""
     is_alone = False
     """One guest's own."""
@@ -74,7 +74,7 @@ class Guest(Callback):
         strict: whether it is an error that it hears something which is never told here; else a warning.
 
     Raises:
-        NotCarried: with `strict`; the message names what it hears, the callback, and callsheet as its host.
+        NotSupported: with `strict`; the message names what it hears, the callback, and callsheet as its host.
         RegistrationError: no instance of that framework's callback.
     """
 
@@ -100,25 +100,25 @@ class Guest(Callback):
         self.phase = phase
         if self.COMMON is not None:
             self.common = self.COMMON()
-        self._refuse([theirs for theirs in self.NEVER if self.hears(theirs)], strict)
+        self._reject([theirs for theirs in self.NEVER if self.listens_to(theirs)], strict)
         for event in OURS:
             handlers = [getattr(self, self.OWN[event])] if event in self.OWN else []
             handlers += [
                 self.handler(theirs, getattr(foreign, theirs, None))
                 for theirs in self.EVENTS.get(event, ())
-                if self.hears(theirs)
+                if self.listens_to(theirs)
             ]
             handler = _in_turn(tuple(handlers)) if len(handlers) > 1 else next(iter(handlers), None)
             if (
                 self.COMMON is not None
                 and hasattr(self.COMMON, event)
-                and (handler is not None or event not in self.COMMON.ONLY_HEARD)
+                and (handler is not None or event not in self.COMMON.LISTEN_ONLY)
             ):
                 setattr(self, event, InTurn(self, event, handler))
             elif handler is not None:
                 setattr(self, event, handler)
 
-    def hears(self, theirs: str) -> bool:
+    def listens_to(self, theirs: str) -> bool:
         """Whether the foreign callback has something to do at one of its framework's events."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
@@ -138,9 +138,9 @@ class Guest(Callback):
         if state:
             self.foreign.load_state_dict(state)
 
-    def _refuse(self, never: list[str], strict: bool) -> None:
+    def _reject(self, never: list[str], strict: bool) -> None:
         if never:
-            refuse_never(type(self.foreign).__name__, never, self.FRAMEWORK, strict)
+            reject_never(type(self.foreign).__name__, never, self.FRAMEWORK, strict)
 
 
 def is_another_s(given: Any) -> bool:
@@ -151,21 +151,21 @@ def is_another_s(given: Any) -> bool:
 def no_guest(given: Any, wanted: str) -> RegistrationError:
     """The error for what was given to a `guest` in the place of `wanted`, with the mend."""
     if isinstance(given, type):
-        mend = f"; that is a class, give an instance: {given.__name__}(...)"
+        hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):
-        mend = "; give them one at a time: [guest(each) for each in callbacks]"
+        hint = "; give them one at a time: [guest(each) for each in callbacks]"
     elif isinstance(given, Callback):
-        mend = "; it is a callback of callsheet's already, and needs no guest"
+        hint = "; it is a callback of callsheet's already, and needs no guest"
     else:
-        mend = bridge_of(given)
-    return RegistrationError(f"{given!r} is not {wanted}{mend}")
+        hint = bridge_of(given)
+    return RegistrationError(f"{given!r} is not {wanted}{hint}")
 
 
-def refuse_never(hearer: str, never: list[str], framework: str, strict: bool) -> None:
+def reject_never(listener: str, never: list[str], framework: str, strict: bool) -> None:
     """Refuse, or warn of, one who hears what is never told here."""
-    message = f"{hearer} hears {', '.join(never)} of {framework}, which callsheet never tells"
+    message = f"{listener} hears {', '.join(never)} of {framework}, which callsheet never tells"
     if strict:
-        raise NotCarried(f"{message}; leave the callback out, or pass strict=False to go on without")
+        raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without")
     logger.warning("%s", message)
 
 

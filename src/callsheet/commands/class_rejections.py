@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.callback import import_path
-from callsheet.commands.given import fits, probe, values_of_key
+from callsheet.commands.cli_values import fits, probe, values_of_key
 from callsheet.commands.key_types import base_of, example_of, in_words, is_list, names_code, partial_arguments, typed_keys
 from callsheet.errors import ConfigError, did_you_mean
 
 _SPEC = ("class_path", "init_args", "name", "dict_kwargs")
 
 
-def class_refusals(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
+def class_rejections(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """What is wrong: in the file, in further files, and on the command line, in the order in which they count."""
     look = _Look(key, kind)
     for part, source, value in values_of_key(key, path, overrides):

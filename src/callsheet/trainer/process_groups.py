@@ -68,7 +68,7 @@ class Pending:
         return reduced
 
 
-class World:
+class ProcessGroups:
     """This rank's way to speak with the others; with one rank everything is answered at once, without torch.distributed.
 
     Where the program has made a process group, that is taken, and left when the run ends; else one is made here (NCCL for CUDA's
