@@ -18,7 +18,7 @@ def main(folder: str, timeout: str, heartbeat: str, stale: str, machine: str = "
     try:
         lock.acquire(float(timeout))
     except RunInUseError as error:
-        print(f"refused: {error}", flush=True)
+        print(f"rejected: {error}", flush=True)
         return
     print("acquired", flush=True)
     for line in sys.stdin:

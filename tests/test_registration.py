@@ -232,8 +232,8 @@ def test_words_that_go_together_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("words", "kind"),
-    [({"keep": ("outputs", "output")}, "field that can be kept"), ({"needs": ("loss", "output")}, "field")],
-    ids=["keep", "needs"],
+    [({"keep_fields": ("outputs", "output")}, "field that can be kept"), ({"snapshot_fields": ("loss", "output")}, "field")],
+    ids=["keep_fields", "snapshot_fields"],
 )
 def test_unknown_fields_name_the_nearest(words: dict[str, Any], kind: str) -> None:
     assert rejection(RegistrationError, worded(**words)) == (
@@ -243,11 +243,11 @@ def test_unknown_fields_name_the_nearest(words: dict[str, Any], kind: str) -> No
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_only_a_window_that_can_be_longer_is_kept(name: str) -> None:
-    callback = worded(keep=(name,), needs=(name,))
+    callback = worded(keep_fields=(name,), snapshot_fields=(name,))
     if FIELDS[name].kept_until:
         CallbackManager([callback])
     else:
-        assert f"keep: the context has no field that can be kept called {name!r}" in rejection(RegistrationError, callback)
+        assert f"keep_fields: the context has no field that can be kept called {name!r}" in rejection(RegistrationError, callback)
 
 
 def test_a_name_must_be_a_string() -> None:

@@ -537,7 +537,7 @@ def test_a_class_that_the_script_s_import_would_not_make_is_rejected_with_the_me
 @pytest.mark.slow
 def test_a_class_without_a_script_is_rejected_unless_pickles_are_allowed(tmp_path: Path) -> None:
     told = said("-c", script(), cwd=tmp_path)
-    assert told.startswith("refused: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
+    assert told.startswith("rejected: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
     assert "allow_pickle=True" in told
     allowed = script().replace("Mine(helper)]", "Mine(helper)], allow_pickle=True")
     assert said("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again

@@ -189,7 +189,9 @@ class Control:
 
     def _check(self, what: str) -> None:
         if what not in self.able:
-            raise RequestRejected(f"this loop does not support ctx.control.{what}; it supports {', '.join(sorted(self.able))}")
+            raise RequestRejected(
+                f"this loop does not support ctx.control.{what}; it supports {', '.join(sorted(self.able)) or 'no request'}"
+            )
 
     def _reject_in_gate(self, what: str) -> None:
         if self.in_gate:

@@ -278,7 +278,7 @@ FIELDS: dict[str, Field] = {
         ),
         Field(
             "record",
-            "LogRecord",
+            "MetricsRecord",
             "step and floats: what was logged since the last boundary, with speeds and memory",
             "reduced",
             (("on_log", "on_log"),),

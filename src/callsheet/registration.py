@@ -175,7 +175,7 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
             )
         if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NEVER]):
             raise ConfigError(
-                f"needs: {', '.join(never)} cannot be given to a lane, since training goes on with it; read it inline, and log numbers"
+                f"snapshot_fields: {', '.join(never)} cannot be given to a lane, since training goes on with it; read it inline, and log numbers"
             )
         if lane != "inline" and on_error == "raise":
             raise ConfigError(f"in the lane {lane!r} errors are always isolated; leave on_error out")

@@ -483,7 +483,7 @@ GUESTS: list[tuple[str, str, Function[[], Any], dict[str, Any]]] = [
     ("reads", "memory_monitor", real.MemoryMonitor, {}),
     ("reads", "activation_monitor", lambda: real.ActivationMonitor(interval="4ba", only_log_wandb=False), {}),
     ("reads", "image_visualizer", lambda: real.ImageVisualizer(interval="5ba", num_images=3), {"job": IMAGES}),
-    ("listens_to", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
+    ("listens", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
 ]
 SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
 """Those whose numbers do not come from a clock."""
@@ -506,7 +506,7 @@ def test_a_guest_does_here_what_it_does_at_home(
         theirs |= {key: home.logged[key] for key in home.logged if key in ("time/train", "time/val", "time/remaining_estimate")}
     assert theirs.keys() <= here.logged.keys()
     for key, values in theirs.items():
-        if tier != "listens_to":  # what is logged at every batch of an evaluation comes with its end
+        if tier != "listens":  # what is logged at every batch of an evaluation comes with its end
             assert len(here.logged[key]) == len(values), key
         if name in SAME:
             assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key

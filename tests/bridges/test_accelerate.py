@@ -551,7 +551,7 @@ def test_accelerate_s_tensorboard_writes_what_it_writes_at_home(tmp_path: Path) 
     assert found["here"] == found["home"]
     assert [step for step, _ in found["here"]["train/loss"]] == [2, 4, 6]
     assert list((tmp_path / "here").rglob("hparams.yml"))
-    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens_to"))
+    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens"))
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:

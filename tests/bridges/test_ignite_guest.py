@@ -267,7 +267,7 @@ NAMES = {
         (a_metric, "reads"),
         (checkpoints, "reads"),
         (filters, "reads"),
-        (timer, "listens_to"),
+        (timer, "listens"),
     ],
 )
 def test_a_guest_does_what_it_does_at_home(attach: Attach, tier: str, tmp_path: Path) -> None:

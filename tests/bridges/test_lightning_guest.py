@@ -278,7 +278,7 @@ ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
         lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         keys("samples", "batches_per_sec"),
     ),
-    "LambdaCallback": ("listens_to", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
+    "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
 }
 """By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
 

@@ -533,11 +533,11 @@ ROWS = {
     ),
     "GarbageCollector": Row("reads", _collector, _collected),
     "PyTorchProfiler": Row(
-        "listens_to",
+        "listens",
         lambda folder: PyTorchProfiler(torch.profiler.profile(schedule=lambda step: torch.profiler.ProfilerAction.NONE)),
         lambda callback: callback.profiler.step_num,
     ),
-    "Lambda": Row("listens_to", _every_hook, lambda callback: callback.told),
+    "Lambda": Row("listens", _every_hook, lambda callback: callback.told),
 }
 
 

@@ -518,7 +518,11 @@ def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
 
         def on_log(self, ctx: Context) -> None: ...
 
-    for callback, message in ((Draws(), "draws random numbers"), (Wants(), "needs: model"), (Collects(), "calls collectives")):
+    for callback, message in (
+        (Draws(), "draws random numbers"),
+        (Wants(), "snapshot_fields: model"),
+        (Collects(), "calls collectives"),
+    ):
         with pytest.raises(RegistrationError, match=message):
             CallbackManager([Background(callback)])
     with pytest.raises(NotACallbackError, match="in no lane yet"):

@@ -22,7 +22,7 @@ _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if fi
 class CSVLogger(Logger):
     """Write `metrics.csv` in the run's folder: one row a record.
 
-    First come the columns `step`, `time` (seconds since 1970) and the other fields of `LogRecord`, then one for each metric, in the order
+    First come the columns `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`, then one for each metric, in the order
     in which they appeared; where a record does not tell a metric its cell is empty. A metric that appears later makes the table wider,
     for which the file is replaced as a whole. Numbers read back as they were, `nan` and `inf` too. A metric that is called like one of
     the first columns stands under `metric/<name>`.

@@ -33,7 +33,7 @@ _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 class JSONLLogger(Logger):
     """Write what is logged, and what happens, to the run's folder: the run's own account of itself, which is only ever added to.
 
-    `metrics.jsonl` has one line a record: the fields of `LogRecord` and `time`, in seconds since 1970; after a resume a line with
+    `metrics.jsonl` has one line a record: the fields of `MetricsRecord` and `time`, in seconds since 1970; after a resume a line with
     `resumed_from_step`, and `records`, the number of those before it that still count. `read_metrics` reads it. `events.jsonl` tells
     starts, with versions, process and host, evaluations, checkpoints, files, and how the run ended; `hyperparameters.json` the settings;
     `tables/<name>.jsonl` has one line for each time that a table was logged; `images.jsonl` one for each time that images were, which

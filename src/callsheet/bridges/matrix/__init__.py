@@ -21,7 +21,7 @@ SIGNS = {"works": "✓", "limited": "~", "rejected": "✗"}
 class Cell:
     """One callback in one loop: `works`, `limited` or `refused`, and what the limit or the reason is.
 
-    `tier` is said of guests: `hears` events only, `reads` the trainer's state, or `drives` the trainer.
+    `tier` is said of guests: `listens` to events only, `reads` the trainer's state, or `drives` the trainer.
     """
 
     verdict: str
