@@ -64,7 +64,7 @@ def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[.
     first = start()
     assert first.says() == "acquired"
     rejected = start().says()
-    assert rejected.startswith(f"refused: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
+    assert rejected.startswith(f"rejected: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
     assert rejected.endswith("Use `--run_name` to start another run beside it.")
     assert first.asked("check") == "owner"
     assert first.asked("release") == "released"
