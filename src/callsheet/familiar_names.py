@@ -42,6 +42,7 @@ FAMILIAR: Mapping[str, str] = {
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",
+    "accumulate": "gradient_accumulation_steps=N",
     "accumulate_grad_batches": "gradient_accumulation_steps=N",
     "auto_resume": "resume='auto', with a run_name",
     "autoresume": "resume='auto', with a run_name",

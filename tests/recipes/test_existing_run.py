@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from callsheet.errors import ConfigError
+from callsheet.recipes.existing_run import reject_another_job
+
 PROGRAM = """
 import json, sys, time
 from callsheet.distributed import read_ranks
@@ -57,3 +60,10 @@ def test_ranks_that_were_started_by_hand_hear_of_it(how: str) -> None:
         assert said == [["a", None]] * 2
     else:
         assert said == ["OSError: the folder is read-only", "ConfigError: the folder is read-only"]
+
+
+def test_a_run_from_before_the_names_of_its_keys_changed_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("accumulate: 2\ntoo_long: refuse\n")
+    reject_another_job(tmp_path / "config.yaml", "gradient_accumulation_steps: 2\ntoo_long: reject\n", ())
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 in the run, 4 now"):
+        reject_another_job(tmp_path / "config.yaml", "gradient_accumulation_steps: 4\ntoo_long: reject\n", ())

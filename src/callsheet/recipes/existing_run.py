@@ -109,7 +109,7 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
     """
     if not resolved or not path.exists():
         return
-    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(resolved)
+    before, now = _with_current_names(yaml.safe_load(path.read_text())), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
@@ -118,6 +118,15 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
             f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to go on with it; --resume new "
             "sets it aside and starts anew; --run_name NAME starts another beside it"
         )
+
+
+def _with_current_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that version 0.1.0 or earlier wrote with the keys and values of today."""
+    if "accumulate" in settings:
+        settings["gradient_accumulation_steps"] = settings.pop("accumulate")
+    if settings.get("too_long") == "refuse":
+        settings["too_long"] = "reject"
+    return settings
 
 
 def _differences(key: str, before: Any, now: Any) -> list[str]:
