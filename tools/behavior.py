@@ -24,7 +24,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "FieldNotTold": "FieldNotAvailable",
+    "NotCarried": "NotSupported",
+    "RequestRefused": "RequestRejected",
+    "LogRecord": "MetricsRecord",
+    "Told": "RecordedEvent",
+    "accumulate": "gradient_accumulation_steps",
+    "refuse": "reject",
+    "refused": "rejected",
+    "hears": "listens",
+}
 """Old name of a field, metric, option or public name: the new one."""
 
 HOSTS = (
