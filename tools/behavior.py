@@ -75,8 +75,9 @@ def main() -> int:
         for title, command, interpreter in commands(part, given.composer):
             first, second = (record(given.old.resolve(), command, interpreter) for _ in range(2))
             found = record(new, command, interpreter)
-            stable = renamed({key: value for key, value in first.items() if second.get(key) == value})
-            varying = renamed(dict.fromkeys(first.keys() - stable.keys())).keys() | second.keys() - first.keys()
+            same = {key: value for key, value in first.items() if second.get(key) == value}
+            varying = renamed(dict.fromkeys((first.keys() | second.keys()) - same.keys())).keys()
+            stable = renamed(same)
             different = [
                 f"  {key}: was {stable.get(key, 'absent')!r}, is {found.get(key, 'absent')!r}"
                 for key in sorted(stable.keys() | (found.keys() - varying))
