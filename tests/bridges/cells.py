@@ -77,9 +77,14 @@ class Effects:
     weights: tuple[torch.Tensor, ...] = field(repr=False)
 
     def shows(self, alone: Effects) -> bool:
-        """Whether it does anything: the run is other than without it, and not because it fails."""
-        told = (self.names, self.suffixes, self.saves, self.outcome) != (alone.names, alone.suffixes, alone.saves, alone.outcome)
-        return self.outcome != "failed" and (told or not _same(self, alone))
+        """Return whether the callback has an effect: the run differs from the run without it, and has not failed."""
+        differs = (self.names, self.suffixes, self.saves, self.outcome) != (
+            alone.names,
+            alone.suffixes,
+            alone.saves,
+            alone.outcome,
+        )
+        return self.outcome != "failed" and (differs or not _same(self, alone))
 
     def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
         """What a callback does in a run `wanted` and does not in this one; `alone` are the runs without it."""
@@ -91,7 +96,7 @@ class Effects:
         if wanted.saves and not self.saves:
             found.append("saves nothing")
         if wanted.outcome != self.outcome:
-            found.append(f"the run is told as {self.outcome}, not as {wanted.outcome}")
+            found.append(f"the run ends as {self.outcome}, not as {wanted.outcome}")
         if wanted.outcome == "finished" and not _same(wanted, wanted_alone) and _same(self, alone):
             found.append("does not change the weights")
         return found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from callsheet import Callback, Context, NotSupported, RequestRejected, Trainer
-from callsheet.bridges.automodel import EVENTS, NOT_FIRED, TOLD, guest, host
+from callsheet.bridges.automodel import EVENTS, HOST_EVENTS, NOT_FIRED, guest, host
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -76,8 +76,8 @@ class Asks(Callback):
 
 
 def test_the_maps_name_events_and_hooks() -> None:
-    assert set(TOLD) == set(HOOKS) == {hook for hooks in EVENTS.values() for hook in hooks}
-    assert {event for events in TOLD.values() for event in events} | set(NOT_FIRED) | set(EVENTS) <= set(OURS)
+    assert set(HOST_EVENTS) == set(HOOKS) == {hook for hooks in EVENTS.values() for hook in hooks}
+    assert {event for events in HOST_EVENTS.values() for event in events} | set(NOT_FIRED) | set(EVENTS) <= set(OURS)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_our_states_is_gone_on_from(tmp_path: Path, caplog:
     again.setup()
     with caplog.at_level(logging.WARNING, "callsheet"):
         again.run_train_validation_loop()
-    assert "goes on from step 6, and no state of callbacks was found" in caplog.text
+    assert "resumes from step 6, but no state of callbacks was found" in caplog.text
     assert recorder.told[-1].batch == 12
 
 
@@ -400,7 +400,7 @@ def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptur
     recipe = Recipe(POINTS, tmp_path, [host([])], num_epochs=1)
     recipe.setup()
     recipe.pp = object()  # type: ignore[attr-defined]
-    with pytest.raises(NotSupported, match="pipeline parallelism is not carried"):
+    with pytest.raises(NotSupported, match="pipeline parallelism is not supported"):
         recipe.run_train_validation_loop()
 
 

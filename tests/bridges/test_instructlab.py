@@ -269,7 +269,7 @@ def test_a_hook_that_does_not_come_is_named_after_the_first_step(
     loop.run()
     assert loop.done == 6
     assert ends.outcome == ("failed" if strict else "finished")
-    assert "Hears hears on_optimizer_step_end, which InstructLab Training has not told in its first step" in caplog.text
+    assert "Hears listens to on_optimizer_step_end, which InstructLab Training did not fire in its first step" in caplog.text
 
 
 def test_a_run_twice(tmp_path: Path) -> None:
@@ -313,10 +313,10 @@ class Stops(Callback):
 @pytest.mark.parametrize(
     ("callback", "why"),
     [
-        (HearsTheLoss(), "HearsTheLoss hears on_loss_end, which InstructLab Training never tells"),
-        (HearsTestsAlone(), "HearsTestsAlone hears on_test_end, which InstructLab Training never tells"),
-        (ReadsTheModel(), "ReadsTheModel reads ctx.model, which InstructLab Training gives no callback"),
-        (Stops(), "Stops may call ctx.control.stop, and nobody can ask InstructLab Training"),
+        (HearsTheLoss(), "HearsTheLoss listens to on_loss_end, which InstructLab Training does not fire"),
+        (HearsTestsAlone(), "HearsTestsAlone listens to on_test_end, which InstructLab Training does not fire"),
+        (ReadsTheModel(), "ReadsTheModel reads ctx.model, which InstructLab Training does not provide to callbacks"),
+        (Stops(), "Stops may call ctx.control.stop, but InstructLab Training supports no requests"),
         (EarlyStopper(monitor="validation/loss"), "EarlyStopper may call ctx.control.stop"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Callback) else "",
@@ -339,7 +339,7 @@ def test_a_request_that_was_accepted_is_a_warning(tmp_path: Path, caplog: pytest
     loop = hosted(tmp_path, [Stops()], strict=False)
     loop.run()
     assert loop.done == 6
-    assert caplog.text.count("control.stop(): nobody can ask InstructLab Training") == 6
+    assert caplog.text.count("control.stop(): InstructLab Training supports no requests") == 6
 
 
 TAKEN = {
@@ -409,7 +409,7 @@ def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
         "for callback in REAL.deserialize_callbacks_from_cli(sys.argv[1]):\n"
         "    manager.add_callback(callback)\n"
         "Loop(manager, Path(sys.argv[2])).run()\n"
-        "counts = callback.teller.manager.callbacks[1]\n"
+        "counts = callback.host.manager.callbacks[1]\n"
         "assert counts.steps == 6, counts.steps\n"
     )
     tests = str(Path(__file__).parents[1])
@@ -423,7 +423,7 @@ def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
 def test_a_function_is_not_sent() -> None:
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: None)
-    with pytest.raises(NotSupported, match="the function <lambda> is not sent to ranks"), host(manager).sent():
+    with pytest.raises(NotSupported, match="the function <lambda> cannot be sent to the ranks"), host(manager).sent():
         pass
 
 

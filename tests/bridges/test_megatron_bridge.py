@@ -231,7 +231,7 @@ def test_what_is_asked_for_after_training_is_named(tmp_path: Path, caplog: pytes
             ctx.control.save("late")
 
     loop(tmp_path, host([Late()])).run()
-    assert "a checkpoint was asked for after training" in caplog.text
+    assert "a checkpoint was requested after training" in caplog.text
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -264,7 +264,7 @@ def test_a_checkpoint_without_states_is_gone_on_from(tmp_path: Path, caplog: pyt
     loop(tmp_path, None, train__train_iters=4).run()
     again = loop(tmp_path, host([recorder := Recorder()]))
     again.run()
-    assert "goes on from step 4, and no state of callbacks was found" in caplog.text
+    assert "resumes from step 4, but no state of callbacks was found" in caplog.text
     assert recorder.told[-1].batch == 12
     assert recorder.events.count("on_train_step_end") == 8
 

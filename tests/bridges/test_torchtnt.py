@@ -204,7 +204,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     again = home.Unit(LINE)
     again.callsheet = hosted(tmp_path / "again", History())
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
-    with pytest.raises(CheckpointError, match="are of step 2, and torchtnt goes on from 3; let the host stand before"):
+    with pytest.raises(CheckpointError, match="are of step 2, but torchtnt resumes from step 3; put the host before"):
         trained([again.callsheet], unit=again, job=LINE)
 
 

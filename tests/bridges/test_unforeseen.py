@@ -318,7 +318,7 @@ def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptu
             hosted = instructlab_host([History(), recorder], strict=False)
             steps = ("step_begin", "before_forward", "after_backward", "pre_optimizer_step", "optimizer_step", "log", "step_end")
             between = ("epoch_begin", "epoch_end", "evaluate", "save")
-            Confused(hosted.teller, tuple(f"on_{name}" for name in (*steps, *between)), seed)
+            Confused(hosted.host, tuple(f"on_{name}" for name in (*steps, *between)), seed)
             manager.add_callback(hosted)
         loop = instructlab_home.Training(POINTS, manager, tmp_path / name, epochs=3, steps_an_epoch=4, evaluate=True)
         loop.save_samples, loop.checkpoint_at_epoch, loop.save_last = 8, True, True

@@ -329,7 +329,7 @@ def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytes
     manager.close()
     assert told == [0, 1, 2, 3, 4]
     assert caplog.text.count("Fails failed at on_step_begin") == 5
-    assert "Fails failed at on_step_end, step 2; training goes on: ValueError: broken" in caplog.text
+    assert "Fails failed at on_step_end, step 2; training continues: ValueError: broken" in caplog.text
 
 
 def test_each_callback_has_a_copy_of_its_own(manager: CallbackManager) -> None:
@@ -368,7 +368,7 @@ def test_a_hook_that_never_returns_is_given_up_and_named(
         manager.fire("on_log")
     manager.close()
     may_go.set()
-    assert "are not waited for any longer: InstructLab's callbacks: 2 waiting, and one has not returned" in caplog.text
+    assert "stopped waiting for InstructLab's callbacks: 2 waiting, and one has not returned" in caplog.text
 
 
 # --- what is refused by name ---

@@ -231,7 +231,7 @@ def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.L
     assert not any(manager.has_callbacks(event) for event in names.VALID_EVENTS)
     if names is ours:  # the package says nothing
         assert "Misspelt.on_train_stepend" in caplog.text
-        assert "is never told; did you mean 'on_train_step_end'?" in caplog.text
+        assert "is never called; did you mean 'on_train_step_end'?" in caplog.text
         assert caplog.text.count("registers nothing") == 2
     on_instance = names.Callback()
     on_instance.on_train_start = lambda context: None

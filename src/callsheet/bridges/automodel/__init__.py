@@ -1,4 +1,4 @@
-"""The AutoModel bridge: callsheet's callbacks in NeMo AutoModel's recipes, and AutoModel's callbacks here."""
+"""The AutoModel bridge: callsheet callbacks in NeMo AutoModel's recipes (`host`), and AutoModel's callbacks in callsheet's loop (`guest`)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from callsheet.errors import NotSupported
 from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
 
-__all__ = ["EVENTS", "NOT_FIRED", "TOLD", "AutoModelGuest", "AutoModelHost", "guest", "host"]
+__all__ = ["EVENTS", "HOST_EVENTS", "NOT_FIRED", "AutoModelGuest", "AutoModelHost", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
-TOLD: Mapping[str, tuple[str, ...]] = {
+HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": (
         *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
         *("on_train_start", "on_round_start"),
@@ -47,17 +47,17 @@ TOLD: Mapping[str, tuple[str, ...]] = {
     "on_exception": ("on_exception", "on_run_end"),
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
 }
-"""AutoModel's hook, and what is told at it; what stands between is heard from the model, the loss and the optimizer."""
+"""The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
 
 NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",
 )
-"""Events that a recipe has no moment for."""
+"""Events that a recipe has no counterpart for."""
 
 NOT_FIRED_FOR_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
-"""The same where a recipe has several validation sets: it does not say when it goes on to the next."""
+"""Further events that are not fired if a recipe has several validation sets: it does not report where one ends and the next begins."""
 
 
 _RENAMED = {
@@ -67,10 +67,10 @@ _RENAMED = {
 }
 _LOGGED_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
 _NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
-"""What AutoModel measures beside a validation, and is none of its results."""
+"""Values that AutoModel reports with a validation and that are not results of it."""
 
 _ONLY = "default"
-"""What AutoModel calls a validation set that is alone."""
+"""AutoModel's name for a validation set that is the only one."""
 
 
 def host(
@@ -80,38 +80,41 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> AutoModelHost:
-    """The callbacks as one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
+    """Wrap the callbacks in one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
 
-    A run is one `recipe.run_train_validation_loop()`. AutoModel tells six moments; the rest of the step is heard from the model, from
-    `backward` and from the optimizer. A batch is what the model is called with. What AutoModel measures at a step is in the records, under our
-    names where there is one, else as `automodel/<name>`. A stop, a checkpoint or an evaluation that a callback asks for is carried out by AutoModel:
-    its step scheduler is told that this step is the last, or one to save or validate at. It validates at every step at which it saves.
-    The callbacks' states are saved in its checkpoints, and loaded where training goes on from one.
+    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with PyTorch hooks
+    on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that AutoModel measures at a
+    step are in the metrics records, under our name if there is one, else as `automodel/<name>`.
 
-    What is not carried: gradients at `on_train_step_end`, which are zeroed by then; the fetch of microbatches after a step's first; the steps of an
-    evaluation of several sets; exceptions, unless the script calls `CallbackRunner.on_exception`, which AutoModel does in its `main`
-    alone: without that such a run ends, as failed, when the host is forgotten or the program ends. Pipeline parallelism is refused.
+    AutoModel carries out requests to stop, save or evaluate: the host changes its step scheduler, so that this step is the last one or
+    one at which to save or validate. AutoModel validates at every step at which it saves. Its checkpoints contain the callbacks' states,
+    which are loaded when training resumes from one.
+
+    Not supported: gradients at `on_train_step_end`, which are zeroed by then; the fetch of a step's microbatches after the first; the
+    steps of an evaluation of several sets; pipeline parallelism. An exception is reported only if the script calls
+    `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a run that fails ends when the host is garbage-collected or
+    the program ends; it is recorded as failed.
 
     Args:
-        log_interval: how often a record is made.
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        log_interval: how often a metrics record is made.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins or after the first step, depending on `strict`.
     """
     return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as AutoModel calls it, and given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
 
     @functools.wraps(method)
-    def told(self: AutoModelHost, recipe: Any, **given: Any) -> None:
+    def called(self: AutoModelHost, recipe: Any, **given: Any) -> None:
         run = self._run
         if run is None:
             return
-        self._called.is_inert = True  # what callbacks call the model for is not the loop's
+        self._called.is_inert = True  # a call of the model by a callback is not a part of the loop
         try:
             method(self, recipe, run=run, **given)
         except BaseException as error:
@@ -119,31 +122,34 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         finally:
             self._called.is_inert = False
 
-    return told
+    return called
 
 
 class _HostRequests:
-    """Has AutoModel's step scheduler do what callbacks ask for. It knows no recipe: the run has to be forgotten with the host."""
+    """Carry out requests by changing AutoModel's step scheduler.
+
+    It has no reference to the recipe: the run keeps this object, and must not keep the recipe, and with it the host, alive.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._changed: dict[str, Any] = {}  # its intervals, as they were
+        self._changed: dict[str, Any] = {}  # the original values of changed intervals
 
     def save(self, requests: tuple[Request, ...]) -> None:
-        """At the step in hand, as if its interval ended there."""
+        """Save at the current step, as if the scheduler's interval ended there."""
         self._now("ckpt_every_steps")
 
     def evaluate(self) -> None:
-        """Likewise."""
+        """Validate at the current step, as if the scheduler's interval ended there."""
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """After the step in hand, as if it had been given no more; with `now` before it."""
+        """Stop after the current step, as if it were the last; with `now` before it."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 
-    def take_back(self) -> bool:
-        """The step is over: the intervals are what they were; whether they had been changed."""
+    def restore(self) -> bool:
+        """Restore the intervals after a step. Return whether they had been changed."""
         changed, self._changed = self._changed, {}
         for name, value in changed.items():
             setattr(self._scheduler, name, value)
@@ -170,21 +176,22 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
-        self._asks: Any = None  # an _HostRequests, once a run has begun
-        self._is_due_fired = False  # since the last step or epoch, and before an evaluation
-        self._on_its_way: CheckpointInfo | None = None  # to the disk, in the background
+        self._requests: Any = None  # the _HostRequests, once a run has begun
+        self._is_due_fired = False  # whether on_checkpoint_due was fired since the last step or epoch, and before an evaluation
+        self._being_written: CheckpointInfo | None = None  # a checkpoint that AutoModel is writing in the background
 
     # --- the run ---
 
     @observing
     def on_train_start(self, recipe: Any, **_: Any) -> None:
         """Begin a run."""
-        if self._run is not None:  # one that an exception had left
+        if self._run is not None:  # an exception ended the earlier run
             self._release()
         self._has_given_up = False
         if getattr(recipe, "pp", None) is not None:
             raise NotSupported(
-                "AutoModel's pipeline parallelism is not carried: its stages do not show a step's parts; train without"
+                "AutoModel's pipeline parallelism is not supported, because the parts of a step cannot be observed in its stages; "
+                "train without it"
             )
         scheduler = recipe.step_scheduler
         model = _only(getattr(recipe, "model_parts", None) or recipe.model)
@@ -192,7 +199,7 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         checkpoints = getattr(getattr(recipe, "checkpointer", None), "config", None)
         output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
         sets = _validation_sets(recipe)
-        self._asks = asks = _HostRequests(scheduler)
+        self._requests = requests = _HostRequests(scheduler)
         self._is_checked = False
         self._run = run = HostedRun(
             self.manager,
@@ -206,11 +213,11 @@ class AutoModelHost(GivesUp, AutoModelCallback):
             max_duration=f"{scheduler.max_steps}ba" if scheduler.max_steps < 2**62 else None,
             log_interval=self._log_interval,
             able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
-            saves=asks.save,
+            saves=requests.save,
             evaluates=None,
             lock_timeout_seconds=self._lock_timeout_seconds,
         )
-        run.evaluation.asks = asks.evaluate
+        run.evaluation.asks = requests.evaluate
         run.state.epoch_batches = getattr(scheduler, "epoch_len", None)
         run.state.evaluators = tuple(sets)
         if scheduler.step:
@@ -226,25 +233,25 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         run.begin()
         run.driver.start("round")
         if run.control.stop_requested is not None:
-            asks.stop(now=True)
+            requests.stop(now=True)
 
     @_in_a_run
     def on_train_end(self, recipe: Any, *, run: HostedRun, **_: Any) -> None:
-        """End it."""
-        if run.driver.is_open("epoch"):  # of data whose length nobody knew
+        """End the run."""
+        if run.driver.is_open("epoch"):  # the data had no known length, so its last batch was not recognized
             run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
         self._publish(run)
         if _is_leaving(recipe):
             _preempt(run)
-        self._asks.take_back()
+        self._requests.restore()
         run.finish()
-        if self._asks.take_back():
-            logger.warning("a checkpoint or an evaluation was asked for when AutoModel's training was over, and is not made")
+        if self._requests.restore():
+            logger.warning("a checkpoint or an evaluation was requested after AutoModel's training was over; it is not made")
         self._release()
 
     def on_exception(self, recipe: Any, *, exception: BaseException | None = None, **_: Any) -> None:
-        """It has failed; an error of a callback has been told already."""
-        self._fail(exception if exception is not None else RuntimeError("AutoModel did not say what happened"))
+        """End the run as failed, unless a callback's error has ended it already."""
+        self._fail(exception if exception is not None else RuntimeError("AutoModel reported a failure without an exception"))
 
     def _fail(self, error: BaseException) -> None:
         if self._run is not None:
@@ -252,17 +259,17 @@ class AutoModelHost(GivesUp, AutoModelCallback):
             self._release()
 
     def _release(self) -> None:
-        if self._asks is not None:
-            self._asks.take_back()
+        if self._requests is not None:
+            self._requests.restore()
         super()._release()
-        self._on_its_way = None
+        self._being_written = None
 
     # --- steps ---
 
     @_in_a_run
     def on_train_batch_end(self, recipe: Any, *, run: HostedRun, train_log_data: Any = None, **_: Any) -> None:
-        """A step is over, and what may be between steps begins."""
-        self._asks.take_back()
+        """End the step, and reach the boundary after it."""
+        self._requests.restore()
         self._called.end_step()
         self._take(run, {} if train_log_data is None else train_log_data.metrics)
         run.end_step()
@@ -278,29 +285,29 @@ class AutoModelHost(GivesUp, AutoModelCallback):
             self._stop_if_asked(run)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
-        """What AutoModel says of the step, where somebody hears it: its loss is that of all ranks and microbatches."""
-        heard = run.manager.has_listeners
-        if not heard.on_log and not heard.on_train_step_end:
+        """Take over what AutoModel measured, if there are listeners. Its loss is that of all ranks and microbatches."""
+        listeners = run.manager.has_listeners
+        if not listeners.on_log and not listeners.on_train_step_end:
             return
         if "loss" in measured:
             self._watch.total = _scalar(measured["loss"])
         run.other_losses = {name: _scalar(measured[name]) for name in ("ce_loss", "kd_loss") if name in measured}
         if "grad_norm" in measured and run.driver.is_open("train_step"):
             run.grad_norm = _scalar(measured["grad_norm"])
-        if heard.on_log:
+        if listeners.on_log:
             for name, value in measured.items():
                 if name not in _LOGGED_ELSEWHERE:
                     run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
 
     def _stop_if_asked(self, run: HostedRun) -> None:
         if run.control.stop_requested is not None:
-            self._asks.stop()
+            self._requests.stop()
 
     # --- evaluations and checkpoints ---
 
     @_in_a_run
     def on_validation_end(self, recipe: Any, *, run: HostedRun, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """All validation sets are through; a recipe tells it also where it has none."""
+        """End the evaluation of all validation sets. A recipe without validation sets calls this too; then there is nothing to do."""
         self._called.is_validating = False
         if not val_results:
             return
@@ -313,13 +320,16 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         run.end_evaluation()
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
-        self._fire_due(run)  # what is asked for now is saved at this very step
+        self._fire_due(run)  # a checkpoint that is requested now is saved at this step
         self._stop_if_asked(run)
 
     @_in_a_run
     def on_save_checkpoint(self, recipe: Any, *, run: HostedRun, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
-        """A checkpoint has been written, or is being written: add the callbacks' states to it. Told also where none is written at all."""
-        self._publish(run)  # AutoModel has waited for the one before
+        """Add the callbacks' states to a checkpoint that was written or is being written.
+
+        AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
+        """
+        self._publish(run)  # AutoModel has waited for the previous checkpoint
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
@@ -331,7 +341,7 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         path = Path(checkpoint_info["checkpoint_path"])
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
         info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
-        self._on_its_way = info if in_background else None
+        self._being_written = info if in_background else None
         self._is_due_fired = False
         self._stop_if_asked(run)
 
@@ -340,53 +350,58 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         self._is_due_fired = True
 
     def _publish(self, run: HostedRun) -> None:
-        info, self._on_its_way = self._on_its_way, None
+        info, self._being_written = self._being_written, None
         if info is not None:
             run.publish(info)
 
 
 def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:
-    """Training goes on from a checkpoint of AutoModel, which it has loaded: take back what else stands in it."""
+    """Load the callbacks' states from the AutoModel checkpoint from which training resumes. AutoModel has loaded the rest."""
     step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
     if found is None:
-        logger.warning("%s goes on from step %d, and no state of callbacks was found where its checkpoints are", run.host, step)
+        logger.warning("%s resumes from step %d, but no state of callbacks was found in its checkpoint", run.host, step)
         go_on_without(run, step, scheduler.epoch)
         return None
     return read_states(run, found, step)
 
 
 def _is_leaving(recipe: Any) -> bool:
-    """Whether AutoModel ends because of a SIGTERM, as all ranks know."""
+    """Return whether AutoModel ends because of a SIGTERM, which it has agreed on with all ranks."""
     return bool(getattr(recipe.step_scheduler, "sigterm_flag", False))
 
 
 def _preempt(run: HostedRun) -> None:
-    """AutoModel has heard the signal, not we: tell it, and have the next checkpoint be the one for it."""
+    """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
     if not run.boundaries.is_making_way:
-        run.control.able.add("save")  # AutoModel saves now, if it does at all
+        run.control.able.add("save")  # AutoModel saves now if it saves at all
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # what is asked for, all ranks know then
+        run.boundaries.finish()  # afterwards all ranks know the requests
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Also when the program ends, or the host is forgotten: then training was left by an exception."""
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception has ended training.
+    """
     for hook in hooks:
         hook.remove()
     run.lifetime.end(Outcome.FAILED)
 
 
 def _scalar(measured: Any) -> Tensor:
-    """As callbacks know losses; `scalar_tensor` is quicker with a number than `tensor`, and this is at every step."""
+    """Return the value as a float32 tensor. `scalar_tensor` is faster than `tensor` for a number, and this runs at every step."""
     return measured.float() if isinstance(measured, Tensor) else torch.scalar_tensor(measured, dtype=torch.float32)
 
 
 def _only(given: Any) -> Any:
-    """A recipe has lists where pipeline parallelism would need them; the first, or None."""
+    """Return the first element of a list, or None if it is empty; anything else is returned unchanged.
+
+    A recipe has lists for pipeline parallelism."""
     return next(iter(given), None) if isinstance(given, (list, tuple)) else given
 
 
 def _validation_sets(recipe: Any) -> list[str]:
-    """Their names, as they are called here."""
+    """Return the names of the recipe's validation sets in callsheet."""
     several = getattr(recipe, "val_dataloaders", None)
     if several is not None:
         return [_shown(name) for name in several]

@@ -1,4 +1,4 @@
-"""AutoModel's callbacks as guests: told in AutoModel's order, with what AutoModel measures."""
+"""AutoModel's callbacks as guests: they are called in AutoModel's order, with the metrics that AutoModel provides."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from callsheet.sheet import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
-    "on_train_step_end": ("on_train_batch_end",),  # the learning rate has moved
-    "on_eval_all_end": ("on_validation_end",),  # the model is in evaluation mode still
-    "on_checkpoint_published": ("on_save_checkpoint",),  # it is there, whole
+    "on_train_step_end": ("on_train_batch_end",),  # after the scheduler's step
+    "on_eval_all_end": ("on_validation_end",),  # the model is still in evaluation mode
+    "on_checkpoint_published": ("on_save_checkpoint",),  # the checkpoint is complete
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }
-"""Our event, and the hook of AutoModel that is called at it."""
+"""The hook of AutoModel that is called at each event of callsheet."""
 
 IGNORED_LABEL = -100
 GIBIBYTE = 1024**3
 
 
 def guest(foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True) -> AutoModelGuest:
-    """A callback of AutoModel as one of ours, for any loop that tells callsheet's events.
+    """Wrap a callback of AutoModel as a callsheet callback, for any loop that fires callsheet's events.
 
-    It is given a facade of its recipe: `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer`, `lr_scheduler`; all else
-    raises `NotSupported`. Steps and epochs count from 0, as AutoModel's do. Setting `step_scheduler.max_steps` or `sigterm_flag` stops us.
+    It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and `lr_scheduler`; any
+    other attribute raises `NotSupported`. Steps and epochs count from 0, as in AutoModel. Setting `step_scheduler.max_steps` or
+    `sigterm_flag` stops our loop.
 
     Args:
-        foreign: a callback of AutoModel, of `callsheet.compat.automodel`, or anything that has some of the six hooks; or a
-            `CallbackRunner` of several, which share what is measured.
+        foreign: a callback of AutoModel or of `callsheet.compat.automodel`, or any object that has some of the six hooks; or a
+            `CallbackRunner` of several callbacks, which share the measured values.
         name, phase, strict: see `callsheet.bridges.guest_base.Guest`.
 
     Raises:
-        RegistrationError: it has none of the hooks.
+        RegistrationError: the callback has none of the hooks.
     """
     return AutoModelGuest(foreign, name=name, phase=phase, strict=strict)
 
@@ -51,13 +52,13 @@ class AutoModelGuest(Guest):
     """See `guest`.
 
     Args:
-        recipe: what its hooks are given instead of a facade.
+        recipe: the recipe that the hooks receive instead of a facade.
         constants: metrics that are the same at every step, such as the temperature of a distillation.
     """
 
     FRAMEWORK = "NeMo AutoModel"
     EVENTS = EVENTS
-    collective = True  # with several ranks: what is measured is the same on all of them
+    collective = True  # with several ranks, the measured values are gathered, so that they are the same on all ranks
 
     def __init__(
         self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, recipe: Any = None,
@@ -66,18 +67,18 @@ class AutoModelGuest(Guest):
         self.foreign = foreign
         if is_another_s(foreign) or not any(callable(getattr(foreign, hook, None)) for hook in HOOKS):
             raise no_guest(foreign, f"a callback with one of AutoModel's hooks: {', '.join(HOOKS)}")
-        own: dict[str, str] = {"on_data_init_end": "_meet"}
+        own: dict[str, str] = {"on_data_init_end": "_create_facade"}
         if self.listens_to("on_train_batch_end"):
             own |= {"on_train_start": "_begin", "on_loss_end": "_count"}
         if self.listens_to("on_validation_end"):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
         if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
-        self.OWN = own  # type: ignore[misc]  # of this one: what it does not hear costs nothing
+        self.OWN = own  # type: ignore[misc]  # for this instance, so that events it does not listen to cost nothing
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
-        self.told: BaseException | None = None
-        """The exception that has been told."""
+        self.reported: BaseException | None = None
+        """The exception for which `on_exception` was called."""
         self._constants = dict(constants or {})
         self._counts = _Counts()
         self._evaluated: dict[str, Any] = {}
@@ -86,51 +87,51 @@ class AutoModelGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Whether it, or one of a runner's, does something there."""
+        """Return whether the callback, or one of a runner's callbacks, overrides the hook."""
         foreign = self.foreign
         several = foreign.callbacks if isinstance(foreign, CallbackRunner) else [foreign]
         return any(_has_listeners(each, theirs) for each in several)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """`method(recipe, **what AutoModel gives there)`."""
+        """Return a handler that calls `method` with the recipe and the hook's keyword arguments."""
         given = self._GIVEN.get(theirs)
         is_in_training = theirs not in ("on_train_start", "on_train_end")
 
-        def tell(ctx: Context) -> None:
+        def call(ctx: Context) -> None:
             if theirs == "on_validation_end" and ctx.standalone:
-                return  # AutoModel evaluates in training alone
-            facade = self.meet(ctx)
+                return  # AutoModel evaluates only during training
+            facade = self.facade_for(ctx)
             facade.step_scheduler._is_in_training = is_in_training
             method(facade if self.recipe is None else self.recipe, **({} if given is None else given(self, ctx)))
 
-        return tell
+        return call
 
-    def meet(self, ctx: Context) -> RecipeFacade:
-        """The facade of this run's recipe, by the context of its training."""
+    def facade_for(self, ctx: Context) -> RecipeFacade:
+        """Return the facade of this run's recipe. Create it from the context of the training if there is none."""
         if self.facade is None:
             self.facade = self.made(ctx)
         return self.facade
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """A facade of a run's recipe."""
+        """Create a facade of the recipe of a run."""
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Tell what ended the run, if that has not been told: before there was one, nobody could."""
-        if self.told is not error and self.listens_to("on_exception"):
-            self.told = error
+        """Call `on_exception` with the error, unless it was called already. This also reports errors from before the run."""
+        if self.reported is not error and self.listens_to("on_exception"):
+            self.reported = error
             self.foreign.on_exception(self.recipe if self.recipe is not None else self.facade, exception=error)
 
     # --- its state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The foreign callback's own; of a runner's, each one's that has one, by place and class."""
+        """Return the foreign callback's state; for a runner, the states of its callbacks that have one, by index and class."""
         if not isinstance(self.foreign, CallbackRunner):
             return super().state_dict()
         return {place: each.state_dict() for place, each in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back."""
+        """Restore what `state_dict` returned."""
         if not isinstance(self.foreign, CallbackRunner):
             super().load_state_dict(state)
             return
@@ -145,8 +146,8 @@ class AutoModelGuest(Guest):
 
     # --- what AutoModel measures ---
 
-    def _meet(self, ctx: Context) -> None:
-        self.facade, self.told = self.made(ctx), None  # of this run, if it has heard another
+    def _create_facade(self, ctx: Context) -> None:
+        self.facade, self.reported = self.made(ctx), None  # the guest may have been used in an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()
@@ -155,14 +156,14 @@ class AutoModelGuest(Guest):
         self._counts.add(ctx.microbatch, ctx.outputs)
 
     def _measured(self, ctx: Context) -> dict[str, Any]:
-        """Of a step: floats, as AutoModel has them, so this waits for the device."""
+        """Return the metrics of a step as floats, as AutoModel does. This waits for the device."""
         counts, self._counts = self._counts, _Counts()
         losses = {name: float(loss) for name, loss in ctx.loss_dict.items()}
         labels, tokens, right, samples = (float(count) for count in (counts.labels, counts.tokens, counts.right, counts.samples))
         if ctx.run.world_size > 1:
             ranks = ctx.gather((losses, labels, tokens, right, samples))
             weights = [rank[1] if counts.are_tokens else rank[4] for rank in ranks]
-            weights = weights if sum(weights) else [1.0] * len(ranks)  # batches that do not show what they hold
+            weights = weights if sum(weights) else [1.0] * len(ranks)  # batches whose labels and samples are not known
             whole = sum(weights)
             losses = {
                 name: sum(rank[0][name] * weight for rank, weight in zip(ranks, weights, strict=True)) / whole for name in losses
@@ -215,7 +216,7 @@ class AutoModelGuest(Guest):
 
     def _checkpoint_info(self, ctx: Context) -> dict[str, Any]:
         info = ctx.checkpoint
-        assert info is not None  # one has been written
+        assert info is not None  # a checkpoint was written
         best = (info.best_metric_key or "").partition("/")[0]
         return {
             "checkpoint_info": {
@@ -229,7 +230,7 @@ class AutoModelGuest(Guest):
         }
 
     def _exception(self, ctx: Context) -> dict[str, Any]:
-        self.told = ctx.exception
+        self.reported = ctx.exception
         return {"exception": ctx.exception}
 
     def _sample(self, metrics: dict[str, Any]) -> MetricsSample:
@@ -246,7 +247,7 @@ class AutoModelGuest(Guest):
 
 
 class _Counts:
-    """What the microbatches of a step hold; sums stay on their device."""
+    """Count the labels, tokens and samples in the microbatches of a step. Sums stay on their device."""
 
     def __init__(self) -> None:
         self.labels: Any = 0
@@ -257,7 +258,7 @@ class _Counts:
         self.are_classes = False
 
     def add(self, batch: Any, outputs: Any) -> None:
-        """One more, with what the model made of it."""
+        """Add a microbatch and the model's outputs for it."""
         labels = _labels(batch)
         if labels is None or not labels.dim():
             return
@@ -285,12 +286,12 @@ def _rate(ctx: Context) -> float:
 
 
 def _memory(ctx: Context) -> float:
-    """The device's peak, in GiB; 0 on a CPU."""
+    """Return the peak memory of the device in GiB; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(ctx.run.device) / GIBIBYTE if ctx.run.device.startswith("cuda") else 0.0
 
 
 def _has_listeners(callback: Any, hook: str) -> bool:
-    """Whether it is more than the hook that does nothing, ours or AutoModel's own."""
+    """Return whether the callback overrides the hook of the base class, ours or AutoModel's own."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)
     if function is getattr(AutoModelCallback, hook):

@@ -1,4 +1,4 @@
-"""Where an AutoModel recipe is between the moments that it tells: heard from its model, which it calls with each batch."""
+"""Hooks on the model of an AutoModel recipe, which show what the recipe does between the hooks that it calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
 class CalledModel(NotCopied):
-    """Hears the model being called: in training a microbatch, the first of which begins a step; else a batch of an evaluation.
+    """Observe the calls of the model: in training a microbatch, the first of which begins a step; else a batch of an evaluation.
 
     Args:
-        scheduler: the recipe's, for its epoch.
-        model: what the recipe calls.
-        optimizer: the hooks of what it steps.
-        sets: the validation sets' names; of several the batches are not told, since nobody says whose they are.
+        scheduler: the recipe's step scheduler, for its epoch.
+        model: the model that the recipe calls.
+        optimizer: the hooks of the optimizer that the recipe steps.
+        sets: the names of the validation sets. With several sets the events of their batches are not fired, since the recipe does not
+            report which set a batch belongs to.
     """
 
     def __init__(
@@ -45,22 +46,22 @@ class CalledModel(NotCopied):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
-        self._counted = 0  # microbatches of the step in hand
+        self._counted = 0  # microbatches of the current step
         self.is_validating = False
-        """Whether the recipe validates: a call in evaluation mode at any other time is not the recipe's."""
+        """Whether the recipe validates. A call in evaluation mode at any other time does not come from the recipe."""
         self.is_wrapped = False
-        """Whether the recipe's methods say when it trains and validates; else that is inferred from its events and the model's mode."""
+        """Whether wrapped methods of the recipe show when it trains and validates; else that is inferred from hooks and the model's mode."""
         self._is_training = False
         self._listens_to_forward = True
         self._optimizer = optimizer
         self.is_inert = False
-        """Whether a callback is being told something, so that the model's calls are not the loop's."""
+        """Whether callbacks are being called, so that calls of the model do not come from the loop."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.install(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def wrap(self, recipe: Any) -> WrappedMethods:
-        """Have the recipe's methods say when it trains and validates, where it has them."""
+        """Wrap the recipe's methods that train and validate, if it has them, so that they set `_is_training` and `is_validating`."""
         methods, self_now = WrappedMethods(recipe), weakref.proxy(self)
 
         def within(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +78,8 @@ class CalledModel(NotCopied):
         return methods
 
     def end_step(self) -> None:
-        """The loop has told that the step is over."""
-        if not self._is_in_step:  # and the model was not called as a whole
+        """End the step, whose end the recipe has reported."""
+        if not self._is_in_step:  # the recipe did not call the whole model in this step
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
@@ -118,7 +119,7 @@ class CalledModel(NotCopied):
                 driver.tell("fetch")
             driver.start_step()
         if self._listens_to_forward:
-            driver.end("microbatch")  # the one before, whose fields are gone with it
+            driver.end("microbatch")  # the previous one; its fields become unavailable
             ctx.microbatch = ctx.batch
             driver.start("microbatch")
             driver.start("forward")
@@ -128,16 +129,16 @@ class CalledModel(NotCopied):
         return None if given is batch else _replaced(given, args)
 
     def _is_of_this_microbatch(self) -> bool:
-        """Whether the model is called again before the microbatch has gone backward, or while it does, as with a contrastive loss."""
+        """Return whether this call belongs to the current microbatch: its backward is not over. A contrastive loss does that, for example."""
         parts = self._run.driver.parts
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval_driver.is_open("eval_all"):  # a validation of which no end was reported
+        if run.eval_driver.is_open("eval_all"):  # the recipe has not reported the validation's end
             run.end_evaluation()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            if driver.is_open("epoch"):  # its end did not show: nobody knew how long the data is
+            if driver.is_open("epoch"):  # the data had no known length, so the epoch's end was not recognized
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
         if not driver.parts["epoch"].is_open:
@@ -146,7 +147,7 @@ class CalledModel(NotCopied):
             self._listens_to_forward = driver.listens_to("forward")
             watch.listen(
                 driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
-            )  # or to what comes before them
+            )  # this includes listeners of the spans before them in the step
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True
@@ -165,7 +166,7 @@ class CalledModel(NotCopied):
                     return run.eval_ctx.outputs
             elif run.driver.is_open("forward"):
                 run.ctx.outputs = outputs
-                run.driver.start("loss")  # which ends the forward
+                run.driver.start("loss")  # ends the forward
                 return run.ctx.outputs
         except Exception as error:
             self._run.driver.give_up(error)
@@ -183,17 +184,17 @@ class CalledModel(NotCopied):
         driver.end("eval_step")
         run.eval_ctx.batch = batch
         driver.start("eval_forward")
-        self._after.install(run.listens_to_outputs("eval"), self._ends)  # as it is now: a batch's callbacks may mute and unmute
+        self._after.install(run.listens_to_outputs("eval"), self._ends)  # for each batch, as callbacks may be muted in between
         given = run.eval_ctx.batch
         return None if given is batch else _replaced(given, args)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks."""
         self._before.remove()
         self._after.remove()
         self._optimizer.remove()
 
 
 def _replaced(given: Any, args: Any) -> Any:
-    """What a pre-hook returns for another batch."""
+    """Return what a forward pre-hook has to return to replace the batch."""
     return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

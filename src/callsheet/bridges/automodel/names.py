@@ -1,4 +1,4 @@
-"""AutoModel's callback interface, as the bridge and `callsheet.compat.automodel` need it: nothing of NeMo AutoModel is imported."""
+"""AutoModel's callback interface, for the bridge and `callsheet.compat.automodel`. NeMo AutoModel is not imported."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from datetime import UTC, datetime
 from typing import Any
 
 HOOKS = ("on_train_start", "on_train_batch_end", "on_validation_end", "on_save_checkpoint", "on_exception", "on_train_end")
-"""All that a recipe tells; each is called as `hook(recipe, **kwargs)`."""
+"""All hooks of a recipe; each is called as `hook(recipe, **kwargs)`."""
 
 
 class Callback:
-    """The base of AutoModel's callbacks: six hooks that do nothing."""
+    """The base class of AutoModel's callbacks: six hooks that do nothing."""
 
     def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
-        """All is made, and training begins."""
+        """Called when everything is set up and training begins."""
 
     def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
-        """A step is over, the learning rate's included; `train_log_data` is its `MetricsSample`."""
+        """Called after a step and its learning rate step; `train_log_data` is its `MetricsSample`."""
 
     def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
-        """All validation sets have been evaluated; `val_results` are their `MetricsSample` by name."""
+        """Called after all validation sets have been evaluated; `val_results` has their `MetricsSample` by name."""
 
     def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
-        """A checkpoint has been saved; `checkpoint_info` is a dictionary about it."""
+        """Called after a checkpoint has been saved; `checkpoint_info` is a dictionary about it."""
 
     def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-        """Training fails; `exception` is why."""
+        """Called when training fails because of `exception`."""
 
     def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-        """Training has ended as it should."""
+        """Called when training has ended without an error."""
 
 
 class CallbackRunner:
-    """Tells a list of callbacks, one after the other; what one raises comes out, and the rest is not told."""
+    """Call the hooks of a list of callbacks, one after the other. An error is raised, and the remaining callbacks are not called."""
 
     def __init__(self, callbacks: Sequence[Any] | None = None) -> None:
         self.callbacks = callbacks or []
@@ -72,7 +72,7 @@ class CallbackRunner:
 
 
 def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs on the first rank alone, by `recipe.dist_env.is_main`; where a recipe has no `dist_env`, everywhere."""
+    """Run the hook only on the first rank, according to `recipe.dist_env.is_main`; on all ranks if the recipe has no `dist_env`."""
 
     @functools.wraps(hook)
     def gated(self: Any, recipe: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class MetricsSample:
-    """What was measured at a step; `timestamp` is when this was made, in UTC, whatever is given."""
+    """The metrics of a step. `timestamp` is always the time at which the sample was created, in UTC; a given value is ignored."""
 
     step: int
     epoch: int
@@ -96,5 +96,5 @@ class MetricsSample:
         self.timestamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat dictionary, the metrics beside step, epoch and timestamp."""
+        """Return one flat dictionary with step, epoch, timestamp and the metrics."""
         return {"step": self.step, "epoch": self.epoch, "timestamp": self.timestamp} | self.metrics

@@ -1,4 +1,4 @@
-"""What an AutoModel callback is given in the place of a recipe: lists of what is allowed, filled from our context."""
+"""The facade that an AutoModel callback receives instead of a recipe: it has a limited set of attributes, filled from our context."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from callsheet.errors import NotSupported, did_you_mean
 from callsheet.time import TimeUnit
 
 UNLIMITED = 2**63 - 1
-"""AutoModel's `max_steps` where nobody knows how many there are."""
+"""AutoModel's `max_steps` if the number of steps is not known."""
 
 
 class DistEnv(Facade):
-    """The ranks."""
+    """The rank, world size and device of this process."""
 
     OF = "AutoModel's dist_env"
 
@@ -27,27 +27,27 @@ class DistEnv(Facade):
 
     @property
     def rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process."""
         return self._ctx.run.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of ranks."""
         return self._ctx.run.world_size
 
     @property
     def is_main(self) -> bool:
-        """This is the first process of all."""
+        """Whether this is rank 0."""
         return self._ctx.run.is_world_process_zero
 
     @property
     def device(self) -> torch.device:
-        """The rank's."""
+        """The device of this rank."""
         return torch.device(self._ctx.run.device)
 
     @property
     def backend(self) -> str:
-        """Of the process group; what it would be, where there is none."""
+        """The backend of the process group; the default for the device if there is no process group."""
         distributed = initialised_distributed()
         if distributed is not None:
             return str(distributed.get_backend())
@@ -55,35 +55,35 @@ class DistEnv(Facade):
 
 
 class StepScheduler(Facade):
-    """How far training is, as AutoModel counts: the step and the epoch in hand, from 0; after training, how many steps there were.
+    """The progress of training as AutoModel counts it: the current step and epoch, from 0; after training, the number of steps.
 
-    A callback may stop training: with `sigterm_flag = True`, or a `max_steps` that the step in hand reaches.
+    A callback may stop training with `sigterm_flag = True`, or with a `max_steps` that the current step reaches.
     """
 
     OF = "AutoModel's step_scheduler"
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._is_in_training = False  # between its start and its end, when a step is in hand
+        self._is_in_training = False  # whether training has a current step, which is so between its start and its end
 
     @property
     def step(self) -> int:
-        """The number of the step in hand."""
+        """The number of the current step."""
         return max(0, self._ctx.step - self._is_in_training)
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch in hand."""
+        """The number of the current epoch."""
         return max(0, self._ctx.epoch - 1) if self._is_in_training else self._ctx.state.timestamp.epoch
 
     @property
     def epoch_len(self) -> int | None:
-        """How many steps an epoch has, where that is known."""
+        """The number of steps in an epoch; None if it is not known."""
         return self._ctx.state.epoch_batches
 
     @property
     def num_epochs(self) -> int | None:
-        """How many epochs there will be, where that is known."""
+        """The number of epochs; None if it is not known."""
         longest = self._ctx.state.max_duration
         if longest is not None and longest.unit is TimeUnit.EPOCH:
             return int(longest.value)
@@ -93,7 +93,7 @@ class StepScheduler(Facade):
 
     @property
     def max_steps(self) -> int:
-        """How many steps there will be at most."""
+        """The maximum number of steps."""
         longest = self._ctx.state.max_duration
         if longest is not None and longest.unit is TimeUnit.BATCH:
             return int(longest.value)
@@ -103,37 +103,37 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """End training with the step in hand."""
+        """Stop training after the current step. Raise NotSupported for a later step."""
         if steps > self.step + 1:
             raise NotSupported(
-                f"{self.OF}: max_steps={steps} at step {self.step}: a guest may end training with the step in hand, not later"
+                f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
             )
         self._stop("max_steps")
 
     @property
     def is_last_step(self) -> bool:
-        """No step follows."""
+        """Whether no step follows."""
         return self.step + 1 >= self.max_steps
 
     @property
     def is_last_batch(self) -> bool:
-        """The epoch ends with this step; False where nobody knows how long it is."""
+        """Whether the epoch ends with this step; False if its length is not known."""
         return self.epoch_len is not None and self.step % self.epoch_len == self.epoch_len - 1
 
     @property
     def sigterm_flag(self) -> bool:
-        """The run makes way, or a callback has said so."""
+        """Whether a stop was requested, by a preemption signal or by a callback."""
         return self._ctx.control.stop_requested is not None
 
     @sigterm_flag.setter
     def sigterm_flag(self, value: bool) -> None:
-        """Likewise."""
+        """Stop training after the current step, if `value` is True."""
         if value:
             self._stop("sigterm_flag")
 
     @property
     def sigterm_received(self) -> bool:
-        """The same."""
+        """The same as `sigterm_flag`."""
         return self.sigterm_flag
 
     def _stop(self, how: str) -> None:
@@ -141,14 +141,14 @@ class StepScheduler(Facade):
 
 
 class ConfigNode:
-    """A configuration by attributes, and by dotted names: `cfg.model.path`, `cfg.get("model.path", None)`."""
+    """A configuration that is read by attributes or by dotted names: `cfg.model.path`, `cfg.get("model.path", None)`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             self.__dict__[str(name)] = ConfigNode(value) if isinstance(value, Mapping) else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What stands under a dotted name."""
+        """Return the value under a dotted name, or the default."""
         found: Any = self
         for part in name.split("."):
             if not isinstance(found, ConfigNode) or part not in found.__dict__:
@@ -157,7 +157,7 @@ class ConfigNode:
         return found
 
     def set_by_dotted(self, name: str, value: Any) -> None:
-        """Set what stands under a dotted name; what is missing on the way is made."""
+        """Set the value under a dotted name, and create missing nodes in between."""
         *path, last = name.split(".")
         node = self
         for part in path:
@@ -167,7 +167,7 @@ class ConfigNode:
         node.__dict__[last] = ConfigNode(value) if isinstance(value, Mapping) else value
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries."""
+        """Return nested dictionaries."""
         return {name: value.to_dict() if isinstance(value, ConfigNode) else value for name, value in self.__dict__.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -182,7 +182,7 @@ class ConfigNode:
 
 
 class RecipeFacade(Facade):
-    """The recipe."""
+    """The part of a recipe that guests may use."""
 
     OF = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()
@@ -194,17 +194,17 @@ class RecipeFacade(Facade):
 
     @property
     def dist_env(self) -> DistEnv:
-        """The ranks."""
+        """The rank, world size and device of this process."""
         return self._dist_env
 
     @property
     def step_scheduler(self) -> StepScheduler:
-        """How far training is."""
+        """The progress of training."""
         return self._step_scheduler
 
     @property
     def cfg(self) -> Any:
-        """What the run was configured with."""
+        """The run's configuration."""
         if self._cfg is None:
             self._cfg = ConfigNode(self._ctx.run.config)
         return self._cfg
@@ -226,5 +226,5 @@ class RecipeFacade(Facade):
 
     @property
     def lr_scheduler(self) -> list[Any] | None:
-        """The schedule of the learning rate, in a list, where there is one."""
+        """The learning rate scheduler, in a list; None if there is none."""
         return None if self._ctx.scheduler is None else [self._ctx.scheduler]

@@ -1,4 +1,4 @@
-"""The InstructLab bridge: callsheet's callbacks in InstructLab Training, and its callbacks in a loop of callsheet."""
+"""The InstructLab bridge: callsheet callbacks in InstructLab Training (`host`), and its callbacks in callsheet's loop (`guest`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVENT_MAP: Mapping[str, str] = {
     "on_epoch_end": "on_epoch_end",
     "on_train_end": "on_run_end",
 }
-"""InstructLab's hook, and our event. A guest is told a step's and an epoch's end when what is evaluated and saved there is over."""
+"""The event at which a guest's hook is called. `on_step_end` and `on_epoch_end` are called after what is evaluated and saved there."""
 
 NOT_FIRED: tuple[str, ...] = (
     *("on_checkpoint_due", "on_preempt", "on_exception"),
@@ -48,13 +48,13 @@ NOT_FIRED: tuple[str, ...] = (
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",
 )
-"""Events that InstructLab has no hook for: a callback may hear them if it hears another as well."""
+"""Events that InstructLab has no hook for. They are never fired; a callback may listen to them if it also listens to another event."""
 
 NOT_SEEN: tuple[str, ...] = (
     *("on_fetch_start", "on_fetch_end", "on_forward_end", "on_loss_start", "on_loss_end", "on_backward_start"),
     *("on_clip_gradients_end", "on_optimizer_step_start"),
 )
-"""Events of every step whose moment passes without a hook: no callback may hear them."""
+"""Events of every step that have no hook in InstructLab: a callback that listens to one is rejected."""
 
 
 def host(
@@ -63,23 +63,23 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """The callbacks as one of InstructLab's, for `TrainingArgs(callbacks=[host([...])])` or a `CallbackManager` of its own.
+    """Wrap the callbacks in one callback of InstructLab, for `TrainingArgs(callbacks=[host([...])])` or its own `CallbackManager`.
 
-    InstructLab tells its callbacks on a thread of its own, where training does not wait for them and nothing of it can be reached. So do
-    ours hear it: losses, rates, speeds, evaluations and checkpoints as InstructLab gives them, each rank for itself. A record is made at
-    every `on_log`. An error of a callback ends callsheet's run, as failed, and not InstructLab's.
+    InstructLab calls its callbacks on a separate thread. Training does not wait for them, and they cannot reach the model. Our callbacks
+    receive losses, rates, speeds, evaluations and checkpoints as InstructLab reports them, on each rank separately. A metrics record is
+    made at every `on_log`. An error of a callback ends callsheet's run as failed; InstructLab's training continues.
 
-    Where InstructLab starts the ranks itself, they are sent the callbacks with `with hosted.sent(): run_training(...)`.
+    If InstructLab starts the ranks itself, send them the callbacks: `with hosted.sent(): run_training(...)`.
 
     Args:
-        strict: whether it is an error that a callback needs what is not there; else a warning.
+        strict: whether a callback that needs what is not available is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with `RunInUseError`, and
             InstructLab's training continues.
 
     Raises:
-        NotSupported: a callback hears what is not told, reads the model or the like, or asks for something; see `strict`.
+        NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
     """
-    from callsheet.bridges.instructlab.hosts import host_of  # which imports InstructLab, where it is installed
+    from callsheet.bridges.instructlab.hosts import host_of  # imports InstructLab if it is installed
 
     return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -87,26 +87,26 @@ def host(
 def guest(
     foreign: Any, *, name: str = "", phase: str = "report", strict: bool = True, deadline: float = 60.0
 ) -> InstructLabGuest:
-    """A callback of InstructLab as one of ours, in a lane of its own; see `InstructLabGuest`."""
+    """Wrap a callback of InstructLab as a callsheet callback in a lane of its own; see `InstructLabGuest`."""
     return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
 
 
 class InstructLabGuest(Guest):
-    """A callback of InstructLab, told in InstructLab's order and on no training thread; nothing that it is told gets lost.
+    """A callback of InstructLab. It is called in InstructLab's order, on a background thread; no event is dropped.
 
-    Its `TrainingContext` is the same on all ranks but for the two flags: what stands in it comes from the records, which the ranks share.
-    So with `log_interval="1ba"` it holds what InstructLab's own does, and else the mean since the last record. What a hook raises is
-    logged and does not come out.
+    Its `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values come from the
+    metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context, else the means
+    since the last record. An error of a hook is logged and not raised.
 
     Args:
         foreign: a `TrainerCallback`, of InstructLab or of `callsheet.compat.instructlab`.
-        name: under which its state is kept, if it has a `state_dict`; else that of its class.
-        phase: where in each event's order it stands.
-        strict: nothing of InstructLab's is never told.
-        deadline: seconds: how long the end of the run waits for it.
+        name: the name under which the callback's state is saved, if it has a `state_dict`; by default that of its class.
+        phase: the callback's phase.
+        strict: has no effect: callsheet fires every event of InstructLab.
+        deadline: how many seconds the end of the run waits for the callback.
 
     Raises:
-        RegistrationError: no callback of InstructLab.
+        RegistrationError: `foreign` is not a callback of InstructLab.
     """
 
     FRAMEWORK = "InstructLab Training"
@@ -130,7 +130,7 @@ class InstructLabGuest(Guest):
         "on_clip_gradients_start": "on_pre_optimizer_step",
         "on_optimizer_step_end": "on_optimizer_step",
     }
-    """Events that need not be heard where it does not hear the hook."""
+    """Events that the guest listens to only if the callback has the hook."""
 
     lane = "background"
     snapshot_fields = ("loss", "record", "eval_results", "standalone", "checkpoint")
@@ -142,8 +142,8 @@ class InstructLabGuest(Guest):
             raise no_guest(foreign, "an instance of a TrainerCallback of InstructLab's")
         self.lane_options = LaneOptions(deadline=deadline)
         super().__init__(foreign, name=name, phase=phase, strict=strict)
-        heard = [hook for hook in HOOK_NAMES if listens_to(foreign, hook)]
-        self._hooks: dict[str, Callable[[TrainingContext], Any]] = {hook: getattr(foreign, hook) for hook in heard}
+        hooks = [hook for hook in HOOK_NAMES if listens_to(foreign, hook)]
+        self._hooks: dict[str, Callable[[TrainingContext], Any]] = {hook: getattr(foreign, hook) for hook in hooks}
         for event, hook in self.ONLY_FOR.items():
             if hook not in self._hooks:
                 delattr(self, event)
@@ -155,7 +155,7 @@ class InstructLabGuest(Guest):
         self._microbatches = 0
         self._last = (0, 0, 0, 0.0)  # step, samples, tokens and seconds at the last record
 
-    # --- what it is told of: InstructLab's order ---
+    # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
         ended = self._ended()  # an earlier `fit`
@@ -170,39 +170,39 @@ class InstructLabGuest(Guest):
         context.is_local_process_zero, context.is_world_process_zero = run.is_local_process_zero, run.is_world_process_zero
         self._last = now.batch, now.sample, now.token, now.seconds
         self._is_training = True
-        return self._tell(*ended, self._told("on_train_begin"))
+        return self._call(*ended, self._hook_call("on_train_begin"))
 
     def _epoch_begins(self, ctx: Context) -> Awaitable[None] | None:
         ended = self._boundary()
         self.context.epoch = ctx.epoch - 1
-        return self._tell(*ended, self._told("on_epoch_begin"))
+        return self._call(*ended, self._hook_call("on_epoch_begin"))
 
     def _step_begins(self, ctx: Context) -> Awaitable[None] | None:
         ended = self._boundary()
         self.context.step, self._microbatches = ctx.step, 0
-        return self._tell(*ended, self._told("on_step_begin"))
+        return self._call(*ended, self._hook_call("on_step_begin"))
 
     def _forward_begins(self, ctx: Context) -> Awaitable[None] | None:
-        return self._tell(self._told("on_before_forward"))
+        return self._call(self._hook_call("on_before_forward"))
 
     def _backward_ends(self, ctx: Context) -> Awaitable[None] | None:
         self._microbatches += 1
-        return self._tell(self._told("on_after_backward"))
+        return self._call(self._hook_call("on_after_backward"))
 
     def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
-        if ctx.run.world_size == 1:  # else the ranks have one each, and meet at the record
+        if ctx.run.world_size == 1:  # with several ranks the loss is known when the record has averaged it
             self.context.loss = float(ctx.loss)
-        return self._tell(self._told("on_pre_optimizer_step"))
+        return self._call(self._hook_call("on_pre_optimizer_step"))
 
     def _optimizer_ends(self, ctx: Context) -> Awaitable[None] | None:
-        return self._tell(self._told("on_optimizer_step"))
+        return self._call(self._hook_call("on_optimizer_step"))
 
     def _step_ends(self, ctx: Context) -> None:
         self._ends_step = True
 
     def _logged(self, ctx: Context) -> Awaitable[None] | None:
         values = ctx.record.values
-        if "train/loss" not in values:  # an evaluation's record: nothing was trained since the last
+        if "train/loss" not in values:  # the record of an evaluation: there was no step since the last record
             return None
         context, now, last = self.context, ctx.state.timestamp, self._last
         steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
@@ -221,7 +221,7 @@ class InstructLabGuest(Guest):
             "num_minibatches": self._microbatches,
         }
         self._last = ctx.record.step, now.sample, now.token, ctx.record.elapsed_seconds
-        return self._tell(self._told("on_log"))
+        return self._call(self._hook_call("on_log"))
 
     def _evaluated(self, ctx: Context) -> Awaitable[None] | None:
         results = ctx.eval_results
@@ -233,56 +233,56 @@ class InstructLabGuest(Guest):
             self.context.val_metrics |= {
                 f"{name}/{metric}": value for name, found in results.items() for metric, value in found.items()
             }
-        return self._tell(self._told("on_evaluate"))
+        return self._call(self._hook_call("on_evaluate"))
 
     def _saved(self, ctx: Context) -> Awaitable[None] | None:
         if ctx.checkpoint is None or not self._is_training:
             return None
-        return self._tell(self._told("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
+        return self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
 
     def _epoch_ends(self, ctx: Context) -> None:
         self._ends_epoch = True
 
     def _run_ends(self, ctx: Context) -> Awaitable[None] | None:
-        return self._tell(*self._ended())
+        return self._call(*self._ended())
 
-    # --- what it is given ---
+    # --- paths in the context ---
 
     def output_dir(self, ctx: Context) -> str:
-        """Where the run writes."""
+        """Return the run's folder."""
         return str(ctx.run.folder or "")
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Where the checkpoint stands."""
+        """Return the checkpoint's folder."""
         return info.path
 
-    # --- telling ---
+    # --- calling the hooks ---
 
-    def _boundary(self) -> list[_Telling]:
-        """The next step, epoch or the end has come: what was evaluated and saved at the last one's end is over."""
-        ended: list[_Telling] = []
+    def _boundary(self) -> list[_HookCall]:
+        """Return the calls for the ends of the last step and epoch: what was evaluated and saved there is over."""
+        ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
-            ended.append(self._told("on_step_end"))
+            ended.append(self._hook_call("on_step_end"))
         if self._ends_epoch:
             self._ends_epoch = False
-            ended.append(self._told("on_epoch_end"))
+            ended.append(self._hook_call("on_epoch_end"))
         return ended
 
-    def _ended(self) -> list[_Telling]:
+    def _ended(self) -> list[_HookCall]:
         if not self._is_training:
             return []
-        ended = [*self._boundary(), self._told("on_train_end")]
+        ended = [*self._boundary(), self._hook_call("on_train_end")]
         self._is_training = False
         return ended
 
-    def _told(self, hook: str, **changes: Any) -> _Telling:
+    def _hook_call(self, hook: str, **changes: Any) -> _HookCall:
         method = self._hooks.get(hook)
         return None if method is None else (method, seen(self.context, hook, **changes))
 
-    def _tell(self, *tellings: _Telling) -> Awaitable[None] | None:
-        """Call the hooks, one after the other; from the first that is to be awaited on, give that back to be awaited."""
-        left = deque(telling for telling in tellings if telling is not None)
+    def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
+        """Call the hooks one after the other. At the first `async` hook, return an awaitable that finishes it and calls the rest."""
+        left = deque(call for call in calls if call is not None)
         while left:
             if (waits := _called(*left[0])) is not None:
                 return _rest(left, waits)
@@ -290,11 +290,11 @@ class InstructLabGuest(Guest):
         return None
 
 
-_Telling = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
+_HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
 
 
 def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """What is to be awaited, or None."""
+    """Call the hook. Return what it returned if that has to be awaited, else None. An error is logged."""
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None
@@ -315,6 +315,6 @@ async def _rest(left: deque[Any], waits: Any) -> None:
 
 
 def _model_path(config: Mapping[str, Any]) -> str:
-    """Of a recipe's configuration."""
+    """Return the model's path in a recipe's configuration, or an empty string."""
     model = config.get("model")
     return str(model.get("path") or "") if isinstance(model, Mapping) else ""

@@ -1,7 +1,7 @@
-"""InstructLab's hooks as spans of the lifecycle: what `callsheet.bridges.instructlab.host` gives.
+"""The host for InstructLab Training: it turns InstructLab's hooks into the events of the lifecycle.
 
-Everything here runs on the thread that InstructLab tells its callbacks on: training goes on meanwhile, so there is no model to look at,
-nobody to ask for anything, and no other rank to speak with.
+Everything here runs on the thread on which InstructLab calls its callbacks, while training continues. So the model is not available,
+requests are not supported, and collectives are not possible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from callsheet.transport.payload import open_payload, pack
 logger = logging.getLogger("callsheet")
 
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
-"""What InstructLab's hooks do not tell of a microbatch: it is told to have been between two of them."""
+"""Spans of a microbatch that InstructLab has no hooks for. The driver synthesizes their events between two hooks."""
 
 _REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.set_gradient_accumulation", "control.load")
 
@@ -47,86 +47,88 @@ def host_of(
     """See `callsheet.bridges.instructlab.host`."""
     try:
         base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
-    except ImportError:  # it is not there, or not all that it needs: then nobody imports it
+    except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
         base = names.TrainerCallback
-    return _class_over(base)(Teller(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
+    return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 
 
 @functools.cache
 def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
-    """The class that InstructLab is given. It sends the source of a class to its ranks, to be executed there and called without arguments:
-    so the class names nothing but its base outside its methods."""
+    """Return the callback class for InstructLab.
+
+    InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So outside its
+    methods the class uses no name except that of its base."""
 
     class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
-        """callsheet's callbacks, as one of InstructLab's."""
+        """The callback of InstructLab that calls the host."""
 
-        def __init__(self, teller=None):  # type: ignore[no-untyped-def]
-            if teller is None:  # made anew, on a rank
-                from callsheet.bridges.instructlab.hosts import Teller
+        def __init__(self, host=None):  # type: ignore[no-untyped-def]
+            if host is None:  # InstructLab creates the callback on a rank
+                from callsheet.bridges.instructlab.hosts import InstructLabHost
 
-                teller = Teller.arrived()
-            self.teller = teller
+                host = InstructLabHost.arrived()
+            self.host = host
 
         def sent(self):  # type: ignore[no-untyped-def]
-            return self.teller.sent()
+            return self.host.sent()
 
         def on_train_begin(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_train_begin(context)
+            self.host.on_train_begin(context)
 
         def on_epoch_begin(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_epoch_begin(context)
+            self.host.on_epoch_begin(context)
 
         def on_step_begin(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_step_begin(context)
+            self.host.on_step_begin(context)
 
         def on_before_forward(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_before_forward(context)
+            self.host.on_before_forward(context)
 
         def on_after_backward(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_after_backward(context)
+            self.host.on_after_backward(context)
 
         def on_pre_optimizer_step(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_pre_optimizer_step(context)
+            self.host.on_pre_optimizer_step(context)
 
         def on_optimizer_step(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_optimizer_step(context)
+            self.host.on_optimizer_step(context)
 
         def on_log(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_log(context)
+            self.host.on_log(context)
 
         def on_evaluate(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_evaluate(context)
+            self.host.on_evaluate(context)
 
         def on_save(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_save(context)
+            self.host.on_save(context)
 
         def on_step_end(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_step_end(context)
+            self.host.on_step_end(context)
 
         def on_epoch_end(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_epoch_end(context)
+            self.host.on_epoch_end(context)
 
         def on_train_end(self, context):  # type: ignore[no-untyped-def]
-            self.teller.on_train_end(context)
+            self.host.on_train_end(context)
 
     return CallsheetCallback
 
 
 def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Callable[[Any, TrainingContext], None]:
-    """Nothing where there is no run. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
 
     @observing
     @functools.wraps(method)
-    def told(self: Teller, context: TrainingContext) -> None:
+    def called(self: InstructLabHost, context: TrainingContext) -> None:
         if self._run is not None:
             self._run.context = context
             method(self, self._run, context)
 
-    return told
+    return called
 
 
-class Teller(GivesUp):
-    """Hears InstructLab's hooks, and tells the lifecycle. A run is from one `on_train_begin` to its `on_train_end`."""
+class InstructLabHost(GivesUp):
+    """Turn InstructLab's hooks into the events of the lifecycle. A run lasts from one `on_train_begin` to its `on_train_end`."""
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
@@ -135,21 +137,21 @@ class Teller(GivesUp):
         self._strict = strict
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
         self._run: HookedRun | None = None
-        self._saved: TrainingContext | None = None  # after an epoch's last step, until the epoch is over
-        self._is_between = False  # two steps
-        self._is_checked = False  # whether the first step has told what is heard
+        self._saved: TrainingContext | None = None  # of a checkpoint after an epoch's last step, until the epoch is over
+        self._is_between = False  # whether training is between two steps
+        self._is_checked = False  # whether the first step was checked for events that were not fired
         self._reject()
 
-    # --- on their way to the ranks ---
+    # --- sending the callbacks to the ranks ---
 
     @contextmanager
     def sent(self) -> Iterator[None]:
-        """While this lasts, ranks that are started are sent the callbacks: their arguments and states, by callsheet's transport."""
+        """Send the callbacks' arguments and states to the ranks that are started within this context, by callsheet's transport."""
         for event in EVENTS:
             for each in self.manager.list_callbacks(event):
                 if not isinstance(each, Callback):
                     raise NotSupported(
-                        f"the function {getattr(each, '__name__', each)} is not sent to ranks; make it a method of a Callback"
+                        f"the function {getattr(each, '__name__', each)} cannot be sent to the ranks; make it a method of a Callback"
                     )
         before = dict(os.environ)
         extra = {"strict": self._strict, "lock_timeout_seconds": self._lock_timeout_seconds}
@@ -164,17 +166,17 @@ class Teller(GivesUp):
                         os.environ[name] = before[name]
 
     @classmethod
-    def arrived(cls) -> Teller:
-        """On a rank: what was sent."""
+    def arrived(cls) -> InstructLabHost:
+        """Create the host on a rank, with the callbacks that were sent."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
 
-    # --- what cannot be carried ---
+    # --- what is not supported ---
 
     def _reject(self) -> None:
         edges = {"on_run_start", "on_run_end"}
-        told = {
+        supported = {
             id(each)
             for event in EVENTS
             if event not in {*edges, *NOT_FIRED, *NOT_SEEN}
@@ -182,30 +184,30 @@ class Teller(GivesUp):
         }
         for event in (*NOT_SEEN, *NOT_FIRED):
             for each in self.manager.list_callbacks(event):
-                if not _listens_to_all(each) and (event in NOT_SEEN or id(each) not in told):
-                    self._not_supported(each, f"hears {event}, which {HOST} never tells")
+                if not _listens_to_all(each) and (event in NOT_SEEN or id(each) not in supported):
+                    self._not_supported(each, f"listens to {event}, which {HOST} does not fire")
         for each in self.manager.callbacks:
             reads = reads_of(each)
             if missing := [name for name in NOT_GIVEN if any(read.split(".")[0] == name for read in reads)]:
-                self._not_supported(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} gives no callback")
+                self._not_supported(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
             if asks := [request for request in _REQUESTS if request in reads]:
-                self._not_supported(each, f"may call ctx.{', ctx.'.join(asks)}, and nobody can ask {HOST} for anything")
+                self._not_supported(each, f"may call ctx.{', ctx.'.join(asks)}, but {HOST} supports no requests")
             if each.collective and read_ranks().world_size > 1:
-                self._not_supported(each, f"calls collectives, which would meet those of {HOST}")
+                self._not_supported(each, f"calls collectives, which would interleave with those of {HOST}")
 
     def _check_supported(self, run: HookedRun) -> None:
-        """After the first step: refuse, or warn of, what somebody hears and no hook has told."""
+        """After the first step, reject listeners of events that no hook has caused, or log a warning; see `strict`."""
         for name in sorted(run.driver.synthesized - _WITHOUT_HOOK, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
                 for each in self.manager.list_callbacks(event):
                     if not _listens_to_all(each):
-                        self._not_supported(each, f"hears {event}, which {HOST} has not told in its first step")
+                        self._not_supported(each, f"listens to {event}, which {HOST} did not fire in its first step")
 
     def _not_supported(self, callback: Any, why: str) -> None:
         name = label_of(callback) if isinstance(callback, Callback) else getattr(callback, "__name__", repr(callback))
         message = f"{name} {why}"
         if self._strict:
-            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without that")
+            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to continue without that")
         logger.warning("%s", message)
 
     # --- InstructLab's hooks ---
@@ -213,7 +215,7 @@ class Teller(GivesUp):
     @observing
     def on_train_begin(self, context: TrainingContext) -> None:
         """Begin a run."""
-        self._release()  # one that an exception had left
+        self._release()  # in case an exception ended the earlier run
         self._is_checked = self._has_given_up = False
         self._saved = None
         self._run = run = HookedRun(self.manager, context, is_strict=self._strict, lock_timeout=self._lock_timeout_seconds)
@@ -222,13 +224,13 @@ class Teller(GivesUp):
 
     @_in_a_run
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
-        """An epoch begins."""
+        """Start the epoch's span."""
         run.go_to(context)
         run.driver.start("epoch")
 
     @_in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
-        """A step begins."""
+        """Start the step's span."""
         run.go_to(context)
         self._is_between = False
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
@@ -239,31 +241,31 @@ class Teller(GivesUp):
 
     @_in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
-        """A microbatch begins."""
+        """Start the spans of a microbatch and its forward."""
         run.driver.start("microbatch")
         run.driver.start("forward")
 
     @_in_a_run
     def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
-        """It is through: forward, loss and backward are told to be over."""
+        """End the microbatch, with its forward, loss and backward."""
         run.driver.end("microbatch")
 
     @_in_a_run
     def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """All microbatches are through, and the step's loss is known."""
+        """Start clipping: all microbatches are done, and the step's loss is known."""
         if context.loss is not None and run.has_listeners():
             run.loss = torch.tensor(context.loss)
         run.driver.start("clip_gradients")
 
     @_in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """The parameters have moved."""
+        """End clipping, and fire the events of the optimizer's step, which is over."""
         run.driver.end("clip_gradients")
         run.driver.tell("optimizer_step")
 
     @_in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
-        """The step's numbers are known: it ends here, and its record is told."""
+        """End the step, whose metrics are known now, and fire its metrics record."""
         run.driver.end_step()
         if not self._is_checked:
             self._is_checked = True
@@ -272,12 +274,15 @@ class Teller(GivesUp):
 
     @_in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
-        """An evaluation is over."""
+        """Fire the events of an evaluation, which is over."""
         run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
     @_in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
-        """A checkpoint stands: add the callbacks' states to it. After an epoch's last step it is the epoch's own, and told after that."""
+        """Add the callbacks' states to a checkpoint that was written.
+
+        A checkpoint after an epoch's last step belongs to the epoch's boundary: its events are fired after the epoch's end.
+        """
         if not run.driver.is_open("epoch"):
             run.driver.end("round")
             run.fire_checkpoint(context, "round")
@@ -288,12 +293,12 @@ class Teller(GivesUp):
 
     @_in_a_run
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """The step was told to be over before its record; what follows is the epoch's."""
+        """Note that what follows is between two steps. The step itself has ended at `on_log`."""
         self._is_between = True
 
     @_in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """The epoch is over."""
+        """End the epoch, and fire the events of a checkpoint that was written at its end."""
         if run.driver.is_open("epoch"):
             run.driver.end("train_step")  # one whose end was not reported counts in this epoch
             run.state.timestamp = run.state.timestamp.next_epoch()
@@ -304,16 +309,16 @@ class Teller(GivesUp):
 
     @_in_a_run
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """Training is over; in the midst of an epoch InstructLab was asked to make way."""
+        """End the run."""
         run.finish(context)
         self._release()
 
 
 def _listens_to_all(listener: Any) -> bool:
-    """Whether it takes what there is, and asks for no event by its name."""
+    """Return whether the listener handles all events in `on_event`, and so needs no particular one."""
     return isinstance(listener, Callback) and type(inner(listener)).on_event is not Callback.on_event
 
 
 def _end(run: HookedRun) -> None:
-    """The host is forgotten, or the program ends: a run that was left by an exception has failed."""
+    """End the run as failed if it has not ended: the program ends, or the host is garbage-collected after an exception."""
     run.lifetime.end(Outcome.FAILED)

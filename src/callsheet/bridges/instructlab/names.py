@@ -1,7 +1,7 @@
-"""InstructLab Training's callbacks by their own names: the base class, what it is given, and the manager, whether that is installed or not.
+"""InstructLab Training's callback interface under its own names: base class, context and manager, whether or not it is installed.
 
-`callsheet.compat.instructlab` has them for code that was written for it. A callback of either base, this one or the installed package's, is
-taken wherever one is.
+`callsheet.compat.instructlab` exports them for code that is written for InstructLab. A callback may derive from this base class or from
+that of the installed package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOOK_NAMES: tuple[str, ...] = (
     *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_before_forward", "on_after_backward", "on_pre_optimizer_step"),
     *("on_optimizer_step", "on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end", "on_train_end"),
 )
-"""All hooks, in the order in which a run with one of everything has them."""
+"""All hooks, in the order in which a run with one of each calls them."""
 
 _HOOKS = frozenset(HOOK_NAMES)
 _PATIENCE_SECONDS = 10.0
@@ -33,10 +33,10 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass
 class TrainingContext:
-    """What a hook is given: a copy of its own, of how training stands.
+    """The progress of training. Each hook receives a copy of its own.
 
-    `step` counts from 1 and is the same at a step's begin and end, `epoch` counts from 0. What is not known yet is None. What was known
-    once stays: at `on_step_begin` the loss is still the last step's.
+    `step` counts from 1 and is the same at a step's begin and end; `epoch` counts from 0. A value that is not known yet is None. A value
+    stays until it is replaced: at `on_step_begin` the loss is still that of the last step.
     """
 
     hook_name: str = ""
@@ -65,9 +65,9 @@ _FIELDS = frozenset(each.name for each in fields(TrainingContext))
 
 
 class TrainerCallback:
-    """The base of InstructLab's callbacks: override the hooks to be heard. They see what training does, and cannot change it.
+    """The base class of InstructLab's callbacks: override the hooks to listen to. Callbacks observe training and cannot change it.
 
-    A hook may be `async`. It is called on every rank: look at `context.is_world_process_zero` before anything that should be done once.
+    A hook may be `async`. It is called on every rank: check `context.is_world_process_zero` before doing what should be done once.
 
     Example:
         >>> class Progress(TrainerCallback):
@@ -79,7 +79,7 @@ class TrainerCallback:
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments, so that it can be made anew on each rank."""
+        """Keep the constructor's arguments, so that each rank can create the callback."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
@@ -87,66 +87,66 @@ class TrainerCallback:
         return self
 
     def on_train_begin(self, context: TrainingContext) -> Any:
-        """Training begins, or goes on after a resume."""
+        """Called when training begins or resumes."""
 
     def on_epoch_begin(self, context: TrainingContext) -> Any:
-        """An epoch begins."""
+        """Called when an epoch begins."""
 
     def on_step_begin(self, context: TrainingContext) -> Any:
-        """A step begins."""
+        """Called when a step begins."""
 
     def on_before_forward(self, context: TrainingContext) -> Any:
-        """Before each microbatch's forward."""
+        """Called before each microbatch's forward."""
 
     def on_after_backward(self, context: TrainingContext) -> Any:
-        """After each microbatch's backward."""
+        """Called after each microbatch's backward."""
 
     def on_pre_optimizer_step(self, context: TrainingContext) -> Any:
-        """All gradients are there, and not clipped yet."""
+        """Called when all gradients are computed, before they are clipped."""
 
     def on_optimizer_step(self, context: TrainingContext) -> Any:
-        """The optimizer has stepped."""
+        """Called after the optimizer has stepped."""
 
     def on_log(self, context: TrainingContext) -> Any:
-        """The step's numbers are known."""
+        """Called when the step's metrics are known."""
 
     def on_evaluate(self, context: TrainingContext) -> Any:
-        """`val_metrics` is known."""
+        """Called after an evaluation; its results are in `val_metrics`."""
 
     def on_save(self, context: TrainingContext) -> Any:
-        """A checkpoint stands at `checkpoint_path`."""
+        """Called after a checkpoint was written to `checkpoint_path`."""
 
     def on_step_end(self, context: TrainingContext) -> Any:
-        """The step is over, with what was evaluated and saved at its end."""
+        """Called after a step, and after what was evaluated and saved at its end."""
 
     def on_epoch_end(self, context: TrainingContext) -> Any:
-        """The epoch is over."""
+        """Called after an epoch."""
 
     def on_train_end(self, context: TrainingContext) -> Any:
-        """Training is over, however it ended."""
+        """Called after training, however it ended."""
 
 
 def bases() -> tuple[type, ...]:
-    """The base classes of callbacks: ours, and the installed package's, once somebody has imported that."""
+    """Return the base classes of callbacks: ours, and that of the installed package if it has been imported."""
     theirs = getattr(sys.modules.get("instructlab.training.callbacks"), "TrainerCallback", None)
     return (TrainerCallback,) if theirs is None else (TrainerCallback, theirs)
 
 
 def listens_to(callback: Any, hook: str) -> bool:
-    """Whether its class overrides the hook. AttributeError for what is none."""
+    """Return whether the callback's class overrides the hook. Raise AttributeError if there is no such hook."""
     method = getattr(type(callback), hook)
     return all(method is not getattr(base, hook) for base in bases())
 
 
 class CallbackManager:
-    """Tells callbacks of hooks, on a lane: whoever fires does not wait, and what a hook raises is logged and does not come out.
+    """Call the hooks of callbacks in a background lane: `fire` does not wait, and an error of a hook is logged and not raised.
 
-    Everything that was fired is delivered, to one callback after the other, in order; an `async` hook is over before the next begins.
-    `fire("on_train_end")` and `close()` wait for it, as long as it gets on: 10 s for a single hook that does not return. Then what
-    is lost is named in an error.
+    Every hook that is fired is delivered, to one callback after the other, in order. An `async` hook has finished before the next one is
+    called. `fire("on_train_end")` and `close()` wait until all hooks have returned. If a single hook does not return within 10 s, they
+    stop waiting, and an error with the undelivered hooks is logged.
 
     Attributes:
-        context: how training stands; a change counts from the next `fire` on.
+        context: the progress of training; a change takes effect with the next `fire`.
     """
 
     def __init__(self) -> None:
@@ -159,27 +159,29 @@ class CallbackManager:
         )
 
     def add_callback(self, callback: Any) -> None:
-        """Add one. TypeError for what is no instance of a TrainerCallback."""
+        """Add a callback. Raise TypeError if it is not an instance of a TrainerCallback."""
         check(callback)
         self._callbacks.append(callback)
 
     def remove_callback(self, callback_or_type: Any) -> None:
-        """Remove one, or all of a class; nothing where there is none."""
+        """Remove a callback, or all of a class. Do nothing if there is none."""
         if isinstance(callback_or_type, type):
             self._callbacks = [each for each in self._callbacks if not isinstance(each, callback_or_type)]
         else:
             self._callbacks = [each for each in self._callbacks if each is not callback_or_type]
 
     def has_callbacks(self, hook_name: str) -> bool:
-        """Whether anybody hears it. AttributeError for what is no hook."""
+        """Return whether a callback overrides the hook. Raise AttributeError if there is no such hook."""
         getattr(TrainerCallback, hook_name)
         return any(listens_to(callback, hook_name) for callback in self._callbacks)
 
     def fire(self, hook_name: str, **kwargs: Any) -> None:
-        """Tell all who hear it, with these fields of the context in this telling alone. Nothing after `close`.
+        """Call the hook of all callbacks that override it, with `kwargs` as fields of the context for this call only.
+
+        After `close` this does nothing.
 
         Raises:
-            ValueError: no such hook, or, where somebody hears it, no such field.
+            ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
             # The original's words come first, here and below: tests that were written for it match them.
@@ -196,7 +198,7 @@ class CallbackManager:
             self._deliver()
 
     def close(self) -> None:
-        """Deliver what was fired, and end. May be called twice."""
+        """Deliver what was fired, and close the lane. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._deliver()
@@ -207,7 +209,7 @@ class CallbackManager:
         while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
             done = self._lane.done
         for undelivered in left:
-            logger.error("InstructLab's callbacks are not waited for any longer: %s", undelivered)
+            logger.error("stopped waiting for %s", undelivered)
 
     def _call(self, item: tuple[Callable[..., Any], TrainingContext]) -> None:
         method, context = item
@@ -216,7 +218,7 @@ class CallbackManager:
             if inspect.isawaitable(result):
                 self._runner = self._runner or asyncio.Runner()  # one loop for all, so that clients can live on it
                 self._runner.run(awaited(result))
-        except BaseException as error:  # SystemExit too: it is meant for a program
+        except BaseException as error:  # SystemExit too: a hook cannot end the program
             log_failure(method, context, error)
 
     def _finish(self) -> None:
@@ -225,7 +227,7 @@ class CallbackManager:
 
 
 def check(callback: Any) -> None:
-    """TypeError for what is no instance of a TrainerCallback."""
+    """Raise TypeError if the callback is not an instance of a TrainerCallback."""
     if not isinstance(callback, bases()):
         is_class = isinstance(callback, type)
         hint = (
@@ -235,7 +237,7 @@ def check(callback: Any) -> None:
 
 
 def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:
-    """A copy for one telling of one callback, which nobody else writes to."""
+    """Return a copy of the context for one call of one callback, with `changes` as its fields."""
     snapshot = copy(context)
     for name, value in changes.items():
         setattr(snapshot, name, value)
@@ -245,16 +247,16 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """What an `async` hook gave, awaited."""
+    """Await what an `async` hook returned, which may be any awaitable."""
     await result
 
 
 def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
-    """What a hook raised does not come out."""
+    """Log an error of a hook, which is not raised."""
     owner = type(getattr(method, "__self__", method)).__name__
     kind = type(error).__name__
     logger.error(
-        "InstructLab's callback %s failed at %s, step %d; training goes on: %s: %s",
+        "InstructLab's callback %s failed at %s, step %d; training continues: %s: %s",
         *(owner, context.hook_name, context.step, kind, error),
         exc_info=error,
     )

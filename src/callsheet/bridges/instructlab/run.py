@@ -1,4 +1,4 @@
-"""A run of InstructLab as its callbacks see it: on a thread beside training, and on one rank alone."""
+"""A run of InstructLab Training, as the host observes it: on a thread beside training, and on each rank separately."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ logger = logging.getLogger("callsheet")
 HOST = "InstructLab Training"
 
 STATE = "callsheet"
-"""The folder in one of InstructLab's checkpoints in which the callbacks' states stand, each rank's in its own."""
+"""The folder in InstructLab's checkpoints that contains the callbacks' states, in a subfolder for each rank."""
 
 NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs")
-"""Fields that no callback is given there."""
+"""Fields of the context that are not available in InstructLab."""
 
 
 _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
-"""Events before which training leaves a boundary."""
+"""Events with which training leaves a boundary."""
 
 
 class HookedRun:
-    """The run behind the host, from one `on_train_begin` to its `on_train_end`; see the module."""
+    """The run of the host, from one `on_train_begin` to its `on_train_end`; see the module."""
 
     host = HOST
     _order: BoundaryOrder
@@ -57,7 +57,7 @@ class HookedRun:
         self.state = TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None)
         self._metrics = MetricLog()
         given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.notify_loggers}
-        self.ctx = _Seen(info, control=_InertHooks(is_strict=is_strict), **given)
+        self.ctx = _ContextWithoutModel(info, control=_UnsupportedControl(is_strict=is_strict), **given)
         self.lifetime = Lifetime(manager, self.ctx)
         self._lock, self._lock_timeout = RunLock(output), lock_timeout
         self.lifetime.at_end(self._lock.release)
@@ -83,13 +83,13 @@ class HookedRun:
         self.eval_driver.is_barred = self._order.is_barred
         self.ctx.excuse = self.eval_ctx.excuse = self._order.excuse
         self.context = context
-        """What InstructLab has given with the latest hook."""
+        """The context that InstructLab passed to the latest hook."""
         self.loss: torch.Tensor | None = None
-        """The step's, over all ranks."""
+        """The loss of the current step, over all ranks."""
         self.has_stepped = False
-        """Whether the optimizer has, in the step in hand."""
+        """Whether the optimizer has stepped in the current step."""
         self.began = 0.0
-        """When the step in hand did, by the clock of this thread."""
+        """When the current step began, as measured on this thread."""
         self._totals = (context.total_samples, 0)
         self._since = (0, 0, 0.0)  # the samples, tokens and seconds of the latest step
         self._found: dict[str, float] = {}
@@ -98,7 +98,7 @@ class HookedRun:
     # --- beginning and end ---
 
     def begin(self, context: TrainingContext) -> None:
-        """Tell the run's start, and take back the states of a checkpoint that it goes on from.
+        """Start the run, and load the callbacks' states from the checkpoint from which training resumes, if any.
 
         Raises:
             RunInUseError: another process trains in the run's folder.
@@ -121,30 +121,30 @@ class HookedRun:
         self.driver.start("round")
 
     def finish(self, context: TrainingContext) -> None:
-        """Training is over. In the midst of an epoch InstructLab was asked to make way; a step that was not finished is not told to be."""
+        """End the run. If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events."""
         driver = self.driver
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:
             driver.end_step()
         if driver.is_open("train_step"):
             driver.forget()
-            self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} made way in the midst of a step"), "train_step"
+            self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} was preempted during a step"), "train_step"
             self.manager.fire("on_exception", self.ctx)
         else:
             driver.end("train")
         self.lifetime.end()
 
     def fail(self, error: BaseException) -> None:
-        """A callback's error ends the run, and not InstructLab's."""
+        """End the run because of a callback's error. InstructLab's training continues."""
         self.driver.forget()
         self.eval_driver.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
-    # --- where it is ---
+    # --- its position ---
 
     def go_to(self, context: TrainingContext) -> None:
-        """The epoch and step in hand; batches that a resume leaves out are told of by nobody."""
+        """Set the current epoch and step from InstructLab's. It does not report the batches that it skips when it resumes."""
         if self._lock.is_lost:
             self._lock.check()
         ctx, now = self.ctx, self.state.timestamp
@@ -158,12 +158,12 @@ class HookedRun:
             self.manager.process_lane_messages(ctx)
 
     def listen(self) -> None:
-        """Before a step: leave out what nobody hears."""
+        """Before a step, find out which of its parts have listeners."""
         if self.driver.listen():
             self._listens_to_parts = any(map(self.driver.listens_to, ("forward_backward", "clip_gradients", "optimizer_step")))
 
     def has_listeners(self) -> bool:
-        """Whether anybody hears the step's loss."""
+        """Return whether a callback listens to an event at which the step's loss is available."""
         return self.manager.has_listeners.on_train_step_end or self._listens_to_parts
 
     def _loss_is_known(self) -> None:
@@ -171,7 +171,7 @@ class HookedRun:
             self.ctx.loss = self.loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = None  # it is known at `on_log`
+        self.ctx.grad_norm = None  # InstructLab reports it later, at `on_log`
 
     def _stepped(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
@@ -184,7 +184,7 @@ class HookedRun:
             ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
             if context.grad_norm is not None:
                 ctx.grad_norm = torch.tensor(context.grad_norm)
-            if context.learning_rate is not None:  # InstructLab says it where the local rank is 0
+            if context.learning_rate is not None:  # InstructLab reports it only on local rank 0
                 ctx.learning_rate = context.learning_rate
         seconds = context.elapsed_time if context.elapsed_time is not None else time.perf_counter() - self.began
         samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
@@ -212,9 +212,9 @@ class HookedRun:
             values["train/label_tokens"] = float(labels)
         values |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
         memory = int((context.cuda_mem_allocated or 0.0) * 2**30)
-        self._tell(values, samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0, memory)
+        self._fire_log(values, samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0, memory)
 
-    def _tell(self, values: dict[str, float], samples_per_second: float = 0.0, tokens: float = 0.0, memory: int = 0) -> None:
+    def _fire_log(self, values: dict[str, float], samples_per_second: float = 0.0, tokens: float = 0.0, memory: int = 0) -> None:
         ctx = self.ctx
         if self.manager.has_listeners.on_log:
             ctx.record = MetricsRecord(ctx.step, values, self.state.timestamp.seconds, samples_per_second, tokens, memory)
@@ -228,13 +228,13 @@ class HookedRun:
         self.manager.publish_costs(self.ctx)
 
     def fire_evaluation(self, found: Mapping[str, float]) -> None:
-        """An evaluation that InstructLab has made, after the fact, and its record."""
+        """Fire the events of an evaluation that InstructLab has completed, and its metrics record."""
         ctx, driver = self.eval_ctx, self.eval_driver
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")  # for the next record
+            ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")  # goes into the next record
             return
         driver.start("eval")
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
@@ -243,10 +243,10 @@ class HookedRun:
         ctx.eval_results = {"validation": dict(found)}
         driver.end("eval_all")
         if self._order.may_come("L"):
-            self._tell(self._metrics.take())
+            self._fire_log(self._metrics.take())
 
     def fire_checkpoint(self, context: TrainingContext, boundary: str) -> None:
-        """A checkpoint that InstructLab has written; what is kept here is added to it."""
+        """Fire the events of a checkpoint that InstructLab has written, and add the callbacks' states to it."""
         ctx, now = self.ctx, self.state.timestamp
         losses = {"validation": self._found["loss"]} if "loss" in self._found else {}
         path = str(context.checkpoint_path)
@@ -272,13 +272,13 @@ class HookedRun:
         """Add the callbacks' states to a checkpoint of InstructLab's."""
         run = self.ctx.run
         local = {"callbacks": self.manager.state_dict(), "metrics": self._metrics.state_dict()}
-        told = {"run": run.name, "step": info.step, "samples": context.total_samples}
+        saved_info = {"run": run.name, "step": info.step, "samples": context.total_samples}
         folder = _state_folder(info.path, run.rank)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(folder, {"state": self.state.state_dict()}, local, told, overwrite=True)
+        write_checkpoint(folder, {"state": self.state.state_dict()}, local, saved_info, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
-        """The states that stand in the checkpoint which training goes on from: the one of as many samples."""
+        """Load the callbacks' states from the checkpoint from which training resumes: the one with the same number of samples."""
         if not context.total_samples:
             return None
         folder = Path(context.output_dir) / "hf_format"
@@ -292,37 +292,39 @@ class HookedRun:
                 self.manager.load_state_dict(loaded.local["callbacks"])
                 self._metrics.load_state_dict(loaded.local["metrics"])
                 return CheckpointInfo(str(path), self.state.timestamp.batch, self.state.timestamp.epoch, "periodic")
-        logger.warning("%s goes on from %d samples, and no state of callbacks was found", HOST, context.total_samples)
+        logger.warning("%s resumes from %d samples, but no state of callbacks was found", HOST, context.total_samples)
         return None
 
 
-class _Seen(Context):
-    """A context with nothing of the model."""
+class _ContextWithoutModel(Context):
+    """A context without the model and the data."""
 
     __slots__ = ()
 
     def __init__(self, run: RunInfo, **given: Any) -> None:
         super().__init__(run, **given)
-        del self.model  # so that reading it says why
+        del self.model  # so that reading it raises an error that says why
 
     def sibling(self, accumulator: Any = None) -> Context:
-        """For evaluations."""
-        return _Seen(self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers)
+        """Return a context for evaluations."""
+        return _ContextWithoutModel(
+            self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
+        )
 
     def gather(self, value: Any) -> list[Any]:
-        """Where there is but one rank."""
+        """Return the value in a list if there is only one rank; raise NotSupported otherwise."""
         if self.run.world_size > 1:
-            raise NotSupported(f"ctx.gather() would meet the collectives of {HOST}, which trains meanwhile")
+            raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
         return [value]
 
     def __getattr__(self, name: str) -> Any:
         if name in NOT_GIVEN:
-            raise NotOnTheList(f"ctx.{name}: {HOST} gives callbacks nothing of the model and the data")
+            raise NotOnTheList(f"ctx.{name}: {HOST} does not provide the model and the data to callbacks")
         return super().__getattr__(name)  # type: ignore[misc]  # not for a type checker
 
 
-class _InertHooks(Control):
-    """Nobody can ask InstructLab for anything: an error, or, where that was accepted, a warning."""
+class _UnsupportedControl(Control):
+    """A control that rejects every request, since InstructLab supports none. With `is_strict=False` it logs a warning instead."""
 
     __slots__ = ("_is_strict",)
 
@@ -332,11 +334,11 @@ class _InertHooks(Control):
 
     def _check(self, what: str) -> None:
         if self._is_strict:
-            raise NotSupported(f"control.{what}(): nobody can ask {HOST} for anything")
-        logger.warning("control.%s(): nobody can ask %s for anything", what, HOST)
+            raise NotSupported(f"control.{what}(): {HOST} supports no requests")
+        logger.warning("control.%s(): %s supports no requests", what, HOST)
 
     def agree(self, request: Request) -> None:
-        """Only that a callback is switched off can be carried out."""
+        """Carry out a request that disables a callback; ignore all others."""
         if request.what == "switch off":
             super().agree(request)
 

@@ -1,4 +1,4 @@
-"""The Keras bridge: callsheet's callbacks in Keras 3 on its torch backend, and Keras's callbacks here."""
+"""The Keras bridge: callsheet callbacks in Keras 3 on the torch backend (`host`), and Keras callbacks in callsheet's loop (`guest`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError, NotSupported
 from callsheet.extras import needed_by
 
 with needed_by(__name__):
-    from torch import nn  # before Keras, which asks for the package of another backend if it is not told to use torch
+    from torch import nn  # before Keras, which imports the package of another backend unless KERAS_BACKEND says torch
 
     try:
         import keras
@@ -50,10 +50,10 @@ NOT_FIRED = (
     "on_test_step_end",
     "on_test_end",
 )
-"""Events that Keras has no moment for: what it calls test is our evaluation."""
+"""Events that Keras has no counterpart for: what Keras calls a test is our evaluation."""
 
 EVALUATED = "validation"
-"""The name of Keras's one evaluated dataset."""
+"""The name of the only dataset that Keras evaluates."""
 
 
 def host(
@@ -68,26 +68,28 @@ def host(
     preempt_signals: Iterable[str] = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> KerasHost:
-    """The callbacks as one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
+    """Wrap the callbacks in one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
 
-    A run is one such call. A batch is what the model's train function is called with, the forward is heard from the model, the loss from
-    `backward`, the step from the optimizer. A stop sets `model.stop_training`; a checkpoint that is asked for is written as a checkpoint
-    of callsheet's, from which `resume` goes on.
+    Each such call is one run. `ctx.batch` is what Keras passes to the model's train function. The host observes the forward with hooks
+    on the model, the loss in `backward`, and the step in the optimizer's `apply`. A stop request sets `model.stop_training`. A requested
+    checkpoint is written in callsheet's format, and `resume` resumes from it.
 
     Args:
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        model: what callbacks are to see as the model, with its own names: a torch module that the Keras model wraps, and that holds all of
-            its weights. None: the Keras model, whose weights have Keras's names.
-        run_name, runs_folder: of the run and its folder, where checkpoints stand.
-        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
-        log_interval: how often a record is made; a whole number means batches.
-        preempt_signals: which ask the run to save and make way.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        model: the torch module that callbacks see as `ctx.model`, with its own parameter names. The Keras model has to wrap it, and it
+            has to hold all of the Keras model's weights. None: the Keras model, whose weights have Keras's names.
+        run_name: the run's name.
+        runs_folder: the folder that contains the run's folder, in which checkpoints are written.
+        resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint; None
+            starts a new run.
+        log_interval: how often a metrics record is made; an integer means batches.
+        preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
-        NotSupported: when training begins, or after the first step; see `strict`. Also where the model is compiled with `jit_compile`, or
-            its optimizer accumulates gradients by itself: then nobody outside hears of a step's parts.
+        NotSupported: when training begins or after the first step, depending on `strict`. Also if the model is compiled with
+            `jit_compile`, or its optimizer accumulates gradients itself: then the parts of a step cannot be observed.
     """
     check_backend()
     return KerasHost(
@@ -103,15 +105,15 @@ def host(
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run as its first argument, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
 
     @observing
     @functools.wraps(method)
-    def told(self: KerasHost, *args: Any, **named: Any) -> None:
+    def called(self: KerasHost, *args: Any, **named: Any) -> None:
         if self._run is not None:
             method(self, self._run, *args, **named)
 
-    return told
+    return called
 
 
 class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
@@ -138,23 +140,24 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
     # --- the run ---
 
     def _begin(self, *, is_training: bool) -> HostedRun:
-        if self._run is not None:  # one that an exception had left
+        if self._run is not None:  # an exception ended the earlier run
             self._release()
         self._has_given_up = False
         model, optimizer = self.model, self.model.optimizer if is_training else None
         if is_training and model.jit_compile:
             raise NotSupported(
-                "the Keras model is compiled with jit_compile, so that its steps cannot be heard; compile it without"
+                "the Keras model is compiled with jit_compile, so the host cannot observe its steps; compile it with jit_compile=False"
             )
         if getattr(optimizer, "gradient_accumulation_steps", None):
             raise NotSupported(
-                "the Keras optimizer has gradient_accumulation_steps, and tells nobody which batch is a step; train with larger batches"
+                "the Keras optimizer has gradient_accumulation_steps, so the host cannot know which batch ends a step; train with larger "
+                "batches instead"
             )
         module = self._module if self._module is not None else model
         if missing := {weight.data_ptr() for weight in model.parameters()} - {
             weight.data_ptr() for weight in module.parameters()
         }:
-            raise ConfigError(f"the Keras model has {len(missing)} weights that are not in host(model=...); leave that out")
+            raise ConfigError(f"the Keras model has {len(missing)} weights that are not in host(model=...); omit that argument")
         shown = shown_optimizer(optimizer, model) if optimizer is not None else None
         epochs = self.params.get("epochs") if is_training else None
         self._run = run = HostedRun(
@@ -192,8 +195,8 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run.finish()
         self._release()
 
-    def _stand_in(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
-        """Stand where Keras calls `model.train_function` or another with a batch, which it shows no callback."""
+    def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
+        """Patch `model.train_function`, or another function that Keras calls with a batch: its callbacks do not receive the batch."""
         self._hooks.append(_PatchedFunction(self.model, name, before, after))
 
     # --- training ---
@@ -203,19 +206,19 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         """Begin a run."""
         self._is_in_fit = True
         run = self._begin(is_training=True)
-        self._stand_in("train_function", self._begin_step, self._end_step)
+        self._patch("train_function", self._begin_step, self._end_step)
         run.driver.start("round")
         if run.state.timestamp.epoch:
             self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Nothing. Where no callback hears a batch's end, Keras starts a thread to tell its own ones, and training waits for the
-        interpreter's lock."""
+        """Do nothing. If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the
+        interpreter lock."""
 
     @_in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
-        """An epoch begins."""
+        """Start the epoch's span."""
         now = run.state.timestamp
         if epoch != now.epoch:  # fit(initial_epoch=...)
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
@@ -224,7 +227,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
-        """Keras trains on a batch, which is one step."""
+        """Start the step of a batch. Return what Keras trains on, or None to skip the batch."""
         driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
@@ -250,7 +253,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         return [ctx.batch]
 
     def _end_step(self, run: HostedRun) -> None:
-        """Keras has trained on it."""
+        """End the step of the batch."""
         self._watch.is_on = False
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
@@ -270,7 +273,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
     @_in_a_run
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """The epoch and its evaluation are over; what Keras has measured goes into the next record."""
+        """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
         self._close_epoch(run)
         found = {
             f"keras/{name}": float(value)
@@ -301,8 +304,8 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
     @observing
     def on_test_begin(self, logs: Any = None) -> None:
-        """An evaluation begins, which is a run of its own outside training."""
-        if self._has_given_up and self._is_in_fit:  # what a `fit` evaluates is no run of its own
+        """Start an evaluation. Outside training it is a run of its own."""
+        if self._has_given_up and self._is_in_fit:  # an evaluation within `fit` is not a run of its own
             return
         run = self._run
         if run is None or not run.driver.is_open("train"):
@@ -311,7 +314,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
             self._close_epoch(run)
         run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
         self._judging_hooks.listen(True)
-        self._stand_in("test_function", self._begin_eval_step, self._end_eval_step)
+        self._patch("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
         (run.eval_ctx.batch,) = data
@@ -323,7 +326,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
     @_in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
-        """It is over, with these losses and metrics."""
+        """End the evaluation. `logs` has its losses and metrics."""
         self._judging_hooks.listen(False)
         self._hooks.pop().remove()
         run.end_dataset(EVALUATED, logs or {})
@@ -340,12 +343,12 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
     @observing
     def on_predict_begin(self, logs: Any = None) -> None:
-        """A run that predicts; one within training is not told."""
+        """Begin a run that predicts. A prediction within training is not observed."""
         if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.driver.is_open("train")):
             return
         self._begin(is_training=False).driver.start("predict")
         self._predict_hooks.listen(True)
-        self._stand_in("predict_function", self._begin_predict_step, self._end_predict_step)
+        self._patch("predict_function", self._begin_predict_step, self._end_predict_step)
 
     def _begin_predict_step(self, run: HostedRun, data: Any) -> Any:
         (run.ctx.batch,) = data
@@ -364,11 +367,11 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
 
 class _PatchedFunction:
-    """In the place of one of the model's functions, such as `train_function`.
+    """Replace one of the model's functions, such as `train_function`, by one that calls `before` and `after`.
 
     Args:
-        before: method of the host: takes the run and the data, and returns the data to use, or None to skip it.
-        after: method of the host: takes the run.
+        before: a method of the host. It takes the run and the data, and returns the data to use, or None to skip it.
+        after: a method of the host. It takes the run.
     """
 
     def __init__(self, model: Any, name: str, before: Any, after: Any) -> None:
@@ -388,7 +391,7 @@ class _PatchedFunction:
                 return {}
             try:
                 logs = function(given)
-            except BaseException as error:  # Keras reports it to nobody
+            except BaseException as error:  # Keras does not report it to callbacks
                 if host._run is run:
                     run.fail(error)
                     host._release()
@@ -404,7 +407,10 @@ class _PatchedFunction:
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Also when the program ends, or the host is forgotten: then training was left by an exception that Keras tells nobody."""
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception that Keras does not report has ended training.
+    """
     for hook in reversed(hooks):
         hook.remove()
     run.signals.__exit__(None, None, None)

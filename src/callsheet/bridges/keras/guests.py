@@ -1,4 +1,4 @@
-"""Keras's callbacks as guests: heard in Keras's order, with its logs and a stand-in for its model."""
+"""Keras's callbacks as guests: they are called in Keras's order, with its logs and a facade of its model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("on_predict_batch_end",),
     "on_predict_end": ("on_predict_end",),
 }
-"""Our event, and Keras's at it. Keras tells an epoch's end behind its evaluation: at the first of several events of ours that is."""
+"""The methods of Keras that are called at each event of callsheet.
+
+Keras calls `on_epoch_end` after the epoch's evaluation. So it is listed at several events, and is called at the first of them that comes."""
 
 ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 """Keras's older names, which the newer methods call."""
@@ -44,31 +46,34 @@ REJECTED: Mapping[str, str] = {
     "TensorBoard": "it reads a Keras model's graph and layers; use callsheet.loggers.TensorboardLogger",
     "SwapEMAWeights": "the averages are those of a Keras optimizer; use callsheet.callbacks.EMA",
 }
-"""Keras's callbacks that cannot be carried, and why."""
+"""Keras's callbacks that cannot be guests, and why."""
 
 
 def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: str = "measure", strict: bool = True) -> KerasGuest:
-    """A Keras callback as one of ours.
+    """Wrap a Keras callback as a callsheet callback.
 
     Its `model` has `stop_training`, which stops our loop, `optimizer.learning_rate`, which may be written, `get_weights` and
-    `set_weights`; its logs hold the mean loss of the epoch so far, and behind an evaluation what that found, as `val_loss` and so on.
+    `set_weights`. Its logs have the mean loss of the epoch so far, and after an evaluation its results, such as `val_loss`.
 
     Args:
-        verbose: what its `params` say of it, as in `fit(verbose=...)`.
+        verbose: the value of `verbose` in the callback's `params`, as in `fit(verbose=...)`.
+        name: the name under which the callback's state is saved; by default that of its class.
+        phase: the callback's phase.
+        strict: has no effect: callsheet fires every event of Keras.
 
     Raises:
         ConfigError: Keras runs on another backend than torch.
-        NotSupported: a callback of `REFUSED`; or later, when it asks the model for anything else.
+        NotSupported: the callback is one of `REJECTED`; or later, when it uses anything else of the model.
     """
     check_backend()
     return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)
 
 
 def check_backend() -> None:
-    """Raise ConfigError where Keras does not run on torch."""
+    """Raise ConfigError if Keras does not run on torch."""
     if keras.backend.backend() != "torch":
         raise ConfigError(
-            f"Keras runs on {keras.backend.backend()}, and the bridge needs torch: set KERAS_BACKEND=torch before keras is imported"
+            f"Keras runs on {keras.backend.backend()}, but the bridge needs torch: set KERAS_BACKEND=torch before keras is imported"
         )
 
 
@@ -80,9 +85,9 @@ class KerasGuest(Guest):
     EVENTS = EVENTS
     COMMON = KerasRun
     OWN: ClassVar[Mapping[str, str]] = {
-        "on_train_start": "_meets",
-        "on_eval_all_start": "_evaluation_starts",
-        "on_predict_start": "_meets",
+        "on_train_start": "_set_up",
+        "on_eval_all_start": "_set_up_evaluation",
+        "on_predict_start": "_set_up",
     }
 
     common: KerasRun
@@ -96,11 +101,11 @@ class KerasGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Also by its older name."""
+        """Return whether the callback overrides the method, or the method under its older name."""
         return super().listens_to(theirs) or (theirs in ALIASES and super().listens_to(ALIASES[theirs]))
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Keras gives the number of the batch or epoch, from 0, and its logs."""
+        """Return a handler that calls `method` as Keras does: with the number of the batch or epoch, from 0, and the logs."""
         if theirs == "on_epoch_begin":
             return lambda ctx: method(ctx.epoch - 1, {})
         if theirs == "on_epoch_end":
@@ -117,32 +122,32 @@ class KerasGuest(Guest):
             return lambda ctx: method(self.common.logs)
         return lambda ctx: method({})
 
-    def _meets(self, ctx: Context) -> None:
+    def _set_up(self, ctx: Context) -> None:
         run, longest = self.common, ctx.state.max_duration
         epochs = int(longest.value) if longest is not None and longest.unit is TimeUnit.EPOCH else 1
         if self.listens_to("on_train_batch_end"):
-            run.tells_batches = run.needs_loss = True
+            run.listens_to_batches = run.needs_loss = True
         elif self.listens_to("on_epoch_end") or self.listens_to("on_train_end"):
             run.needs_loss = True
         self.foreign.set_params({"verbose": self._verbose, "epochs": epochs, "steps": ctx.state.epoch_batches})
         self.foreign.set_model(self._model)
 
-    def _evaluation_starts(self, ctx: Context) -> None:
+    def _set_up_evaluation(self, ctx: Context) -> None:
         if ctx.standalone:
-            self._meets(ctx)
+            self._set_up(ctx)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The epoch's loss so far. Of a callback's own state Keras saves nothing."""
+        """Return the epoch's loss so far, and the callback's own state if it has a `state_dict`. Keras itself saves no such state."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore what `state_dict` returned."""
         self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 
 
 class GuestModel(Facade):
-    """A Keras model as far as callbacks may see it."""
+    """The part of a Keras model that guests may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})
@@ -155,7 +160,7 @@ class GuestModel(Facade):
 
     @property
     def stop_training(self) -> bool:
-        """Whether anybody has asked for a stop."""
+        """Whether a stop was requested."""
         return self._ctx.control.stop_requested is not None
 
     @stop_training.setter
@@ -165,32 +170,32 @@ class GuestModel(Facade):
 
     @property
     def optimizer(self) -> GuestOptimizer:
-        """Its learning rate, that is."""
+        """The facade of the optimizer."""
         return self._optimizer
 
     @property
     def metrics(self) -> list[Any]:
-        """None of Keras's."""
+        """An empty list: there are no Keras metrics."""
         return []
 
     @property
     def name(self) -> str:
-        """That of the model's class."""
+        """The name of the model's class."""
         return type(self._ctx.model).__name__
 
     def get_weights(self) -> list[Any]:
-        """Copies of all of the model's tensors, as arrays."""
+        """Return copies of all of the model's tensors, as arrays."""
         return [value.detach().cpu().numpy().copy() for value in self._ctx.model.state_dict().values()]
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Give them back."""
+        """Copy the arrays into the model's tensors."""
         with torch.no_grad():
             for value, weight in zip(self._ctx.model.state_dict().values(), weights, strict=True):
                 value.copy_(torch.as_tensor(weight))
 
 
 class GuestOptimizer(Facade):
-    """A Keras optimizer as far as callbacks may see it."""
+    """The part of a Keras optimizer that guests may use."""
 
     OF = "Keras's optimizer"
 
@@ -199,14 +204,14 @@ class GuestOptimizer(Facade):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's; its first group's where they differ."""
+        """The optimizer's learning rate; that of its first group if the groups differ."""
         return float(self._model._ctx.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         groups = self._model._ctx.optimizer.param_groups
         if len({float(group["lr"]) for group in groups}) > 1:
-            raise NotSupported("Keras's optimizers have one learning rate, and this one has groups with several")
+            raise NotSupported("Keras's optimizers have one learning rate, but the groups of this optimizer have different ones")
         for group in groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(float(value))
@@ -217,11 +222,11 @@ class GuestOptimizer(Facade):
 
     @property
     def iterations(self) -> int:
-        """Completed steps."""
+        """The number of completed steps."""
         batch: int = self._model._ctx.state.timestamp.batch
         return batch
 
     @property
     def name(self) -> str:
-        """That of the optimizer's class."""
+        """The name of the optimizer's class."""
         return type(self._model._ctx.optimizer).__name__

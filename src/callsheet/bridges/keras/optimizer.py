@@ -1,4 +1,4 @@
-"""A Keras optimizer, for those who know torch's: its step told, its loss scale, its parameters and learning rate shown."""
+"""A Keras optimizer with the interface of torch's: the events of its step, its loss scale, its parameters and learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.bridges.hosted_run import HostedRun
 
 
 class Steps:
-    """Tells the step of a Keras optimizer, which has no hooks: stands in the place of its `apply`."""
+    """Fire the events of a Keras optimizer's step. Keras optimizers have no hooks, so this replaces the optimizer's `apply`."""
 
     def __init__(self, run: HostedRun, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -26,7 +26,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.tell("clip_gradients")  # which Keras does within `apply`
+                    driver.tell("clip_gradients")  # Keras clips within `apply`
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:
@@ -43,24 +43,24 @@ class Steps:
         optimizer.apply = applied
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer's own `apply`."""
         if "apply" in vars(self._optimizer):
             del self._optimizer.apply
 
 
 class Scale:
-    """What Keras multiplies the loss with, in the place of torch's scaler."""
+    """Keras's loss scale, with the interface of torch's `GradScaler` that the host needs."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     @staticmethod
     def is_in(optimizer: Any) -> bool:
-        """Whether it scales."""
+        """Return whether the optimizer scales the loss."""
         return hasattr(optimizer, "dynamic_scale") or getattr(optimizer, "loss_scale_factor", None) is not None
 
     def is_enabled(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     @property
@@ -70,7 +70,7 @@ class Scale:
 
 
 class KerasOptimizer(Facade):
-    """A Keras optimizer as callbacks see it: its parameters and learning rate in one group, and its state."""
+    """A Keras optimizer as callbacks see it: one parameter group with its parameters and learning rate, and its state."""
 
     OF = "Keras's optimizer"
 
@@ -81,26 +81,26 @@ class KerasOptimizer(Facade):
 
     @property
     def param_groups(self) -> list[_Group]:
-        """The one group; its `lr` may be written."""
+        """The only group. Its `lr` may be written."""
         return self._groups
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of its variables, in their order."""
+        """Return all of the optimizer's variables, in their order."""
         return {f"{i}:{variable.path}": variable.value.detach() for i, variable in enumerate(self._optimizer.variables)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Give them back; ValueError where they are others."""
+        """Assign the variables. Raise ValueError if their number differs."""
         if not self._optimizer.built:
             self._optimizer.build(self._model.trainable_variables)
         variables = self._optimizer.variables
         if len(variables) != len(state):
-            raise ValueError(f"it has {len(state)} variables, and this one {len(variables)}")
+            raise ValueError(f"the state has {len(state)} variables, but this optimizer has {len(variables)}")
         for name, value in state.items():
             variables[int(name.partition(":")[0])].assign(value)
 
 
 def shown_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
-    """Under the name of the optimizer's own class, which goes into records and checkpoints."""
+    """Wrap the optimizer in a `KerasOptimizer` with the name of the optimizer's own class, which records and checkpoints contain."""
     kind: type[KerasOptimizer] = type(type(optimizer).__name__, (KerasOptimizer,), {})
     return kind(optimizer, model)
 
@@ -117,10 +117,10 @@ class _Group(MutableMapping[str, Any]):
         if name != "lr":
             raise KeyError(name)
         rate = self._optimizer.learning_rate
-        if not isinstance(rate, keras.Variable):  # of a schedule: computed anew for each step
+        if not isinstance(rate, keras.Variable):  # a schedule computes the rate for each step
             return rate
         value = rate.value
-        if value._version != self._version:  # it has been written: only then is the device waited for
+        if value._version != self._version:  # only a rate that has changed is copied from the device, which waits for it
             self._rate, self._version = float(value), value._version
         return self._rate
 

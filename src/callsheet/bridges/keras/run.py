@@ -1,4 +1,4 @@
-"""One run as its guests from Keras see it: the logs that `fit` makes once for all callbacks, made once for all guests."""
+"""The state of one run that all Keras guests share, as `fit` shares its logs between its callbacks."""
 
 from __future__ import annotations
 
@@ -11,82 +11,82 @@ from callsheet.trainer.tasks import counts_of
 
 
 class KerasRun(Common):
-    """Keras's logs, and where its loop is; told our events by their names."""
+    """Keep Keras's logs and the position in its loop. Each method handles the event of the same name."""
 
     def __init__(self) -> None:
         self.ctx: Any = None  # until the run begins
-        self.tells_batches = False
-        """Somebody hears the end of each batch, with the loss as a number."""
+        self.listens_to_batches = False
+        """Whether a guest listens to the end of each batch, whose logs have the loss as a number."""
         self.needs_loss = False
-        """Somebody is told the loss at all."""
+        """Whether the logs of any guest have the loss."""
         self.batch = 0
-        """In hand: of the epoch, or of an evaluation or prediction."""
+        """The number of the current batch in the epoch, the evaluation or the prediction."""
         self.logs: dict[str, Any] = {}
         self.found: dict[str, float] = {}
-        """By the last evaluation."""
+        """The results of the last evaluation."""
         self.ended: int | None = None
-        """The epoch whose end Keras tells at this event."""
-        self._open: int | None = None  # an epoch whose end Keras has not told
+        """The epoch whose end the guests handle at the current event; None at all other events."""
+        self._open: int | None = None  # the epoch that has ended, and whose end the guests have not handled yet
         self._total: Any = 0.0
         self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch's loss so far."""
+        """Return the epoch's loss so far."""
         return {"total": float(self._total), "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore what `state_dict` returned."""
         self._total, self._samples = state["total"], state["samples"]
 
     def on_train_start(self, ctx: Context) -> None:
-        """From here on there is a run to look at."""
+        """Keep the run's context."""
         self.ctx, self._open = ctx, None
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """A new mean; but for an epoch that a resumed run enters in its midst."""
+        """Start a new mean, unless a resumed run enters the epoch after its first batch."""
         if not ctx.state.timestamp.batch_in_epoch:
             self._total, self._samples = 0.0, 0
         self.logs = {}
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """The next batch."""
+        """Set the number of the batch."""
         self.batch = ctx.state.timestamp.batch_in_epoch
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Add its loss to the mean; where it is told, that waits for the device, as Keras does."""
+        """Add the batch's loss to the mean. If a guest listens to batches, this waits for the device, as Keras does."""
         if self.needs_loss:
             samples = counts_of(ctx.batch)[0] or 1
-            self._total += (float(ctx.loss) if self.tells_batches else ctx.loss) * samples
+            self._total += (float(ctx.loss) if self.listens_to_batches else ctx.loss) * samples
             self._samples += samples
-            if self.tells_batches:
+            if self.listens_to_batches:
                 self.logs = {"loss": float(self._total) / self._samples}
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Keras tells an epoch's end behind its evaluation, if there is one."""
+        """Fill the logs. Keras calls `on_epoch_end` after the epoch's evaluation, if there is one."""
         self._open = ctx.epoch - 1
         self.logs = {"loss": float(self._total) / self._samples} if self._samples else {}
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """At the epoch's own: no evaluation was due."""
+        """End the epoch at its own boundary: no evaluation was due."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Nothing follows."""
+        """End the epoch: no evaluation follows."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """An evaluation counts its own batches."""
+        """Start counting the evaluation's batches."""
         self.batch = -1
         if ctx.standalone:
             self.ctx = ctx
 
     def on_eval_step_start(self, ctx: Context) -> None:
-        """The next of them."""
+        """Count the batch."""
         self.batch += 1
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """What it found stands in the logs of the epoch that it judges."""
+        """Add the results to the logs of the epoch that was evaluated."""
         self.found = {
             metric if name == "validation" else f"{name}_{metric}": value
             for name, found in ctx.eval_results.items()
@@ -97,13 +97,13 @@ class KerasRun(Common):
         self._end(is_known=True)
 
     def on_predict_start(self, ctx: Context) -> None:
-        """So does a prediction."""
+        """Start counting the prediction's batches."""
         self.ctx, self.batch = ctx, -1
 
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Tell the end of the epoch now, once, where it is known that no evaluation is to come."""
+        """Let the guests handle the epoch's end at this event, if it is known that no evaluation follows."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

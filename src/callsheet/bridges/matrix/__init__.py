@@ -1,7 +1,7 @@
-"""What works where: built-in callbacks in each host, and other frameworks' callbacks as guests here.
+"""The matrix: which built-in callbacks work in which host, and which callbacks of other frameworks work as guests.
 
-The files beside this one are made by the tests (`make matrix`), one a framework, and held against what the tests find; so the table says
-what was run, with which version.
+`make matrix` runs the tests that write the JSON files in this folder, one per framework. The same tests check that the files still agree
+with what they find. So the table records what was run, and with which version.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from importlib import resources
 from textwrap import wrap
 
 SIGNS = {"works": "✓", "limited": "~", "rejected": "✗"}
-"""How a verdict is drawn."""
+"""The sign that shows each verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One callback in one loop: `works`, `limited` or `refused`, and what the limit or the reason is.
+    """The result of one callback in one loop: `works`, `limited` or `rejected`, and why.
 
-    `tier` is said of guests: `listens` to events only, `reads` the trainer's state, or `drives` the trainer.
+    `tier` is set for guests: `listens` only listens to events, `reads` also reads the trainer's state, `drives` also changes it.
     """
 
     verdict: str
@@ -31,7 +31,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A loop that has a bridge: its `name` in sentences, the `version` that was tested, and `how` where it was not a real training."""
+    """A framework that has a bridge.
+
+    `name` is its name in sentences, `version` is the tested version, and `how` says how it was tested if that was not a real training.
+    """
 
     name: str
     version: str
@@ -40,19 +43,19 @@ class Framework:
     guests: Mapping[str, Cell] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """As the file has it."""
+        """Return the content of the framework's JSON file."""
         return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 @cache
 def frameworks() -> Mapping[str, Framework]:
-    """Every framework by the name of its bridge, in alphabetical order."""
+    """Return every framework by the name of its bridge, in alphabetical order."""
     files = sorted(resources.files(__name__).iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".json"): read(file.read_text("utf-8")) for file in files if file.name.endswith(".json")}
 
 
 def read(text: str) -> Framework:
-    """A framework's file."""
+    """Parse the content of a framework's JSON file."""
     given = json.loads(text)
     for part in ("callbacks", "guests"):
         given[part] = {name: Cell(**cell) for name, cell in given[part].items()}
@@ -60,7 +63,7 @@ def read(text: str) -> Framework:
 
 
 def overview() -> str:
-    """All built-ins in all hosts, a sign each, as text."""
+    """Return a text table of all built-ins in all hosts, with one sign per cell."""
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     width = max(map(len, names), default=0)
@@ -68,17 +71,19 @@ def overview() -> str:
     for name in names:
         signs = [_sign(each.callbacks.get(name)).ljust(len(bridge)) for bridge, each in found.items()]
         lines.append(" ".join([name.ljust(width), *signs]).rstrip())
-    legend = "✓ works   ~ works, with a limit that is named   ✗ is refused, with the reason"
-    return "\n".join(
-        [*lines, "", legend, "callsheet bridges NAME tells of one: its limits, and its own callbacks as guests here"]
-    )
+    legend = "✓ works   ~ works with a limit   ✗ rejected"
+    hint = "`callsheet bridges NAME` prints the limits and reasons of one bridge, and that framework's callbacks as guests"
+    return "\n".join([*lines, "", legend, hint])
 
 
 def about(bridge: str) -> str:
-    """One framework: what was tested, the limits by name, its guests by tier."""
+    """Return the rows of one framework as text: the tested version, the built-ins with their limits, the guests with their tiers."""
     found = frameworks()[bridge]
     lines = [f"{found.name} {found.version}{f', {found.how}' if found.how else ''}"]
-    for title, cells in (("callsheet's callbacks in it", found.callbacks), ("its callbacks here", found.guests)):
+    for title, cells in (
+        ("callsheet's callbacks in it", found.callbacks),
+        ("its callbacks as guests in callsheet", found.guests),
+    ):
         if cells:
             lines += ["", title]
         width = max(map(len, cells), default=0)
@@ -96,7 +101,7 @@ def _sign(cell: Cell | None) -> str:
 
 
 def markdown() -> list[str]:
-    """The overview for the docs, and each limit below it."""
+    """Return the overview as a Markdown table for the docs."""
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     lines = [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
@@ -104,21 +109,19 @@ def markdown() -> list[str]:
 
 
 def markdown_of(bridge: str) -> list[str]:
-    """One framework for its page: limits and refusals, then guests."""
+    """Return the Markdown for the page of one framework: its limited and rejected built-ins, then its guests."""
     found = frameworks()[bridge]
     lines = [f"Tested with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
     if found.callbacks:
-        whole = sum(cell.verdict == "works" for cell in found.callbacks.values())
-        lines += [
-            f"Of {len(found.callbacks)} built-ins {whole} work here as in callsheet's own Trainer{'; the others:' if marked else '.'}",
-            "",
-        ]
+        working = sum(cell.verdict == "works" for cell in found.callbacks.values())
+        rest = " These are limited (~) or rejected (✗):" if marked else ""
+        lines += [f"{working} of {len(found.callbacks)} built-ins work here as in callsheet's own Trainer.{rest}", ""]
     if marked:
-        lines += ["| built-in | | |", "| --- | --- | --- |"]
+        lines += ["| built-in | | why |", "| --- | --- | --- |"]
         lines += [f"| `{name}` | {SIGNS[cell.verdict]} | {_cell(cell.why)} |" for name, cell in marked.items()] + [""]
     if found.guests:
-        lines += ["| its callback as a guest here | tier | | |", "| --- | --- | --- | --- |"]
+        lines += ["| its callback as a guest | tier | | why |", "| --- | --- | --- | --- |"]
         lines += [
             f"| `{name}` | {cell.tier} | {SIGNS[cell.verdict]} | {_cell(cell.why)} |"
             for name, cell in sorted(found.guests.items())

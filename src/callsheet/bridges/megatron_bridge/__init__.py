@@ -1,6 +1,6 @@
-"""The Megatron Bridge bridge: callsheet's callbacks in its training loop, and its callbacks in ours.
+"""The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
 
-Megatron-LM's own callbacks have the same shape, with a context that has no `state`: there events are told, and nothing can be asked for.
+Megatron-LM's own callbacks have the same methods, but their context has no `state`. There the host fires events, and supports no requests.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_test_step_end": ("on_test_step_end",),
     "on_test_end": ("on_test_end", "on_log"),
 }
-"""What is told at each event of Megatron Bridge. What stands between a step's start and end comes from PyTorch; the run's end is told
-with the last of these."""
+"""The events that the host fires at each event of Megatron Bridge.
+
+PyTorch hooks fire the events between a step's start and end. The end of the run is fired with the last event of Megatron Bridge."""
 
 NOT_FIRED = (
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     *("on_predict_end", "on_preempt"),
 )
-"""Events that it has no moment for."""
+"""Events that Megatron Bridge has no counterpart for."""
 
 
 def host(
@@ -72,28 +73,29 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> MegatronBridgeHost:
-    """The callbacks as one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
+    """Wrap the callbacks in one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
 
-    A run is one `pretrain`. Forward and backward are heard from the model, where nothing is pipelined, and the optimizer's step from
-    torch's optimizer inside Megatron's; hooks stand in the model only while somebody hears them. Losses, norm and skipped steps are
-    Megatron's own, the loss under `loss`, and `ctx.model` is the list of chunks, or the only one, out of their wrappers.
+    One `pretrain` is one run. The host observes forward and backward with hooks on the model, unless the model is pipelined, and the
+    step with hooks on the torch optimizer inside Megatron's. The model has hooks only while a callback listens to their events. Losses,
+    gradient norm and skipped steps are those of Megatron; its loss is named `loss`. `ctx.model` is the model chunk without its wrappers,
+    or a list if there are several chunks.
 
-    A stop that a callback asks for lowers `cfg.train.train_iters` until training is over; a save sets `cfg.checkpoint.save_interval` to
-    1 for one step. An evaluation cannot be asked for: Megatron counts out its validation data beforehand. The callbacks' states are
-    written into its checkpoints when they are durable, and read where training goes on from one.
+    A stop request lowers `cfg.train.train_iters` until training ends. A save request sets `cfg.checkpoint.save_interval` to 1 for one
+    step. Evaluation requests are not supported: Megatron computes the amount of its validation data beforehand. The host writes the
+    callbacks' states into each of Megatron's checkpoints once it is durable, and loads them when training resumes from one.
 
-    Megatron tells no exceptions, and leaves by `sys.exit` on a signal: such a run ends when the host is forgotten or the program ends.
-    In a `with` block it ends there, and is told as it is:
+    Megatron reports no exceptions to callbacks, and calls `sys.exit` on a signal. Such a run ends when the host is garbage-collected or
+    the program ends. Use a `with` block to end the run at once, with the right outcome:
 
         with host([...]) as hosted:
             pretrain(config, forward_step, callbacks=[hosted])
 
     Args:
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: when training begins or after the first step, depending on `strict`.
     """
     return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -101,31 +103,34 @@ def host(
 def guest(
     foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, config: Any = None
 ) -> MegatronBridgeGuest:
-    """A callback of Megatron Bridge, a list of them, or a manager, as one callback of callsheet.
+    """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
 
-    They are told in their own order, each event in a context of its own, with the step as Megatron counts it; several guests of a run are
-    given the same context, as the callbacks of one manager are, and share its `user_state`. A manager keeps its own. What they may read is
-    `context.state` with `train_state`, `timers` and `cfg`; how they may drive is what ends training at home: `train_state.step` or
-    `cfg.train.train_iters`, set so that the one is not below the other.
+    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
+    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
+    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
+    `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
 
     Args:
-        name: under which state is kept; else that of the callback's class, or of the manager's.
-        phase: where all of them stand in each event's order.
-        strict: whether it is an error that one hears an event which is never told here; else a warning.
-        config: what they find at `context.state.cfg`; it has to have `train.train_iters`. None shows that alone.
+        name: the name under which state is saved; by default that of the callback's class or of the manager's.
+        phase: the phase of all these callbacks.
+        strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
+        config: the object at `context.state.cfg`; it has to have `train.train_iters`. None: an object that has only that.
 
     Raises:
-        NotSupported: with `strict`; also where a callback asks for what is not here, when it does.
+        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
+            available.
     """
     state = GlobalState(config) if config is not None else None
     return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
 
 
-def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
-    """Called as Megatron calls it, and given the run, which begins with the first event. An error ends it; see `GivesUp._leave`."""
+def _with_run(
+    method: Callable[[MegatronBridgeHost, HostedRun, Any], None],
+) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
+    """Call the method with the run, which begins with the first event. An error ends the run; see `GivesUp._leave`."""
 
     @functools.wraps(method)
-    def told(self: MegatronBridgeHost, context: CallbackContext) -> None:
+    def called(self: MegatronBridgeHost, context: CallbackContext) -> None:
         if self._has_given_up:
             return
         try:
@@ -133,11 +138,12 @@ def _told(method: Callable[[MegatronBridgeHost, HostedRun, Any], None]) -> Calla
         except BaseException as error:
             self._leave(error)
 
-    return told
+    return called
 
 
 class MegatronBridgeHost(GivesUp):
-    """See `host`. Not of Megatron's base class: its manager takes what has methods of these names, and need not be there."""
+    """See `host`. It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron
+    need not be installed."""
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
@@ -146,9 +152,10 @@ class MegatronBridgeHost(GivesUp):
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
-        self._has_trained = False  # in the run in hand
+        self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            self.on_data_init_start = self._on_data_init_start  # with it, Megatron refuses to count in epochs
+            # Set only if it is needed: with this method, Megatron does not allow training to be counted in epochs.
+            self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
 
@@ -179,44 +186,46 @@ class MegatronBridgeHost(GivesUp):
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
-        run.counted = (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)  # the ranks' counts are added up, and each is of all
+        run.counted = (
+            (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
+        )  # Megatron's counts are those of all ranks, and ours are summed over the ranks
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
-        self._states: dict[int, Any] = {}  # of steps whose checkpoints are still being written
+        self._states: dict[int, Any] = {}  # the callbacks' states by step, for checkpoints that are still being written
         run.fails_by(self._leave)
         self._forward = ForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
         self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
-        run.reject(_never_told(), strict=self._strict, logger=logger)
+        run.reject(_not_fired(), strict=self._strict, logger=logger)
         run.begin(data_is_made=data_is_made)
         return run
 
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
-        """Begin a run; the data is about to be made."""
-        self._release()  # of one that an exception had left
+        """Begin a run. Megatron is about to create the data."""
+        self._release()  # in case an exception ended the earlier run
         self._has_trained = self._has_given_up = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run, if it has not begun."""
-        if self._has_trained:  # the run in hand was left by an exception
+        if self._has_trained:  # an exception ended the current run
             self._release()
             self._has_given_up = False
         self._start(context)
         self._has_trained = True
 
-    @_told
+    @_with_run
     def _start(self, run: HostedRun, context: Any) -> None:
         self._settings.is_training = True
         run.driver.start("round")
         self._stop_if_asked(run)
 
-    @_told
+    @_with_run
     def on_train_end(self, run: HostedRun, context: Any) -> None:
-        """Training is over; a validation and a test may follow."""
+        """End training. A validation and a test may follow."""
         settings = self._settings
         settings.restore()
         settings.is_training = False
@@ -243,19 +252,19 @@ class MegatronBridgeHost(GivesUp):
 
     # --- steps ---
 
-    @_told
+    @_with_run
     def on_train_step_start(self, run: HostedRun, context: Any) -> None:
-        """A step begins; it is told with its first forward, where somebody hears that or the data being fetched."""
+        """Begin a step. If a callback listens to parts of the step, the first forward fires the step's start."""
         settings, driver = self._settings, run.driver
-        if not settings.is_training:  # it is over
+        if not settings.is_training:  # training is over
             return
         interval, step = settings.save_interval, settings.step
         settings.restore_interval()
         settings.loss = None
         if step is not None and step != run.state.timestamp.batch:
-            move(run, step)  # over iterations that are left out
+            move(run, step)  # Megatron has skipped iterations
         if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
-            self._states[step] = copy.deepcopy(own_state(run))  # of the checkpoint that is being written
+            self._states[step] = copy.deepcopy(own_state(run))  # for the checkpoint that is being written
         if driver.listen():
             self._listens_to_step = driver.has_listeners
             self._listens_to_forward = self._listens_to_step and not self._is_pipelined
@@ -265,13 +274,13 @@ class MegatronBridgeHost(GivesUp):
         if not self._listens_to_forward:
             driver.start_step()
         if not self._listens_to_step and driver.is_read:
-            driver.start("optimizer_step")  # notes the learning rate that the step will use
+            driver.start("optimizer_step")  # records the learning rate that the step will use
 
-    @_told
+    @_with_run
     def on_train_step_end(self, run: HostedRun, context: Any) -> None:
-        """The parameters have moved, and the scheduler."""
+        """End the step: optimizer and scheduler have stepped."""
         settings, driver = self._settings, run.driver
-        if not settings.is_training:  # it is over
+        if not settings.is_training:  # training is over
             return
         self._forward.in_step = False
         if not driver.parts["train_step"].is_open:
@@ -284,19 +293,19 @@ class MegatronBridgeHost(GivesUp):
             driver.tell("clip_gradients")
             driver.tell("optimizer_step")
         norm = context.grad_norm
-        if run.spans.train_step.ends is not None:  # somebody hears it
+        if run.spans.train_step.ends is not None:  # a callback listens to it
             run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
         if norm is not None and run.manager.has_listeners.on_log:
             run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
         run.end_step()
         if self._is_pipelined:
-            run.records.last_loss = None  # only the last stage has one, and its mean would be asked of all ranks
+            run.records.last_loss = None  # only the last stage has a loss, and its mean would need a collective of all ranks
         self._is_due_fired = True
         if not self._is_checked and not run.step_skipped:
             self._is_checked = True
             run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending:
-            self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this
+            self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this event
 
     def _stop_if_asked(self, run: HostedRun, *, ahead: int = 0) -> None:
         if run.control.stop_requested is not None:
@@ -304,27 +313,27 @@ class MegatronBridgeHost(GivesUp):
 
     # --- evaluations and tests ---
 
-    @_told
+    @_with_run
     def on_eval_start(self, run: HostedRun, context: Any) -> None:
-        """A validation begins."""
+        """Start a validation."""
         run.driver.end("data_init")
         run.begin_evaluation("validation", standalone=not self._settings.is_training)
-        self._judge(run, "eval")
+        self._observe_forward(run, "eval")
 
-    @_told
+    @_with_run
     def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
-        """A global batch of it."""
+        """Start a step of the validation: one global batch."""
         run.eval_driver.start("eval_step")
 
-    @_told
+    @_with_run
     def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
-        """It is through."""
+        """End the step of the validation."""
         run.eval_driver.end("eval_step")
 
-    @_told
+    @_with_run
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
-        """The validation is over."""
-        self._end_judging()
+        """End the validation."""
+        self._end_observing()
         run.end_dataset("validation", self._found(run, context))
         run.end_evaluation()
         run.records.tally.settle(run.state)
@@ -335,28 +344,28 @@ class MegatronBridgeHost(GivesUp):
         elif self._settings.is_last("do_test"):
             self._release()
 
-    @_told
+    @_with_run
     def on_test_start(self, run: HostedRun, context: Any) -> None:
-        """A test begins."""
+        """Start a test."""
         run.driver.end("data_init")
         run.eval_ctx.step, run.eval_ctx.epoch = run.ctx.step, run.ctx.epoch
         run.eval_driver.start("test")
-        self._judge(run, "test")
+        self._observe_forward(run, "test")
 
-    @_told
+    @_with_run
     def on_test_step_start(self, run: HostedRun, context: Any) -> None:
-        """A global batch of it."""
+        """Start a step of the test: one global batch."""
         run.eval_driver.start("test_step")
 
-    @_told
+    @_with_run
     def on_test_step_end(self, run: HostedRun, context: Any) -> None:
-        """It is through."""
+        """End the step of the test."""
         run.eval_driver.end("test_step")
 
-    @_told
+    @_with_run
     def on_test_end(self, run: HostedRun, context: Any) -> None:
-        """The test is over, and the run with it."""
-        self._end_judging()
+        """End the test, and the run with it."""
+        self._end_observing()
         ctx = run.eval_ctx
         found = self._found(run, context)
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
@@ -366,26 +375,26 @@ class MegatronBridgeHost(GivesUp):
         if not self._settings.is_training:
             self._release()
 
-    def _judge(self, run: HostedRun, kind: str) -> None:
+    def _observe_forward(self, run: HostedRun, kind: str) -> None:
         has_listeners = run.listens_to_outputs(kind) and not self._is_pipelined
         self._forward.listen(has_listeners or self._settings.is_training)
-        self._forward.judging = kind if has_listeners else ""
+        self._forward.evaluating = kind if has_listeners else ""
 
-    def _end_judging(self) -> None:
-        self._forward.judging = ""
+    def _end_observing(self) -> None:
+        self._forward.evaluating = ""
         self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
-        """The losses; with pipelining the last stage alone has them, and all ranks have to hear the same."""
+        """Return the losses. With pipelining only the last stage has them, so they are gathered for all ranks."""
         loss, others = _losses(context.total_loss_dict or {})
         found = {name: float(value) for name, value in {"loss": loss, **others}.items() if value is not None}
         return next(filter(None, run.world.gather(found)), {}) if self._is_pipelined else found
 
     # --- checkpoints ---
 
-    @_told
+    @_with_run
     def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
-        """A checkpoint is durable: add the callbacks' states to it. One that was written in the background is of an earlier step."""
+        """Add the callbacks' states to a checkpoint that is durable. A checkpoint written in the background is of an earlier step."""
         settings = self._settings
         settings.restore_interval()
         now = run.state.timestamp.batch
@@ -395,7 +404,7 @@ class MegatronBridgeHost(GivesUp):
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:
-            logger.warning("%s: the callbacks' states of step %d are no longer there", path, step)
+            logger.warning("%s: no callbacks' states were kept for step %d, so none are added to this checkpoint", path, step)
         run.fire_checkpoint(
             str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
         )
@@ -403,7 +412,10 @@ class MegatronBridgeHost(GivesUp):
 
 
 def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: OptimizerHooks) -> None:
-    """Also when the program ends, or the host is forgotten: then training was left by an exception, or by a signal."""
+    """Restore Megatron's settings, remove the hooks, and end the run.
+
+    This also runs when the program ends or the host is garbage-collected: an exception or a signal has ended training.
+    """
     settings.restore()
     forward.remove()
     steps.remove()
@@ -413,8 +425,8 @@ def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: Optim
         run.lifetime.end(Outcome.FAILED if settings.is_training else None)
 
 
-def _never_told() -> tuple[str, ...]:
-    """A release that is loaded may be one that tells of no checkpoints."""
+def _not_fired() -> tuple[str, ...]:
+    """Return the events that the imported release of Megatron Bridge never causes: some releases do not report checkpoints."""
     package = sys.modules.get(MODULE)
     if package is None or "on_checkpoint_save" in package.VALID_EVENTS:
         return NOT_FIRED
@@ -425,15 +437,15 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "F
 
 
 def _inner(chunk: Any) -> Any:
-    """The model itself, out of Megatron's wrappers."""
+    """Return the model without Megatron's wrappers."""
     while type(chunk).__name__ in _WRAPPERS and hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """The loss, Megatron's `lm loss` or the first there is, and the others."""
-    if len(given) == 1:  # as it mostly is
+    """Return the loss, which is Megatron's `lm loss` or else the first one, and the other losses by name."""
+    if len(given) == 1:  # the usual case
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)
     others = {other.replace(" ", "_"): value for other, value in given.items() if other != name}

@@ -22,10 +22,10 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     **{event: (event,) for event in sorted(VALID_EVENTS - {"on_checkpoint_save"})},
     "on_checkpoint_published": ("on_checkpoint_save",),
 }
-"""Our event, and the one of Megatron Bridge that is told at it."""
+"""The event of Megatron Bridge that is fired at each event of callsheet."""
 
 NEVER = ("on_setup_start", "on_log", "on_checkpoint_load")
-"""Events of later versions, and of Megatron-LM's own callbacks, that are told nowhere here."""
+"""Events of later versions, and of Megatron-LM's own callbacks, that callsheet never fires."""
 
 
 class MegatronBridgeGuest(Guest):
@@ -42,21 +42,21 @@ class MegatronBridgeGuest(Guest):
         self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
-        self._is_live = self.manager is foreign  # more may be registered with it while the run lasts
+        self._is_live = self.manager is foreign  # its owner may register more callbacks during the run
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        self._is_told = state is None  # of what its callbacks write
+        self._sees_writes = state is None  # then writes to `step` and `train_iters` call `drive`; else each event looks for them
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:
             self.common = MegatronBridgeRun(state, self.manager.user_state)
 
     @property
     def state(self) -> GlobalState:
-        """What its callbacks find at `context.state`."""
+        """The object that the callbacks find at `context.state`."""
         return self.common.state
 
     def listens_to(self, theirs: str) -> bool:
-        """Whether anything is registered for the event; a manager's owner may register more at any time."""
+        """Return whether anything is registered for the event. A manager counts as listening, since more may be registered later."""
         if theirs in NEVER:
             if self._is_live:
                 return theirs in self.manager.events and self.manager.has_callbacks(theirs)
@@ -65,20 +65,20 @@ class MegatronBridgeGuest(Guest):
         return self._is_live or self.manager.has_callbacks(theirs)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Tells the event to all that is registered."""
-        told = getattr(self._alone, theirs) if self._alone is not None else partial(_tell_all, self.manager, theirs)
+        """Return a handler that calls everything that is registered for the event."""
+        function = getattr(self._alone, theirs) if self._alone is not None else partial(_fire, self.manager, theirs)
 
-        def tell(ctx: Context) -> None:
-            told(self.common.context)
+        def fire(ctx: Context) -> None:
+            function(self.common.context)
 
-        def tell_and_look(ctx: Context) -> None:
-            told(self.common.context)
+        def fire_and_drive(ctx: Context) -> None:
+            function(self.common.context)
             self.common.drive()
 
-        return tell if self._is_told else tell_and_look
+        return fire if self._sees_writes else fire_and_drive
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What is plain data of `user_state`, the samples that were evaluated on, and the foreign callback's own state where it has any."""
+        """Return the plain data in `user_state`, the number of evaluated samples, and the foreign callback's own state if it has one."""
         saved: dict[str, Any] = {"consumed_valid_samples": self.common.steps["consumed_valid_samples"]}
         if user_state := {key: value for key, value in self.common.user_state.items() if _is_plain(key, value)}:
             saved["user_state"] = user_state
@@ -87,7 +87,7 @@ class MegatronBridgeGuest(Guest):
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.common.steps["consumed_valid_samples"] = state["consumed_valid_samples"]
         self.common.user_state.update(state.get("user_state", {}))
         if "callback" in state:
@@ -95,9 +95,12 @@ class MegatronBridgeGuest(Guest):
 
 
 def _manager(foreign: Any) -> Any:
-    """What tells them: a manager as it is, of whichever package; callbacks in a new one, of the package that they are of."""
+    """Return the manager that calls the callbacks: `foreign` itself if it is one, else a new one of the callbacks' own package."""
     if hasattr(foreign, "callback_context"):
-        raise NotSupported("a manager of Megatron-LM tells its callbacks in a context of its own; give its callbacks, as a list")
+        raise NotSupported(
+            "a manager of Megatron-LM cannot be a guest, because it calls its callbacks with a context of its own; pass a list of its "
+            "callbacks"
+        )
     if hasattr(foreign, "fire") and hasattr(foreign, "has_callbacks"):
         return foreign
     for each in foreign if isinstance(foreign, list) else [foreign]:
@@ -110,13 +113,13 @@ def _manager(foreign: Any) -> Any:
     return normalize_callbacks(foreign) or CallbackManager()
 
 
-def _tell_all(manager: Any, theirs: str, context: CallbackContext) -> None:
-    if manager.has_callbacks(theirs):  # one of another version may not know the event
+def _fire(manager: Any, theirs: str, context: CallbackContext) -> None:
+    if manager.has_callbacks(theirs):  # the manager of another version may not know the event
         manager.fire(theirs, context)
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Whether its base has such an event, and it hears that."""
+    """Return whether the callback's base class has such an event and the callback overrides it."""
     bases = [kind for kind in type(callback).__mro__ if kind.__name__ == "Callback" and hasattr(kind, event)]
     return bool(bases) and all(getattr(type(callback), event) is not getattr(base, event) for base in bases)
 

@@ -1,4 +1,4 @@
-"""What Megatron Bridge does not tell, heard from PyTorch: the model's forward and backward, and the optimizer's step."""
+"""PyTorch hooks for what Megatron Bridge does not report: the model's forward and backward, and the optimizers to observe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook, NotCopied
 
-Told = TypeVar("Told", bound=Callable[..., Any])
+HookMethod = TypeVar("HookMethod", bound=Callable[..., Any])
 
 
-def _ends_the_run(hook: Told) -> Told:
-    """Megatron reports no exception: one that comes out of a hook ends the run. It is raised if the user has to know of it."""
+def _ends_the_run(hook: HookMethod) -> HookMethod:
+    """Have an exception in a hook end the run, since Megatron reports none. It is raised if the user has to know of it."""
 
     @functools.wraps(hook)
     def called(self: Any, *args: Any) -> Any:
@@ -30,29 +30,29 @@ def _ends_the_run(hook: Told) -> Told:
 
 
 class ForwardHooks(NotCopied):
-    """Hears a model being called: a microbatch in training, else a batch of an evaluation or a test.
+    """Observe the calls of a model: a microbatch in training, else a batch of an evaluation or a test.
 
-    The step is told from its first forward on, when its data has been fetched. The loss stands between the forward and the backward,
-    which is heard when the first gradient comes back to the outputs; the backward's end is that of the engine's work. Where nobody
-    hears either, nor the microbatch's end, the microbatch ends with what follows it.
+    The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the
+    start of the backward, which is when the first gradient reaches the outputs. The backward ends when the autograd engine has finished.
+    If nothing listens to loss, backward or the microbatch's end, the microbatch ends with what follows it.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run = run
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
-        self._told_with_it = run.spans.loss, run.spans.backward, run.spans.microbatch
+        self._backward_spans = run.spans.loss, run.spans.backward, run.spans.microbatch
         self.in_step = False
-        self.judging = ""
-        """`eval` or `test`, while that runs."""
+        self.evaluating = ""
+        """`eval` or `test` while that runs, else empty."""
 
     def listen(self, has_listeners: bool) -> None:
-        """Stand in the model, or leave it as it was."""
+        """Register the hooks if there are listeners, else remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         self.listen(False)
 
     @_ends_the_run
@@ -62,13 +62,13 @@ class ForwardHooks(NotCopied):
         if model.training and torch.is_grad_enabled() and run.eval_driver.is_open("eval"):
             # Megatron trains, and has reported neither the evaluation's end nor the step's start.
             run.leave_evaluation()
-            self.judging = ""
-        if self.judging:
+            self.evaluating = ""
+        if self.evaluating:
             driver, ctx = run.eval_driver, run.eval_ctx
-            if not driver.is_open(f"{self.judging}_step"):
+            if not driver.is_open(f"{self.evaluating}_step"):
                 return None
             ctx.batch = batch
-            driver.start(f"{self.judging}_forward")
+            driver.start(f"{self.evaluating}_forward")
             return _replaced(batch, ctx.batch, args, kwargs)
         if not self.in_step or not torch.is_grad_enabled():
             return None
@@ -79,7 +79,7 @@ class ForwardHooks(NotCopied):
             driver.start_step()
         if not driver.listens_to("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
-        driver.end("microbatch")  # the one before, where no backward has ended it: its fields are gone with it
+        driver.end("microbatch")  # the previous one, if no backward has ended it; its fields become unavailable
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")
@@ -88,10 +88,10 @@ class ForwardHooks(NotCopied):
     @_ends_the_run
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
-        if self.judging:
-            if run.eval_driver.is_open(f"{self.judging}_forward"):
+        if self.evaluating:
+            if run.eval_driver.is_open(f"{self.evaluating}_forward"):
                 run.eval_ctx.outputs = outputs
-                run.eval_driver.end(f"{self.judging}_forward")
+                run.eval_driver.end(f"{self.evaluating}_forward")
                 return run.eval_ctx.outputs
         elif run.driver.is_open("forward"):
             run.ctx.outputs = outputs
@@ -102,8 +102,8 @@ class ForwardHooks(NotCopied):
         return outputs
 
     def _listens_to_backward(self) -> bool:
-        """Whether anybody hears what is told with it; else the engine has no hook to call, and what stands there passes unheard."""
-        loss, backward, microbatch = self._told_with_it
+        """Return whether an event that the backward's hook fires has listeners. If not, no hook is registered."""
+        loss, backward, microbatch = self._backward_spans
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
     @_ends_the_run
@@ -118,7 +118,7 @@ class ForwardHooks(NotCopied):
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Those that an optimizer of Megatron's steps, in their order; itself, where it is one of torch."""
+    """Return the torch optimizers that an optimizer of Megatron steps, in their order. A torch optimizer is returned itself."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     inner = getattr(optimizer, "chained_optimizers", None)
@@ -129,7 +129,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def _replaced(batch: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's arguments, where a callback has replaced what it is called with."""
+    """Return the model's arguments if a callback has replaced the batch, else None."""
     if given is batch:
         return None
     if kwargs:
@@ -138,7 +138,7 @@ def _replaced(batch: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _with_gradient(outputs: Any) -> Tensor | None:
-    """The first tensor that a backward can come to."""
+    """Return the first tensor that requires a gradient, or None."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.requires_grad else None
     parts: Iterable[Any] = ()

@@ -1,7 +1,8 @@
-"""Megatron Bridge's callback interface, as that system has it: what is written against it works here, whether or not it is installed.
+"""Megatron Bridge's callback interface under its own names: code that is written for it works here, whether or not it is installed.
 
-Behaviour is that of the original, also where it surprises: a tuple given to `add` registers nothing, a misspelt hook is never told, the
-list of callbacks is alive while it is told. Where the original says nothing of such a mistake, a warning does here.
+The behaviour is that of the original, even where it surprises: a tuple passed to `add` registers nothing, a misspelt hook is never called,
+and a callback that is registered while an event is fired is called for that event. Where the original ignores such a mistake, we log a
+warning.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ VALID_EVENTS: frozenset[str] = frozenset(
 
 @dataclass
 class CallbackContext:
-    """What a callback is given; all callbacks of one event are given the same one.
+    """The object that every callback receives; all callbacks of one event receive the same one.
 
-    `state`, `model` (a list of chunks) and `user_state` are there at every event, `optimizer` and `scheduler` at the events of training
-    (`on_checkpoint_save` has the optimizer alone), `loss_dict`, `grad_norm` and `skipped_iter` at `on_train_step_end`, `total_loss_dict`
-    at `on_eval_end` and `on_test_end`. What is not there is None.
+    `state`, `model` (a list of chunks) and `user_state` are set at every event, `optimizer` and `scheduler` at the events of training
+    (`on_checkpoint_save` has only the optimizer), `loss_dict`, `grad_norm` and `skipped_iter` at `on_train_step_end`, `total_loss_dict`
+    at `on_eval_end` and `on_test_end`. Fields that are not set are None.
     """
 
     state: Any
@@ -47,64 +48,64 @@ class CallbackContext:
 
 
 class Callback:
-    """The base of callbacks that are classes: override what is to be heard."""
+    """The base class of callbacks: override the events to listen to."""
 
     def on_data_init_start(self, context: CallbackContext) -> None:
-        """Model, optimizer and checkpoint are ready; no data has been opened."""
+        """Called when model, optimizer and checkpoint are ready, before any data is opened."""
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """The model is in training mode, and no step has been made."""
+        """Called when the model is in training mode, before the first step."""
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Before a step: all its microbatches, and the optimizer's."""
+        """Called before a step, which is all its microbatches and the optimizer step."""
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """After a step; `state.train_state.step` is still what it was before it."""
+        """Called after a step. `state.train_state.step` does not count it yet."""
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Training is over; validation and test may follow."""
+        """Called after training. Validation and test may follow."""
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Before a validation."""
+        """Called before a validation."""
 
     def on_eval_step_start(self, context: CallbackContext) -> None:
-        """Before a batch of a validation."""
+        """Called before a batch of a validation."""
 
     def on_eval_step_end(self, context: CallbackContext) -> None:
-        """After a batch of a validation."""
+        """Called after a batch of a validation."""
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """After a validation; the model is still in evaluation mode."""
+        """Called after a validation. The model is still in evaluation mode."""
 
     def on_test_start(self, context: CallbackContext) -> None:
-        """Before a test."""
+        """Called before a test."""
 
     def on_test_step_start(self, context: CallbackContext) -> None:
-        """Before a batch of a test."""
+        """Called before a batch of a test."""
 
     def on_test_step_end(self, context: CallbackContext) -> None:
-        """After a batch of a test."""
+        """Called after a batch of a test."""
 
     def on_test_end(self, context: CallbackContext) -> None:
-        """After a test; the model is still in evaluation mode."""
+        """Called after a test. The model is still in evaluation mode."""
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """A checkpoint is durable; one that was written in the background may be of an earlier step."""
+        """Called when a checkpoint is durable. A checkpoint that was written in the background may be of an earlier step."""
 
 
-Told = Callable[[CallbackContext], Any]
+Function = Callable[[CallbackContext], Any]
 
 
 class CallbackManager:
-    """Callbacks and functions, told in the order in which they were registered; `user_state` is shared between them."""
+    """Call callbacks and functions, in the order in which they were registered. They share `user_state`."""
 
     def __init__(self) -> None:
-        self._told: dict[str, list[Told]] = {event: [] for event in VALID_EVENTS}
+        self._callbacks: dict[str, list[Function]] = {event: [] for event in VALID_EVENTS}
         self._user_state: dict[Any, Any] = {}
 
     @property
     def user_state(self) -> dict[Any, Any]:
-        """The callbacks' own; it lives as long as the manager, and is in no checkpoint."""
+        """A dict for the callbacks' own use. It lives as long as the manager, and is not saved in checkpoints."""
         return self._user_state
 
     @property
@@ -113,14 +114,15 @@ class CallbackManager:
         return VALID_EVENTS
 
     def add(self, callback: Callback | list[Callback]) -> None:
-        """Register what a callback overrides, or each of a list.
+        """Register the methods that a callback, or each callback of a list, overrides.
 
         Raises:
-            AttributeError: a class in the place of its instance, or a hook that is no method: a staticmethod, a function on the instance.
+            AttributeError: a class instead of an instance, or a hook that is not a method, such as a staticmethod or a function that was
+                assigned to the instance.
         """
         for each in callback if isinstance(callback, list) else [callback]:
             found = False
-            for event, told in self._told.items():
+            for event, functions in self._callbacks.items():
                 method = getattr(each, event, None)
                 if method is None:
                     continue
@@ -128,38 +130,38 @@ class CallbackManager:
                 try:
                     function = method.__func__
                 except AttributeError as error:
-                    hint = "Give an instance of it" if isinstance(each, type) else f"Make its {event} a method of its class"
+                    hint = "Pass an instance of it" if isinstance(each, type) else f"Make its {event} a method of its class"
                     raise AttributeError(f"{error}: {each!r} cannot be registered. {hint}") from None
                 if function is not getattr(Callback, event):
-                    told.append(method)
+                    functions.append(method)
             _warn_of_mistakes(each, found)
 
-    def register(self, event_name: str, fn: Told) -> None:
-        """Have `fn` called with the context of an event. Raises ValueError where there is no such event."""
+    def register(self, event_name: str, fn: Function) -> None:
+        """Have `fn` called with the context of an event. Raise ValueError if there is no such event."""
         self._checked(event_name).append(fn)
 
-    def list_callbacks(self, event_name: str) -> list[Told]:
-        """What is called at an event, in order; a new list. Raises ValueError where there is no such event."""
+    def list_callbacks(self, event_name: str) -> list[Function]:
+        """Return a new list of what is called for an event, in order. Raise ValueError if there is no such event."""
         return list(self._checked(event_name))
 
     def has_callbacks(self, event_name: str) -> bool:
-        """Whether anything is called at an event; at one that does not exist nothing is."""
-        return bool(self._told.get(event_name))
+        """Return whether anything is called for an event; False for an unknown event."""
+        return bool(self._callbacks.get(event_name))
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
-        """Call what is registered; what is raised comes out, and the rest is not called. Raises KeyError where there is no such event."""
-        for told in self._told[event_name]:
-            told(context)
+        """Call what is registered for an event. An error is raised, and the rest is not called. Raise KeyError if there is no such event."""
+        for function in self._callbacks[event_name]:
+            function(context)
 
-    def _checked(self, event: str) -> list[Told]:
+    def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
             # The original's words come first: tests that were written for it match them.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
-        return self._told[event]
+        return self._callbacks[event]
 
 
 def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> CallbackManager | None:
-    """A manager as it is, a list in a new one, and None for None."""
+    """Return a manager unchanged, a new manager for a list, and None for None."""
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks
     manager = CallbackManager()
@@ -168,15 +170,15 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Whether there is a manager, and something in it that is called at the event."""
+    """Return whether there is a manager that has something to call for the event."""
     return callback_manager is not None and callback_manager.has_callbacks(event_name)
 
 
 def _warn_of_mistakes(callback: Any, has_a_hook: bool) -> None:
-    """Of what the original passes over without a word."""
+    """Log a warning for mistakes that the original ignores."""
     if not has_a_hook:
-        logger.warning("add(%.80r) registers nothing: give it a callback, or a list of them", callback)
+        logger.warning("add(%.80r) registers nothing: pass a callback, or a list of callbacks", callback)
         return
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in VALID_EVENTS and (meant := did_you_mean(name, VALID_EVENTS)):
-            logger.warning("%s.%s (%s) is never told%s", type(callback).__name__, name, where(type(callback)), meant)
+            logger.warning("%s.%s (%s) is never called%s", type(callback).__name__, name, where(type(callback)), meant)

@@ -1,4 +1,4 @@
-"""One run as its guests from Megatron Bridge see it: at each event one context for all of them, as at home."""
+"""The state of one run that all Megatron Bridge guests share: at each event all of them receive one context, as in Megatron Bridge."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from callsheet.bridges.guest_base import Common
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
-from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, tell_when_moved
+from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, call_when_moved
 from callsheet.context import Context, RunConstants
 from callsheet.errors import NotSupported
 from callsheet.time import Time, TimeUnit
 from callsheet.trainer.tasks import counts_of
 
 LM_LOSS = "lm loss"
-"""What Megatron calls the loss."""
+"""Megatron's name for the loss."""
 
 
 class MegatronBridgeRun(Common):
-    """Makes what guests are given, in the methods of our events.
+    """Create the context that guests receive. Each method handles the event of the same name.
 
     Args:
-        state: what is shown, where a guest has its own; None is that of all guests.
-        user_state: the same.
+        state: the state of a guest that has its own; None creates the one that all guests share.
+        user_state: the `user_state` of a guest that has its own; None creates the one that all guests share.
     """
 
     LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
@@ -32,90 +32,90 @@ class MegatronBridgeRun(Common):
         self.state = state if state is not None else GlobalState()
         self.user_state = user_state if user_state is not None else {}
         self.context: Any = None
-        """Of the event in hand."""
+        """The context of the current event."""
         self.train = self.state.cfg.train
         self.steps = self.state.train_state.__dict__
         self.step, self.length = 0, self.train.train_iters
-        """What `train_state.step` and `train.train_iters` were before the guests heard of the event."""
+        """The values of `train_state.step` and `train.train_iters` before the guests handled the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # else its configuration may be Megatron's, and each guest looks
-            tell_when_moved(self.state, self.drive)
+        if state is None:  # else the configuration may be Megatron's, and each guest calls `drive` after an event
+            call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """With what trains."""
+        """Create a context with optimizer and scheduler."""
         chunks = self._at(ctx, ctx.state.timestamp.batch)
         self.context = CallbackContext(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler)
 
     on_data_init_start = on_train_start = on_train_end = on_train_step_start
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """With what the step found; Megatron's count of steps moves after it."""
+        """Create a context with the step's results. Megatron counts the step after this event."""
         chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
         losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
         self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)
 
     def on_eval_start(self, ctx: Context) -> None:
-        """With nothing more."""
+        """Create a context without optimizer and scheduler."""
         self.context = CallbackContext(self.state, self._at(ctx, ctx.state.timestamp.batch), self.user_state)
 
     on_eval_step_start = on_test_start = on_test_step_start = on_test_step_end = on_eval_start
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """It counts."""
+        """Count the evaluated samples."""
         self.steps["consumed_valid_samples"] += counts_of(ctx.batch)[0] * ctx.run.world_size
         self.on_eval_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """With what was found."""
+        """Create a context with the losses of the evaluation."""
         self.on_eval_start(ctx)
         self.context.total_loss_dict = _named(ctx.eval_losses)
 
     on_test_end = on_eval_end
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """With the optimizer alone."""
+        """Create a context with the optimizer, and without the scheduler."""
         self.on_eval_start(ctx)
         self.context.optimizer = ctx.optimizer
 
     def drive(self) -> None:
-        """If a callback has moved the step or the length: either ends training, or is nothing that can be done here.
+        """Stop training if a callback has changed the step or the length so that training ends.
 
         Raises:
-            NotSupported: training would not end by it.
+            NotSupported: a callback has changed them, but training would not end.
         """
         ctx, step, train_iters = self._ctx, self.steps["step"], self.train.train_iters
         if ctx is None or (step == self.step and train_iters == self.length):
             return
         if train_iters is not None and max(done := ctx.state.timestamp.batch, step) < train_iters:
             raise NotSupported(
-                f"train_state.step was set to {step} and cfg.train.train_iters to {train_iters} after {done} steps: here that can end "
-                "training now, and nothing else"
+                f"train_state.step was set to {step} and cfg.train.train_iters to {train_iters} after {done} steps: in callsheet this "
+                "can only end training at once; set step to at least train_iters"
             )
         ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
-        """Say where the run is; returns the model in chunks."""
+        """Set the state's counts to the run's position. Return the list of model chunks."""
         self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
         )
-        if (course := progress.course) is not self._course:  # which is written anew where any of it changes
+        if (course := progress.course) is not self._course:  # a new object if any of the run's constants has changed
             self._course, before = course, self._longest
             self._longest = longest = course.max_duration
             is_new = longest is not before and isinstance(self.state.cfg, Config)
             if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
-                train.__dict__["train_iters"] = int(longest.value)  # which is told nobody
+                train.__dict__["train_iters"] = int(longest.value)  # written this way, it does not call `drive`
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
 
 
 def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours under Megatron's name, and only that where the loop says it already."""
+    """Return the losses with ours under Megatron's name. If the loop reports a loss of that name, ours is left out."""
     if len(losses) == 1 and (loss := losses.get("loss")) is not None:
         return {LM_LOSS: loss}
     others = {name: value for name, value in losses.items() if name != "loss"}

@@ -1,4 +1,4 @@
-"""What the Megatron Bridge host reads and writes of Megatron's own: its configuration for a while, and its checkpoints."""
+"""What the Megatron Bridge host reads and temporarily changes in Megatron's configuration, and how it loads states from checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ logger = logging.getLogger("callsheet")
 
 
 class Settings:
-    """What is read of Megatron's configuration and state, and what is written there for a while. Not the host's own: the run has to be
-    forgotten with the host."""
+    """Read Megatron's configuration and state, and change settings temporarily.
+
+    This is not a part of the host, because functions that the run keeps refer to it. If they referred to the host, the run would keep the
+    host alive."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -29,7 +31,7 @@ class Settings:
         self._checkpoint: Any = getattr(getattr(state, "cfg", None), "checkpoint", None)
 
     def get(self, name: str) -> Any:
-        """A setting; None where there is none."""
+        """Return a setting, such as `train.train_iters`; None if there is none."""
         found = getattr(self.state, "cfg", None)
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -37,56 +39,56 @@ class Settings:
 
     @property
     def step(self) -> int | None:
-        """How many steps Megatron has counted; None where it does not say."""
+        """The number of steps that Megatron has counted; None if it is not known."""
         return self.state.train_state.step if self.state is not None else None
 
     @property
     def save_interval(self) -> int | None:
-        """After how many steps it saves."""
+        """The number of steps between Megatron's checkpoints."""
         interval: int | None = getattr(self._checkpoint, "save_interval", None)
         return interval
 
     def is_last(self, *phases: str) -> bool:
-        """Whether, training over, none of these is to come, such as `do_test`; where that is not known, one may."""
+        """Return whether none of these phases, such as `do_test`, follows training; False if that is not known."""
         return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
 
     def plain(self) -> dict[str, Any]:
-        """What of it is plain data."""
+        """Return the configuration as plain data."""
         cfg: Any = getattr(self.state, "cfg", None)
         found = _plain(cfg.to_dict() if hasattr(cfg, "to_dict") else getattr(cfg, "__dict__", {}))
         return found if isinstance(found, dict) else {}
 
     def stop(self, ahead: int) -> None:
-        """Have training end before its next step; `ahead` steps are made and not counted yet."""
-        assert self.step is not None  # else it was refused
+        """Have training end before its next step. `ahead` is the number of steps that were made and are not counted yet."""
+        assert self.step is not None  # else the request was rejected
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:
-        """Have a checkpoint written after the step in hand."""
+        """Have Megatron write a checkpoint after the current step."""
         if self.is_training:
             self._set("checkpoint.save_interval", 1)
         else:
             who = ", ".join(str(request) for request in requests)
-            logger.warning("a checkpoint was asked for after training, when Megatron has written its last: %s", who)
+            logger.warning("a checkpoint was requested after training, when Megatron writes no more checkpoints: %s", who)
 
     def restore_interval(self) -> None:
-        """The interval of saving as it was."""
+        """Restore the interval between checkpoints."""
         if "checkpoint.save_interval" in self._before:
             self._put("checkpoint.save_interval", self._before.pop("checkpoint.save_interval"))
 
     def restore(self) -> None:
-        """Everything as it was."""
+        """Restore all settings."""
         while self._before:
             self._put(*self._before.popitem())
 
     def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that is durable, as Megatron notes it down."""
+        """Return the step of the newest durable checkpoint, which Megatron writes into a file; None if there is none."""
         note = Path(self.get("checkpoint.save")) / "latest_checkpointed_iteration.txt"
         word = note.read_text().strip() if note.is_file() else ""
         return int(word) if word.isdigit() else None
 
     def was_preempted(self) -> bool:
-        """Whether a signal has reached Megatron's handler."""
+        """Return whether Megatron's signal handler has received a signal."""
         is_on = self.get("train.exit_signal_handler")
         return bool(is_on and getattr(self.state.signal_handler, "_signal_received", False))
 
@@ -100,21 +102,21 @@ class Settings:
 
 
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
-    """Where training goes on from a checkpoint of Megatron's, take back what stands in it."""
+    """Load the callbacks' states from the Megatron checkpoint from which training resumes, if it has any."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None
     root = Path(load or ".")
     found = next((path for path in (root / f"iter_{step:07d}", root) if (path / STATE).is_dir()), None)
     if found is None:
-        logger.warning("%s goes on from step %d, and no state of callbacks was found in %s", run.host, step, root)
+        logger.warning("%s resumes from step %d, but no state of callbacks was found in %s", run.host, step, root)
         move(run, step)
         return None
     return read_states(run, found, step)
 
 
 def move(run: HostedRun, step: int) -> None:
-    """Training is at a step that was not told."""
+    """Move the run to a step that Megatron has reached without reporting the steps before it."""
     at = run.state.timestamp
     run.state.timestamp = at._replace(batch=step, batch_in_epoch=at.batch_in_epoch + step - at.batch)
     run.ctx.step = step
@@ -125,7 +127,7 @@ def move(run: HostedRun, step: int) -> None:
 
 
 def _plain(value: Any, depth: int = 6) -> Any:
-    """Plain data as it is, containers likewise, and of the rest what it is called."""
+    """Return plain data and containers of it unchanged, objects as dicts of their attributes, and anything else as a string."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth and isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What Megatron Bridge's callbacks find at `context.state`, in our loop."""
+"""The objects that Megatron Bridge's callbacks find at `context.state` in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """A facade with a number by which a callback may end training: who is to know of that is told when it is written."""
+    """A facade with a number that a callback may write to end training. Writing it calls a function; see `call_when_moved`."""
 
     _MOVES: ClassVar[str]
-    __slots__ = ("_tells",)  # not among what a callback finds in `vars`
+    __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == self._MOVES and (tells := getattr(self, "_tells", None)) is not None:
-            tells()
+        if name == self._MOVES and (on_move := getattr(self, "_on_move", None)) is not None:
+            on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # a copy tells nobody
+        return dict(self.__dict__)  # a copy does not call the function
 
 
 class TrainState(_Moved):
-    """How far training is. A callback may end training as it would at home, by a `step` that is not below `cfg.train.train_iters`."""
+    """The progress of training. As in Megatron Bridge, a callback ends training with a `step` of at least `cfg.train.train_iters`."""
 
     OF = "Megatron Bridge's TrainState"
     WRITABLE = frozenset({"step", "do_valid", "do_test"})
     _MOVES = "step"
 
     def __init__(self) -> None:
-        self.flops_per_sample = 0.0  # where they are known
+        self.flops_per_sample = 0.0  # 0 if they are not known
         self.step = self.consumed_train_samples = self.skipped_train_samples = self.consumed_valid_samples = 0
         self.do_train = self.do_valid = self.do_test = True
 
@@ -47,40 +47,40 @@ class TrainState(_Moved):
 
     @property
     def floating_point_operations_so_far(self) -> float:
-        """Of the steps up to this one; where it is known what a sample takes."""
+        """The floating-point operations of all steps up to this one, if `flops_per_sample` is known."""
         if not self.flops_per_sample:
-            raise NotOnTheList(f"{self.OF}: it is not known here how many operations a sample takes")
+            raise NotOnTheList(f"{self.OF}: the number of floating-point operations per sample is not known")
         return self.consumed_train_samples * self.flops_per_sample
 
 
 class Timer:
-    """Seconds between `start` and `stop`, added up."""
+    """Sum the seconds between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._began: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; a `barrier` is not waited for."""
+        """Start the timer. `barrier` is ignored."""
         self._began = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End."""
+        """Stop the timer. `barrier` is ignored."""
         if self._began is not None:
             self._seconds, self._began = self.active_time(), None
 
     def active_time(self) -> float:
-        """Seconds until now."""
+        """Return the seconds until now."""
         return self._seconds + (time.perf_counter() - self._began if self._began is not None else 0.0)
 
     def reset(self) -> None:
-        """Begin at 0 again."""
+        """Set the seconds to 0. A running timer continues."""
         self._seconds = 0.0
         if self._began is not None:
             self._began = time.perf_counter()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds until now, or since the last such call."""
+        """Return the seconds until now, and reset the timer unless `reset` is False."""
         seconds = self.active_time()
         if reset:
             self.reset()
@@ -88,7 +88,7 @@ class Timer:
 
 
 class Timers:
-    """Timers by name: `timers("interval-time").elapsed(reset=False)`. There is one for every name that is asked for."""
+    """Timers by name: `timers("interval-time").elapsed(reset=False)`. The first call with a name creates its timer."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """What is known of the length of training where there is no configuration of Megatron's."""
+    """The length of training, if there is no configuration of Megatron's."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The configuration, where there is none of Megatron's."""
+    """The configuration, if there is none of Megatron's."""
 
     OF = "Megatron Bridge's configuration"
 
@@ -118,14 +118,14 @@ class Config(Facade):
 
 
 class GlobalState(Facade):
-    """What callbacks find at `context.state`. What they set on it under a name of their own is kept for them, as at home."""
+    """The object at `context.state`. As in Megatron Bridge, callbacks may set attributes of their own on it."""
 
     OF = "Megatron Bridge's GlobalState"
     FIXED: ClassVar[frozenset[str]] = frozenset(
         {"cfg", "train_state", "timers", "signal_handler", "straggler_timer", "energy_monitor", "nvrx_straggler_manager"}
         | {"fault_tolerance_state", "async_calls_queue", "initialize_async_checkpoint_worker", "reset_for_restart"}
     )
-    """What belongs to the system, whether or not it is here."""
+    """The attributes that belong to Megatron Bridge, whether or not this class has them. Callbacks may not set them."""
 
     def __init__(self, cfg: Any = None) -> None:
         self.__dict__.update(
@@ -141,23 +141,26 @@ class GlobalState(Facade):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.FIXED:
-            super().__setattr__(name, value)  # which refuses it
+            super().__setattr__(name, value)  # raises
         self.__dict__[name] = value
 
 
-def tell_when_moved(state: GlobalState, told: Callable[[], object]) -> None:
-    """Call `told` whenever a callback writes `train_state.step` or `cfg.train.train_iters`. Of a configuration that is not ours nobody hears."""
+def call_when_moved(state: GlobalState, function: Callable[[], object]) -> None:
+    """Call `function` whenever a callback writes `train_state.step` or `cfg.train.train_iters`.
+
+    Writes to a configuration that is not ours are not noticed.
+    """
     for each in (state.train_state, state.cfg.train):
         if isinstance(each, _Moved):
-            object.__setattr__(each, "_tells", told)
+            object.__setattr__(each, "_on_move", function)
 
 
 class StepContext(CallbackContext):
-    """Of a step's end: the norm is a number once it is looked at, which waits for the device, as at home."""
+    """The context of a step's end. As in Megatron Bridge, reading `grad_norm` waits for the device and returns a number."""
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradients' total norm before clipping."""
+        """The total norm of the gradients before clipping."""
         norm = self.__dict__["grad_norm"]
         if isinstance(norm, Tensor):
             self.__dict__["grad_norm"] = norm = norm.item()
@@ -165,5 +168,5 @@ class StepContext(CallbackContext):
 
     @grad_norm.setter
     def grad_norm(self, norm: Any) -> None:
-        """It may be on the device."""
+        """Set the norm, which may be a tensor on the device."""
         self.__dict__["grad_norm"] = norm

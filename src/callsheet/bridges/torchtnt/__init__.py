@@ -1,4 +1,4 @@
-"""The torchtnt bridge: callsheet's callbacks in torchtnt's `train`, `fit`, `evaluate` and `predict`, and torchtnt's callbacks here."""
+"""The torchtnt bridge: callsheet callbacks in torchtnt's loops (`host`), and torchtnt callbacks in callsheet's loop (`guest`)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ NOT_FIRED = (
     "on_test_step_end",
     "on_test_end",
 )
-"""Events that torchtnt has no moment for."""
+"""Events that torchtnt has no counterpart for."""
 
 EVALUATED = "validation"
-"""The name of torchtnt's one evaluated dataset."""
+"""The name of the only dataset that torchtnt evaluates."""
 
 
 def host(
@@ -63,27 +63,31 @@ def host(
     preempt_signals: Iterable[str] = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> TorchTNTHost:
-    """The callbacks as one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
+    """Wrap the callbacks in one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
 
-    A run is one such call. The batch is what the unit's `get_next_train_batch` gives, the forward is heard from the unit's module, the
-    loss from `backward`, the step from its optimizer: where the unit steps it only every few batches, that is one step of ours.
-    A stop ends torchtnt's loop; an evaluation that is asked for within `fit` is made with torchtnt's `evaluate`; a checkpoint that is
-    asked for is written as a checkpoint of callsheet's, with all that the unit tracks. Assigned to the unit, as in
-    `unit.callsheet = host([...])`, the callbacks' states are in torchtnt's own checkpoints as well.
+    Each such call is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes the forward with hooks on
+    the unit's module, the loss in `backward`, and the step with hooks on the optimizer. If the unit steps its optimizer only every few
+    batches, these batches form one step.
+
+    A stop request ends torchtnt's loop. An evaluation that is requested during `fit` runs torchtnt's `evaluate`. A requested checkpoint
+    is written in callsheet's format, with everything that the unit tracks. If the host is assigned to the unit
+    (`unit.callsheet = host([...])`), torchtnt's own checkpoints contain the callbacks' states too.
 
     Args:
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        metrics: names of attributes of the unit that are told with each evaluation, beside the loss that `eval_step` returns.
-        run_name, runs_folder: of the run and its folder, where checkpoints stand.
-        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew, or with what
-            torchtnt has restored.
-        log_interval: how often a record is made; a whole number means batches.
-        preempt_signals: which ask the run to save and make way.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        metrics: names of attributes of the unit. Their values are added to the results of each evaluation, beside the loss that
+            `eval_step` returns.
+        run_name: the run's name.
+        runs_folder: the folder that contains the run's folder, in which checkpoints are written.
+        resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint. None
+            starts a new run, or resumes from what torchtnt has restored.
+        log_interval: how often a metrics record is made; an integer means batches.
+        preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`. Also for a unit whose `train_step` takes an iterator, or
-            which tracks several modules or optimizers, none of them as `module` and `optimizer`.
+        NotSupported: when training begins or after the first step, depending on `strict`. Also if the unit's `train_step` takes an
+            iterator, or if the unit tracks several modules or optimizers and none is named `module` or `optimizer`.
     """
     return TorchTNTHost(
         callbacks,
@@ -116,18 +120,18 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         self._settings = settings
         self._run: HostedRun | None = None
         self._restored: dict[str, Any] | None = None
-        self._steps_fired = 0  # of torchtnt's, for its checkpoints
+        self._steps_fired = 0  # torchtnt's count of steps, which is written into its checkpoints
 
     # --- the run ---
 
     def _begin(self, state: State, unit: Any) -> HostedRun:
-        if self._run is not None:  # one that an exception had left of which torchtnt tells nobody
+        if self._run is not None:  # an exception that torchtnt does not report to callbacks ended the earlier run
             self._release()
         self._has_given_up = False
         module = one_of_unit(unit.tracked_modules(), "module")
         if module is None:
             raise NotSupported(
-                "the torchtnt unit tracks no module: there is nothing that callbacks could see; assign it to unit.module"
+                "the torchtnt unit tracks no module, so callbacks would have no model; assign the module to unit.module"
             )
         is_training = state.train_state is not None
         self._optimizer = optimizer = one_of_unit(unit.tracked_optimizers(), "optimizer") if is_training else None
@@ -165,19 +169,19 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
         run.fails_by(self._leave)
-        self._is_checked = False  # whether the first step has told all that is heard
-        self._waiting = ""  # the boundary that an evaluation of torchtnt's stands before
+        self._is_checked = False  # whether the first step was checked for events that were not fired
+        self._waiting = ""  # the boundary that is reached after torchtnt's evaluation: "step", "epoch" or ""
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
-        self._progress: Any = getattr(unit, "train_progress", None)  # a unit looks long for what it has
+        self._progress: Any = getattr(unit, "train_progress", None)  # cached: a unit's attribute lookup is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         run.signals.__enter__()
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.reject(NOT_FIRED, strict=self._strict, logger=logger)
         run.begin(self._resume_path if self._restored is None else None)
         if self._restored is not None:
-            self._take_back(run, unit)
+            self._load_restored(run, unit)
         return run
 
     def _finish(self) -> None:
@@ -186,7 +190,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             self._release()
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
-        """The run has failed."""
+        """End the run as failed."""
         if self._run is not None:
             self._run.fail(exc)
             self._release()
@@ -198,14 +202,14 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         """Begin a run."""
         run = self._begin(state, unit)
         run.driver.start("round")
-        if self._place.to_skip:  # within an epoch, whose start torchtnt tells nobody
+        if self._place.to_skip:  # the run resumes within an epoch, and torchtnt does not report that epoch's start
             self._place.begin()
             run.driver.start("epoch")
         self._stop_if_asked(run, state)
 
     @observing
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        """An epoch begins."""
+        """Start the epoch's span."""
         run = self._run
         if run is None:
             return
@@ -214,7 +218,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """What the unit's `get_next_train_batch` gives, or what a callback puts in its place."""
+        """Call the unit's `get_next_train_batch`. Return its batch, or the batch with which a callback replaced it."""
         run, place = self._run, self._place
         if run is None:
             return fetch(state, batches)
@@ -223,58 +227,58 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
-        is_told = self._begin_fetch(run)
+        is_started = self._begin_fetch(run)
         try:
             batch = fetch(state, batches)
         except StopIteration:
             self._is_exhausted = True
-            self._end_fetch(run, None, is_told=is_told)
+            self._end_fetch(run, None, is_started=is_started)
             raise
         if batch is batches:
-            raise NotSupported("train_step takes an iterator, so that its batches cannot be told; let it take a batch")
+            raise NotSupported("train_step takes an iterator, so the host cannot see its batches; let train_step take a batch")
         place.taken += 1
-        return self._end_fetch(run, batch, is_told=is_told)
+        return self._end_fetch(run, batch, is_started=is_started)
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
-        """Whether anybody listens to it."""
+        """Start the fetch's span if it has listeners. Return whether it was started."""
         driver = run.driver
-        is_told = not driver.parts["train_step"].is_open
-        if is_told:  # the further batches of a step come within it
+        is_started = not driver.parts["train_step"].is_open
+        if is_started:  # the further batches of a step are fetched within it
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
                 self._watch.listen(driver.is_loss_read)
                 if self._optimizer_hooks is not None:
                     self._optimizer_hooks.listen(driver.is_read)
-            is_told = not driver.parts["fetch"].has_no_listeners
-            if is_told:
+            is_started = not driver.parts["fetch"].has_no_listeners
+            if is_started:
                 driver.start("fetch")
         run.ctx.batch = None
-        return is_told
+        return is_started
 
-    def _end_fetch(self, run: HostedRun, batch: Any, *, is_told: bool | None) -> Any:
-        """The batch, or what a callback puts in its place."""
+    def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
+        """End the fetch's span. Return the batch, or the one with which a callback replaced it."""
         try:
             run.ctx.batch = batch
-            if is_told:
+            if is_started:
                 run.driver.end("fetch")
             return run.ctx.batch
         except BaseException as error:
             self._leave(error)
             return batch
 
-    def _fetched_to_judge(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """What `get_next_eval_batch` or `get_next_predict_batch` gives."""
+    def _fetched_to_evaluate(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
+        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and keep the batch for the step's start."""
         self._batch = batch = fetch(state, batches)
         return batch
 
     def _fetchers(self) -> dict[str, Callable[..., Any]]:
-        judged = dict.fromkeys(("get_next_eval_batch", "get_next_predict_batch"), self._fetched_to_judge)
-        return {"get_next_train_batch": self._fetched, **judged}
+        evaluated = dict.fromkeys(("get_next_eval_batch", "get_next_predict_batch"), self._fetched_to_evaluate)
+        return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """A batch is to be trained on: of a step the first, or a further one."""
+        """Start a step with its first batch, or count a further batch of it."""
         run = self._run
         if run is None:
             return
@@ -297,7 +301,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             self._leave(error)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        """The batch is through; with it the step, if the optimizer has stepped, or would have."""
+        """End the batch. End the step too, if the optimizer has stepped or the loss scaler has skipped its step."""
         run = self._run
         if run is None:
             return
@@ -324,7 +328,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         run.end_step()
         if not self._is_checked:
             self._is_checked = True
-            if self._scaler is not None:  # it leaves steps out until it has found its scale
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             run.check_supported(strict=self._strict, logger=logger)
         if run.control.pending or run.boundaries.is_making_way:
@@ -332,7 +336,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
 
     @observing
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        """The epoch is over, or left."""
+        """End the epoch, which may have been left before its last batch."""
         run, train = self._run, state.train_state
         if run is None:
             return
@@ -349,7 +353,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """The boundary that waited for an evaluation."""
+        """Reach the boundary that was delayed until torchtnt's evaluation ended."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -369,14 +373,14 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     # --- evaluation ---
 
     def _evaluate(self, state: State, unit: Any) -> dict[str, dict[str, float]]:
-        """A callback has asked for it; it is told while it is made."""
+        """Run the evaluation that a callback requested. Its events are fired while it runs, so there are no results to return."""
         loop = state.eval_state
         evaluate(unit, loop.dataloader, max_steps_per_epoch=loop.max_steps_per_epoch, callbacks=[self], timer=state.timer)
         return {}
 
     @observing
     def on_eval_start(self, state: State, unit: Any) -> None:
-        """An evaluation begins, which is a run of its own outside training."""
+        """Start an evaluation. Outside training it is a run of its own."""
         run = self._run
         if run is None and self._has_given_up and state.train_state is not None:
             return
@@ -384,22 +388,22 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             run = self._begin(state, unit)
         self._sums: dict[str, Any] = {}
         self._weight = 0
-        self._is_telling = not (state.should_stop or run.driver.is_open("train_step"))
-        if self._is_telling:
+        self._fires_eval = not (state.should_stop or run.driver.is_open("train_step"))
+        if self._fires_eval:
             run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
             self._judging_hooks.listen(True)
 
     @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
-        """A batch is to be evaluated."""
+        """Start the evaluation's step with the batch that was fetched."""
         run = self._run
-        if run is not None and self._is_telling:
+        if run is not None and self._fires_eval:
             run.eval_ctx.batch = self._batch
             run.eval_driver.start("eval_step")
 
     @observing
     def on_eval_step_end(self, state: State, unit: Any) -> None:
-        """It has been."""
+        """Add the batch's losses to the means, and end the evaluation's step."""
         run = self._run
         if run is None:
             return
@@ -411,7 +415,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
 
     @observing
     def on_eval_end(self, state: State, unit: Any) -> None:
-        """The evaluation is over, and then what waited for it."""
+        """End the evaluation, then reach the boundary that was delayed until its end."""
         run = self._run
         if run is None:
             return
@@ -419,13 +423,13 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         self._batch = None
         found = {name: float(total) / self._weight for name, total in self._sums.items()}
         found |= {name: float(getattr(unit, name)) for name in self._metrics} if self._weight else {}
-        if self._is_telling:
+        if self._fires_eval:
             run.end_dataset(EVALUATED, found)
             run.end_evaluation()
             run.records.tally.settle(run.state)
             run.records.tell(run.ctx)
             run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
-        elif self._weight:  # within a step of several batches: told when that is over
+        elif self._weight:  # within a step of several batches: the events are fired when the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
         if not run.driver.is_open("train"):
@@ -435,7 +439,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
 
     @observing
     def on_predict_start(self, state: State, unit: Any) -> None:
-        """A run that predicts; one within training is not told."""
+        """Begin a run that predicts. A prediction within training is not observed."""
         if self._run is not None and self._run.driver.is_open("train"):
             return
         self._begin(state, unit).driver.start("predict")
@@ -443,7 +447,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
 
     @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
-        """A batch is to be predicted on."""
+        """Start the prediction's step with the batch that was fetched."""
         run = self._run
         if run is not None and run.driver.is_open("predict"):
             run.ctx.batch = self._batch
@@ -451,7 +455,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
 
     @observing
     def on_predict_step_end(self, state: State, unit: Any) -> None:
-        """It has been."""
+        """End the prediction's step."""
         if self._run is not None:
             self._run.driver.end("predict_step")
 
@@ -465,7 +469,8 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     # --- in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
-        """The callbacks' states and how far they have been told, as bytes: torchtnt's checkpointers ask for one unchanging structure."""
+        """Return the callbacks' states and the step they are of. They are one `bytes` value because torchtnt's checkpointers need a
+        structure that does not change."""
         run = self._run
         if run is None:
             return {"states": b""}
@@ -475,23 +480,26 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         return {"states": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """The next run goes on from there."""
+        """Keep the states for the next run, which resumes from them."""
         self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
 
-    def _take_back(self, run: HostedRun, unit: Any) -> None:
+    def _load_restored(self, run: HostedRun, unit: Any) -> None:
         restored, self._restored = self._restored, None
         assert restored is not None
         if (progress := getattr(unit, "train_progress", None)) is not None and progress.num_steps_completed != restored["steps"]:
             raise CheckpointError(
-                f"the callbacks' states are of step {restored['steps']}, and torchtnt goes on from {progress.num_steps_completed}; "
-                "let the host stand before the checkpointer in callbacks=[...]"
+                f"the callbacks' states are of step {restored['steps']}, but torchtnt resumes from step "
+                f"{progress.num_steps_completed}; put the host before the checkpointer in callbacks=[...]"
             )
         take_back(run, restored)
         self._steps_fired = restored["steps"]
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Also when the program ends, or the host is forgotten: then training was left by an exception that torchtnt tells nobody."""
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception that torchtnt does not report has ended training.
+    """
     for hook in hooks:
         hook.remove()
     run.signals.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""torchtnt's callbacks as guests: heard in torchtnt's order, with its state and a stand-in for its unit."""
+"""torchtnt's callbacks as guests: they are called in torchtnt's order, with its `State` and a facade of the unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_end": ("on_predict_epoch_end", "on_predict_end"),
     "on_exception": ("on_exception",),
 }
-"""Our event, and torchtnt's at it. torchtnt has a step for each batch, and knows only one evaluated dataset: each of ours is one."""
+"""The events of torchtnt that are fired at each event of callsheet.
+
+A step of callsheet is one step of torchtnt. torchtnt knows only one evaluated dataset, so each of ours is an evaluation of its own."""
 
 
 def guest(
@@ -44,23 +46,25 @@ def guest(
     phase: str = "measure",
     strict: bool = True,
 ) -> TorchTNTGuest:
-    """A torchtnt callback as one of ours.
+    """Wrap a torchtnt callback as a callsheet callback.
 
-    It is given torchtnt's `State`, whose `stop()` stops our loop, and for the unit its progress, module, optimizer and scheduler under
-    AutoUnit's names. What it reads from the unit beside these, such as the attribute that `EarlyStopping` monitors, is named in
-    `attributes`.
+    It receives torchtnt's `State`, whose `stop()` stops our loop, and a facade of the unit, which has progress, module, optimizer and
+    scheduler under AutoUnit's names. If the callback reads other attributes of the unit, such as the one that `EarlyStopping` monitors,
+    map them to metrics in `attributes`.
 
     Args:
-        attributes: the name of a unit's attribute, and of the metric that stands for it: `"loss"` for the step's own, else one of a record
-            or an evaluation, such as `"train/loss"` or `"validation/loss"`, as it was last told.
-
-        replicated: all ranks call `state.stop()` alike, so that it acts at once; known of torchtnt's own callbacks. Else what one asks for
-            is done when all know of it.
+        attributes: for each attribute of the unit, the metric that provides its latest value: `"loss"` for the step's loss, else a metric
+            of a record or an evaluation, such as `"train/loss"` or `"validation/loss"`.
+        replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. This is known of torchtnt's own
+            callbacks. False: the stop acts once the ranks have agreed on it.
+        name: the name under which the callback's state is saved; by default that of its class.
+        phase: the callback's phase.
+        strict: has no effect: callsheet fires every event of torchtnt.
 
     Raises:
-        NotSupported: when it asks the unit for anything else.
+        NotSupported: when the callback reads anything else from the unit.
     """
-    agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)  # which ask the first rank
+    agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)  # these use rank 0's decision on all ranks
     return TorchTNTGuest(foreign, attributes=attributes or {}, replicated=agrees, name=name, phase=phase, strict=strict)
 
 
@@ -80,7 +84,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # it hears these for them alone
+        if attributes:  # the guest listens to these events only for the attributes
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",
@@ -90,15 +94,15 @@ class TorchTNTGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """torchtnt gives each callback its state and the unit."""
+        """Return a handler that calls `method` with the state and the unit, as torchtnt does."""
         state, unit = self._state, self._unit
         if theirs == "on_exception":
             return lambda ctx: method(state, unit, ctx.exception)
-        if theirs == "on_train_epoch_start":  # not told of an epoch that a resumed run enters in its midst
+        if theirs == "on_train_epoch_start":  # not called if a resumed run enters an epoch after its first batch
             return lambda ctx: None if ctx.state.timestamp.batch_in_epoch else method(state, unit)
         return lambda ctx: method(state, unit)
 
-    # --- what stands for the unit's attributes ---
+    # --- the values of the unit's attributes ---
 
     def _take_loss(self, ctx: Context) -> None:
         if ctx.has("loss"):
@@ -114,36 +118,36 @@ class TorchTNTGuest(Guest):
         self._unit._take({f"{data}/{name}": value for data, found in ctx.eval_results.items() for name, value in found.items()})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What torchtnt saves: the progress of its loops; and the callback's own, if it has any."""
+        """Return what torchtnt saves, which is the progress of its loops, and the callback's own state if it has one."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore what `state_dict` returned."""
         self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 
 
 class GuestUnit(Facade):
-    """A unit of torchtnt's as far as callbacks may see it."""
+    """The part of a torchtnt unit that guests may use."""
 
     OF = "torchtnt's unit"
 
     def __init__(self, guest: TorchTNTGuest, attributes: Mapping[str, str]) -> None:
         self._guest = guest
         self._attributes = attributes
-        self._told: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and (stands_for := self._attributes.get(name)) is not None:
-            if stands_for in self._told:
-                return self._told[stands_for]
-            raise NotOnTheList(f"{self.OF}: {name!r} is to be {stands_for!r}, which has not been told")
+        if not name.startswith("_") and (metric := self._attributes.get(name)) is not None:
+            if metric in self._values:
+                return self._values[metric]
+            raise NotOnTheList(f"{self.OF}: {name!r} is mapped to the metric {metric!r}, which has no value yet")
         return super().__getattr__(name)
 
     def _take(self, values: Mapping[str, Any]) -> None:
         for name in self._attributes.values():
             if (value := values.get(name)) is not None:
-                self._told[name] = value
+                self._values[name] = value
 
     _ctx = property(lambda self: self._guest.common.ctx)
     train_progress = property(lambda self: self._guest.common.progress["train"])
@@ -154,40 +158,40 @@ class GuestUnit(Facade):
     lr_scheduler = property(lambda self: self._ctx.scheduler)
 
     def tracked_modules(self) -> dict[str, Any]:
-        """The model."""
+        """Return the model."""
         return {"module": self.module}
 
     def tracked_optimizers(self) -> dict[str, Any]:
-        """The optimizer, while there is one."""
-        return self._told_as("optimizer")
+        """Return the optimizer, if it is available."""
+        return self._field("optimizer")
 
     def tracked_lr_schedulers(self) -> dict[str, Any]:
-        """The scheduler, if there is one."""
-        return self._told_as("scheduler", "lr_scheduler")
+        """Return the scheduler, if there is one."""
+        return self._field("scheduler", "lr_scheduler")
 
     def tracked_progress(self) -> dict[str, Progress]:
-        """Of each loop."""
+        """Return the progress of each loop."""
         return {f"{loop}_progress": progress for loop, progress in self._guest.common.progress.items()}
 
     def tracked_misc_statefuls(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty dict."""
         return {}
 
     def app_state(self) -> dict[str, Any]:
-        """What torchtnt's checkpointers write."""
+        """Return what torchtnt's checkpointers write."""
         return (
             self.tracked_modules() | self.tracked_optimizers() | self.tracked_lr_schedulers() | self.tracked_progress()
         )  # fmt: skip
 
-    _construct_tracked_optimizers = tracked_optimizers  # its checkpointers ask for these by that name
+    _construct_tracked_optimizers = tracked_optimizers  # torchtnt's checkpointers call it by this name
 
-    def _told_as(self, field: str, name: str = "") -> dict[str, Any]:
+    def _field(self, field: str, name: str = "") -> dict[str, Any]:
         part = getattr(self._ctx, field) if self._ctx.has(field) else None
         return {} if part is None else {name or field: part}
 
 
 class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
-    """torchtnt's state of a run of ours, which is the same for all guests but for who it is that stops."""
+    """The `State` of a run, as a guest sees it. All guests see the same values; each has its own object so that a stop names the guest."""
 
     def __init__(self, guest: TorchTNTGuest) -> None:
         self._guest = guest
@@ -201,12 +205,12 @@ class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
 
     @property
     def should_stop(self) -> bool:
-        """Whether anybody has asked that training stop."""
+        """Whether a stop was requested."""
         run = self._guest.common
         return run.was_stopped or run.ctx.control.stop_requested is not None
 
     def stop(self) -> None:
-        """Stop our loop after the step in hand."""
+        """Stop our loop after the current step."""
         run = self._guest.common
         run.was_stopped = True
         run.ctx.control.stop(f"{self._guest.name} called state.stop()", replicated=self._guest._replicated)

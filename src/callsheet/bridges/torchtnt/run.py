@@ -1,4 +1,4 @@
-"""One run as its guests from torchtnt see it: what torchtnt keeps once for all callbacks, kept once for all guests."""
+"""The state of one run that all torchtnt guests share, as torchtnt shares it between its callbacks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ PHASES: Mapping[str, ActivePhase] = {
     "eval": ActivePhase.EVALUATE,
     "predict": ActivePhase.PREDICT,
 }
-_MOST_TIMES = 5000  # that torchtnt keeps of a name
+_MAX_DURATIONS = 5000  # as many as torchtnt keeps per name
 
 
 class TorchTNTRun(Common):
-    """The progress of torchtnt's loops, their states, and how long steps and the waiting for data took; told our events by their names."""
+    """Keep the progress and states of torchtnt's loops, and measure the durations of steps and of waiting for data.
+
+    Each method handles the event of the same name."""
 
     def __init__(self) -> None:
         self.ctx: Any = None  # until the run begins
@@ -35,26 +37,26 @@ class TorchTNTRun(Common):
         self._count_step = self.progress["train"].increment_step
         self._asked_at: float | None = None
         self._began_at = 0.0
-        self._timer = self.phases["train"].iteration_timer  # of the loop in hand
-        self._late: float | None = None  # a step's time that is still to be written down
+        self._timer = self.phases["train"].iteration_timer  # of the current loop
+        self._late: float | None = None  # the duration of a step that is not recorded yet
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress that is not our own timestamp's."""
+        """Return the progress that is not part of the run's timestamp."""
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore what `state_dict` returned."""
         for phase in ("eval", "predict"):
             self.progress[phase].load_state_dict(state[phase])
 
     # --- training ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """From here on there is a run to look at."""
+        """Keep the run's context."""
         self.ctx, self.was_stopped = ctx, False
 
     def on_train_start(self, ctx: Context) -> None:
-        """As far as the run has come."""
+        """Set the progress to the run's timestamp."""
         now = ctx.state.timestamp
         self._turn_to("train")
         self.progress["train"].load_state_dict({
@@ -65,77 +67,77 @@ class TorchTNTRun(Common):
         self._enter(EntryPoint.FIT if ctx.state.evaluators else EntryPoint.TRAIN, ctx)
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Training again, after an evaluation."""
+        """Return to the training loop, after an evaluation."""
         self._turn_to("train")
 
     def on_fetch_start(self, ctx: Context) -> None:
-        """It waits for its batch from here; of several for a step, from the first."""
+        """Start measuring the wait for data, at the first fetch of a step."""
         if self._asked_at is None:
             self._asked_at = perf_counter()
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """To here."""
-        if self.phase != "train":  # there was an evaluation within the epoch
+        """Record the wait for data and the previous step's duration."""
+        if self.phase != "train":  # after an evaluation within the epoch
             self._turn_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
-        if (late := self._late) is not None:  # torchtnt writes it down behind the hooks of the step's end
+        if (late := self._late) is not None:  # torchtnt records it after it has called the callbacks of the step's end
             self._late = None
             durations["train_iteration_time"].append(late)
-        if (asked := self._asked_at) is not None:  # and this behind the hook of the batch, where nothing reads it
+        if (asked := self._asked_at) is not None:  # torchtnt records this after the batch's event; nothing reads it in between
             self._asked_at = None
             waits = durations["data_wait_time"]
             waits.append(now - asked)
-            if len(waits) > _MOST_TIMES:
+            if len(waits) > _MAX_DURATIONS:
                 self._shorten()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """A step is completed."""
+        """Count the step."""
         self._late = perf_counter() - self._began_at
         self._count_step()
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """An epoch is."""
+        """Count the epoch."""
         self._turn_to("train")
         self._asked_at = None
         self.progress["train"].increment_epoch()
 
     def on_train_end(self, ctx: Context) -> None:
-        """Nothing more is timed."""
+        """Record the last step's duration."""
         self._turn_to("train")
 
     # --- evaluation and prediction ---
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Of one dataset: torchtnt knows no more."""
-        self._judge("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
+        """Start an evaluation of one dataset, since torchtnt knows only one."""
+        self._begin_eval("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
 
     def on_predict_start(self, ctx: Context) -> None:
-        """A prediction begins."""
-        self._judge("predict", EntryPoint.PREDICT, ctx)
+        """Start a prediction."""
+        self._begin_eval("predict", EntryPoint.PREDICT, ctx)
 
     def on_eval_step_start(self, ctx: Context) -> None:
-        """Its batch has come."""
+        """Record the wait for data and the previous step's duration."""
         self._write_time()
         self._began_at = now = perf_counter()
         if self._asked_at is not None:
             self._add("data_wait_time", now - self._asked_at)
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """A batch is over."""
+        """Count the step, and start measuring the wait for the next batch."""
         self._asked_at = now = perf_counter()
         self.progress[self.phase].increment_step()
         self._late = now - self._began_at
 
     def on_eval_end(self, ctx: Context) -> None:
-        """The dataset is."""
+        """Count the dataset as an epoch."""
         self._write_time()
         self._asked_at = None
         self.progress[self.phase].increment_epoch()
 
     on_predict_step_start, on_predict_step_end, on_predict_end = on_eval_step_start, on_eval_step_end, on_eval_end
 
-    def _judge(self, phase: str, entry_point: EntryPoint | None, ctx: Context) -> None:
+    def _begin_eval(self, phase: str, entry_point: EntryPoint | None, ctx: Context) -> None:
         self._turn_to(phase)
         if entry_point is not None:
             self._enter(entry_point, ctx)
@@ -150,7 +152,7 @@ class TorchTNTRun(Common):
         self.phases["train"].limit(ctx)
 
     def _write_time(self) -> None:
-        """torchtnt writes a step's time down behind the hooks of its end."""
+        """Record the duration of the last step: torchtnt records it only after it has called the callbacks of the step's end."""
         if self._late is not None:
             self._add(f"{self.phase}_iteration_time", self._late)
             self._late = None
@@ -158,22 +160,22 @@ class TorchTNTRun(Common):
     def _add(self, name: str, seconds: float) -> None:
         times = self._timer.recorded_durations[name]
         times.append(seconds)
-        if len(times) > _MOST_TIMES:
+        if len(times) > _MAX_DURATIONS:
             self._shorten()
 
     def _shorten(self) -> None:
         for times in self._timer.recorded_durations.values():
-            del times[: -_MOST_TIMES // 2]
+            del times[: -_MAX_DURATIONS // 2]
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
-    """torchtnt's state of one of its loops."""
+    """The `PhaseState` of one of torchtnt's loops."""
 
     def __init__(self) -> None:
         super().__init__(dataloader=_Length(None))
 
     def limit(self, ctx: Context) -> None:
-        """How long the loop will run."""
+        """Set the length of the loop from the run's."""
         longest = ctx.state.max_duration
         self._dataloader = _Length(ctx.state.epoch_batches)
         if longest is not None and longest.unit is TimeUnit.EPOCH:
@@ -183,22 +185,22 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not 
 
     @property
     def step_output(self) -> Any:
-        """Refused: what a unit's step returns is its own."""
+        """Raise NotSupported: a step of callsheet returns nothing."""
         raise NotSupported(
-            "torchtnt's state has here no 'step_output': a step of ours returns nothing; run the callback at home for that"
+            "torchtnt's state has no 'step_output' in callsheet, whose steps return nothing; run the callback in torchtnt for that"
         )
 
 
 class _Length:
-    """In the place of the dataloader: how many batches it has, where that is known, and no batches."""
+    """A stand-in for the dataloader: it has a length, if that is known, and no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("how many batches there are is not known")
+            raise TypeError("the number of batches is not known")
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        raise NotSupported("torchtnt's state has here no batches to iterate over, but only their number")
+        raise NotSupported("torchtnt's state has no batches to iterate over in callsheet, only their number")

@@ -1,4 +1,4 @@
-"""What a torchtnt unit has that a host must know, and the place where it is asked for its batches."""
+"""What the host reads from a torchtnt unit, and the patch of the methods with which torchtnt fetches batches from it."""
 
 from __future__ import annotations
 
@@ -15,45 +15,50 @@ from callsheet.errors import NotSupported
 
 
 class Fetches:
-    """Stands where torchtnt asks a unit for its next batch, which it tells no callback.
+    """Replace the methods with which torchtnt asks a unit for its next batch: torchtnt has no callback event for them.
 
     Args:
-        methods: by the name of the unit's method, what is called instead while it lives, with the unit's own method before its arguments.
+        methods: by the name of the unit's method, the bound method that is called instead. Its first argument is the unit's own method.
+            If the object it is bound to is gone, the unit's own method is called.
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
         names = [name for name in methods if hasattr(unit, name)]
-        self._restores = [replace(unit, name, _standing_in(methods[name], getattr(unit, name))) for name in names]
+        self._restores = [replace(unit, name, _replacement(methods[name], getattr(unit, name))) for name in names]
 
     def remove(self) -> None:
-        """Leave the unit as it was."""
+        """Restore the unit's own methods."""
         while self._restores:
             self._restores.pop()()
 
 
-def _standing_in(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
-    owner, method = weakref.ref(instead.__self__), instead.__func__
+def _replacement(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    reference, method = weakref.ref(instead.__self__), instead.__func__
 
     def fetched(*args: Any) -> Any:
-        lives = owner()
-        return fetch(*args) if lives is None else method(lives, fetch, *args)
+        owner = reference()
+        return fetch(*args) if owner is None else method(owner, fetch, *args)
 
     return fetched
 
 
 def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
-    """The only one that the unit tracks, or that of AutoUnit's name."""
+    """Return the only object in `tracked`, or the one under `name`, which is the name that AutoUnit uses; None if there is none.
+
+    Raises:
+        NotSupported: the unit tracks several, and none has that name.
+    """
     if len(tracked) <= 1:
         return next(iter(tracked.values()), None)
     if name in tracked:
         return tracked[name]
     raise NotSupported(
-        f"the torchtnt unit tracks {', '.join(tracked)}, and which of them is trained nobody says; call that one {name!r}"
+        f"the torchtnt unit tracks {', '.join(tracked)}, and the host cannot know which one is trained; name that one {name!r}"
     )
 
 
 def duration_of(state: State, accumulate: int) -> str | None:
-    """How long the loop will train, where that is known in our epochs or steps."""
+    """Return how long the loop will train, in epochs or steps; None if that is not known."""
     train = state.train_state
     if train is None or not (train.max_steps or train.max_epochs):
         return None
@@ -66,7 +71,7 @@ def duration_of(state: State, accumulate: int) -> str | None:
 
 
 def losses_in(output: Any) -> dict[str, Tensor]:
-    """The losses in what an `eval_step` returns: a scalar, AutoUnit's pair of loss and outputs, or scalars by name."""
+    """Return the losses in what an `eval_step` returns: a scalar, AutoUnit's pair of loss and outputs, or scalars by name."""
     if isinstance(output, tuple) and output:
         output = output[0]
     named = output if isinstance(output, Mapping) else {"loss": output}

@@ -166,7 +166,7 @@ class BaseRecipe:
         except BaseException as error:
             self._guest.fire_exception(error)
             raise
-        self._guest.meet(self.recipe.trainer.ctx)
+        self._guest.facade_for(self.recipe.trainer.ctx)
 
     def run_train_validation_loop(self) -> None:
         """Train, and validate and save where they are due; then write the weights, where `checkpoint.save_consolidated` wants them."""
