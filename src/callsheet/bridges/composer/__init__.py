@@ -1,6 +1,6 @@
-"""The Composer bridge: callsheet's callbacks in MosaicML Composer's Trainer, and Composer's in ours.
+"""The Composer bridge: callsheet callbacks in MosaicML Composer's Trainer (`host`), and Composer's callbacks in callsheet's loop (`guest`).
 
-Only a host needs Composer itself: it is imported when one is made.
+Only the host needs Composer itself. It is imported when a host is created.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from callsheet.time import Time
 __all__ = ["EVENT_MAP", "NOT_FIRED", "ComposerGuest", "guest", "host"]
 
 EVENT_MAP: Mapping[str, tuple[str, ...]] = COMPOSER_EVENTS
-"""Our event, and those of Composer's that it is told at, or that a guest is told at it."""
+"""The events of Composer that correspond to each event of callsheet."""
 
 NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     "on_preempt",
 )
-"""Events that Composer's Trainer has no moment for."""
+"""Events that Composer's Trainer has no counterpart for."""
 
 
 def host(
@@ -39,26 +39,27 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """The callbacks as one `composer.Callback`, for `Trainer(callbacks=[host([...])])`; several of them may stand side by side.
+    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer may have several hosts.
 
-    A run is one Composer Trainer: it begins when its constructor has loaded what there was to be loaded, and ends with `close()`. All of
-    the step is told from Composer's own events, and the end of the optimizer's step from the optimizer. A stop is `state.stop_training()`,
-    an evaluation is made by the Trainer's evaluators, a save by its CheckpointSaver; what it cannot be asked for is refused. The
-    callbacks' states are in Composer's checkpoints, beside those of its own callbacks, and are loaded with them.
+    One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if any, and ends with
+    `close()`. Composer's own events cause all events of a step, except the end of the optimizer's step, for which the optimizer has a hook.
+    A stop request calls `state.stop_training()`, the Trainer's evaluators carry out evaluation requests, and its CheckpointSaver
+    save requests. Requests that it cannot carry out are rejected. Composer's checkpoints contain the callbacks' states, beside those of
+    its own callbacks, and they are loaded together.
 
-    What is not carried: the norm of the gradients, the end of clipping, forwards after the first of a batch that is evaluated in parts,
-    signals, and exceptions that no callback here has raised: Composer tells nobody, and such a run ends, as failed, with `close()`.
+    Not supported: the gradient norm, the end of clipping, forwards after the first of a batch that is evaluated in parts, signals, and
+    exceptions that no callback here has raised. Composer does not report these; such a run ends with `close()` and is recorded as failed.
 
     Args:
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        log_interval: how often a record is made; a whole number means batches.
-        runs_folder: where the run's folder stands; its name is Composer's run name.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        log_interval: how often a metrics record is made; an integer means batches.
+        runs_folder: the folder that contains the run's folder, whose name is Composer's run name.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when the Trainer is made, or after its first step; see `strict`.
+        NotSupported: when the Trainer is created or after its first step, depending on `strict`.
     """
-    from callsheet.bridges.composer.hosts import ComposerHost  # it needs Composer
+    from callsheet.bridges.composer.hosts import ComposerHost  # imports Composer
 
     return ComposerHost(
         callbacks,

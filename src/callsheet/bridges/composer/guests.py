@@ -1,4 +1,4 @@
-"""Guests from Composer: its callbacks and loggers in our loop, and in every loop that has a host."""
+"""Composer's callbacks and loggers as guests, in callsheet's loop and in every loop that has a host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from callsheet.sheet import Handler
 logger = logging.getLogger("callsheet")
 
 _runs: WeakKeyDictionary[Context, dict[bool, ComposerRun]] = WeakKeyDictionary()
-"""By a run's context: what its guests share, those that Composer's own classes are the base of, and the others."""
+"""The state that the guests of a run share, by the run's context. Guests that derive from Composer's own classes (True) have a state of
+their own, since it uses Composer's types."""
 
 
 def _is_in_an_epoch(ctx: Context) -> bool:
@@ -41,25 +42,25 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
     "eval_standalone_start": lambda ctx: ctx.standalone,
     "eval_standalone_end": lambda ctx: ctx.standalone,
 }
-"""The events of Composer that are told at one of ours only now and then."""
+"""The events of Composer that are fired at one of ours only under a condition."""
 
 
 def guest(foreign: Any, *, name: str = "", phase: str = "", strict: bool = True, run: ComposerRun | None = None) -> ComposerGuest:
-    """A callback or logger that was written for Composer, or for `callsheet.compat.composer`, as a callback of ours.
+    """Wrap a callback or logger that is written for Composer, or for `callsheet.compat.composer`, as a callsheet callback.
 
-    It is told Composer's forty events in Composer's order, then `close`, and `post_close` once all of the run's guests are closed. It
-    is given a State and a Logger that have what `state.py` lists; `state.stop_training()` asks our loop to stop, and what it logs
-    goes into our records. Its `state_dict` is in our checkpoints, under its own name.
+    It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the run
+    are closed. It receives a State and a Logger with the attributes that `state.py` lists. `state.stop_training()` requests a stop of our
+    loop, and what it logs goes into our metrics records. Our checkpoints contain its `state_dict`, under its own name.
 
     Args:
-        foreign: the callback, an instance; one that overrides `run_event` hears everything there, and by no other method.
-        name: under which its state is kept; else that of its class.
-        phase: where in each event's order it stands; else `measure`, and `report` for a logger.
-        strict: as in other bridges; Composer has no event that is never told here.
-        run: what its guests share, for a Trainer that gives it to them.
+        foreign: the callback, an instance. If it overrides `run_event`, that is called for every event, and no other method is.
+        name: the name under which the callback's state is saved; by default that of its class.
+        phase: the callback's phase; by default `measure`, and `report` for a logger.
+        strict: has no effect: callsheet fires every event of Composer.
+        run: the state that the guests share, if a Trainer provides it.
 
     Raises:
-        RegistrationError: it has none of Composer's methods.
+        RegistrationError: the callback has none of Composer's methods.
     """
     kind = ComposerLoggerGuest if isinstance(foreign, Kinds.of(foreign).logger) else ComposerGuest
     return kind(foreign, name=name, phase=phase, strict=strict, run=run)
@@ -72,18 +73,18 @@ class ComposerGuest(Guest):
     EVENTS = COMPOSER_EVENTS
     OWN = {
         "on_run_start": "_begin",
-        "on_train_start": "_trains",
-        "on_fetch_end": "_fetched",
-        "on_train_step_end": "_stepped",
-        "on_epoch_end": "_epoch_over",
-        "on_round_end": "_round_over",
-        "on_eval_all_start": "_evaluates",
-        "on_eval_start": "_begins_apart",
-        "on_eval_step_end": "_stepped_apart",
-        "on_eval_end": "_judged",
-        "on_eval_all_end": "_evaluated",
-        "on_predict_start": "_begins_apart",
-        "on_predict_step_end": "_stepped_apart",
+        "on_train_start": "_start_clock",
+        "on_fetch_end": "_count_fetch",
+        "on_train_step_end": "_count_step",
+        "on_epoch_end": "_count_epoch",
+        "on_round_end": "_count_round",
+        "on_eval_all_start": "_pause_clock",
+        "on_eval_start": "_begin_eval",
+        "on_eval_step_end": "_count_eval_step",
+        "on_eval_end": "_keep_eval_metrics",
+        "on_eval_all_end": "_resume_clock",
+        "on_predict_start": "_begin_eval",
+        "on_predict_step_end": "_count_eval_step",
         "on_run_end": "_close",
     }
     PHASE = "measure"
@@ -100,34 +101,34 @@ class ComposerGuest(Guest):
         super().__init__(foreign, name=name, phase=phase or self.PHASE, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Whether the foreign callback has something to do at one of Composer's events: with `run_event` of its own at every one."""
+        """Return whether the callback overrides the event's method. If it overrides `run_event`, it listens to every event."""
         inherited = getattr(self._kinds.base, theirs, None)
         method = getattr(self.foreign, theirs, None)
         return self._catches_all or (method is not None and getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """What calls it with State and Logger, where the event is one of Composer's this time."""
-        tell = self._catching(theirs) if self._catches_all else self._telling(method)
-        is_told = ONLY_WHERE.get(theirs)
-        return tell if is_told is None else lambda ctx: tell(ctx) if is_told(ctx) else None
+        """Return a handler that calls the callback with State and Logger, if the event's condition in `ONLY_WHERE` holds."""
+        call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
+        is_fired = ONLY_WHERE.get(theirs)
+        return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
 
-    def _telling(self, method: Callable[..., Any]) -> Handler:
-        def tell(ctx: Context) -> None:
+    def _call_of_method(self, method: Callable[..., Any]) -> Handler:
+        def call(ctx: Context) -> None:
             run = self._run or self._joined(ctx)
             run.ctx = ctx
             method(run.state, run.logger)
 
-        return tell
+        return call
 
-    def _catching(self, theirs: str) -> Handler:
+    def _call_of_run_event(self, theirs: str) -> Handler:
         event, method = self._kinds.Event(theirs), self.foreign.run_event
 
-        def tell(ctx: Context) -> None:
+        def call(ctx: Context) -> None:
             run = self._run or self._joined(ctx)
             run.ctx = ctx
             method(event, run.state, run.logger)
 
-        return tell
+        return call
 
     # --- the run ---
 
@@ -146,7 +147,7 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """The run's end: close it; the last of the guests lets all know that all are closed. Errors are reported, as Composer does."""
+        """Close the callback at the run's end. The last guest also calls `post_close` of all. Errors are logged, as Composer does."""
         run = self._run
         if run is None:
             return
@@ -155,7 +156,7 @@ class ComposerGuest(Guest):
         try:
             getattr(self.foreign, "close", _nothing)(run.state, run.logger)
         except Exception as error:
-            logger.error("%s.close() failed, and its post_close() is left out: %s", self.name, error, exc_info=error)
+            logger.error("%s.close() failed, so its post_close() is not called: %s", self.name, error, exc_info=error)
         else:
             run.closed.append(self)
         if run.guests:
@@ -171,69 +172,69 @@ class ComposerGuest(Guest):
     def _forget(self, run: ComposerRun) -> None:
         self._run = self._given
 
-    # --- what is counted, by the first guest for all ---
+    # --- counting, which the first guest does for all ---
 
     def _counts(self) -> ComposerRun | None:
         run = self._run
         return run if run is not None and run.guests[0] is self else None
 
-    def _trains(self, ctx: Context) -> None:
+    def _start_clock(self, ctx: Context) -> None:
         if run := self._counts():
             run.start_clock()
 
-    def _fetched(self, ctx: Context) -> None:
+    def _count_fetch(self, ctx: Context) -> None:
         if run := self._counts():
             run.fetched(ctx)
 
-    def _stepped(self, ctx: Context) -> None:
+    def _count_step(self, ctx: Context) -> None:
         if run := self._counts():
             run.stepped(ctx)
 
-    def _epoch_over(self, ctx: Context) -> None:
+    def _count_epoch(self, ctx: Context) -> None:
         if (run := self._counts()) and ONLY_WHERE["epoch_end"](ctx):
             run.counted_before, run.counted = run.counted, run.counted.next_epoch()
 
-    def _round_over(self, ctx: Context) -> None:
+    def _count_round(self, ctx: Context) -> None:
         if (run := self._counts()) and ONLY_WHERE["iteration_end"](ctx):
             run.counted_before, run.counted = run.counted, run.counted.next_iteration()
 
-    def _evaluates(self, ctx: Context) -> None:
+    def _pause_clock(self, ctx: Context) -> None:
         if run := self._counts():
             run.pause_clock()
 
-    def _begins_apart(self, ctx: Context) -> None:
+    def _begin_eval(self, ctx: Context) -> None:
         if run := self._counts():
-            run.begin_apart()
+            run.begin_eval()
 
-    def _stepped_apart(self, ctx: Context) -> None:
+    def _count_eval_step(self, ctx: Context) -> None:
         if run := self._counts():
-            run.stepped_apart(ctx)
+            run.eval_stepped(ctx)
 
-    def _judged(self, ctx: Context) -> None:
+    def _keep_eval_metrics(self, ctx: Context) -> None:
         if run := self._counts():
             logged = {name.removeprefix(f"{ctx.eval_name}/"): value for name, value in ctx.logged(ctx.eval_name).items()}
             run.evaluated[ctx.eval_name] = {**ctx.eval_losses, **logged}
 
-    def _evaluated(self, ctx: Context) -> None:
+    def _resume_clock(self, ctx: Context) -> None:
         if run := self._counts():
             run.resume_clock()
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The foreign callback's own, and what has been counted."""
+        """Return the foreign callback's state and the counters."""
         foreign = dict(super().state_dict())
         return {"foreign": foreign, "counted": list(self._run.counted if self._run is not None else Counted())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back."""
+        """Restore what `state_dict` returned."""
         super().load_state_dict(state.get("foreign", {}))
         if self._run is not None and "counted" in state:
             self._run.counted = self._run.counted_before = Counted(*state["counted"])
 
 
 class ComposerLoggerGuest(ComposerGuest):
-    """A LoggerDestination: it is given our records, under Composer's names, beside the events."""
+    """A `LoggerDestination`. Besides the events it receives our metrics records, under Composer's names."""
 
     OWN = {**ComposerGuest.OWN, "on_log": "_record"}
     PHASE = "report"
@@ -243,7 +244,7 @@ class ComposerLoggerGuest(ComposerGuest):
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start
-        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]  # loggers come first there
+        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]  # at this event loggers are called before other callbacks
 
     def _record(self, ctx: Context) -> None:
         run = self._run or self._joined(ctx)
@@ -251,22 +252,22 @@ class ComposerLoggerGuest(ComposerGuest):
         self.foreign.log_metrics(to_their_names(ctx.record.values, list(run.evaluated)), step=ctx.record.step)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Settings of the run."""
+        """Log the settings of the run."""
         self.foreign.log_hyperparameters(dict(values))
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table."""
+        """Log a table."""
         self.foreign.log_table(list(columns), [list(row) for row in rows], name, step=ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images."""
+        """Log images."""
         self.foreign.log_images(list(images), name, step=ctx.step)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """A file."""
+        """Upload a file."""
         run = self._run or self._joined(ctx)
         self.foreign.upload_file(run.state, name, path, overwrite=True)
 
 
 def _nothing(*_: Any) -> None:
-    """What a callback without a base has in the place of methods that it leaves out."""
+    """Do nothing. This replaces the methods that a callback without a base class does not have."""

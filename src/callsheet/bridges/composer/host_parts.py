@@ -1,4 +1,4 @@
-"""What the host in Composer's Trainer is made of beside its events; it needs Composer."""
+"""Parts of the host in Composer's Trainer: evaluation requests, the logger, the loss. This module imports Composer."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from torch import Tensor
 from callsheet.bridges.hosted_run import HostedRun
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
-"""What the Trainer logs, and records have by other names or from elsewhere."""
+"""Metrics of the Trainer that metrics records have under other names or from another source."""
 
 
 class EvaluationRequests:
-    """Stands before the intervals of Composer's evaluators: when a callback has asked for an evaluation, it is time for all of them."""
+    """Wrap the intervals of Composer's evaluators, so that all of them evaluate when a callback has requested an evaluation."""
 
     def __init__(self) -> None:
-        self.is_one = False
+        self.is_pending = False
 
     def ask(self) -> None:
-        """One is wished for, as soon as Composer looks."""
-        self.is_one = True
+        """Request an evaluation. It begins when Composer next checks the intervals."""
+        self.is_pending = True
 
-    def stand_in(self, evaluators: Iterable[Any]) -> None:
-        """Stand before those that it does not stand before yet."""
+    def install(self, evaluators: Iterable[Any]) -> None:
+        """Wrap the intervals that are not wrapped yet."""
         for evaluator in evaluators:
-            if getattr(evaluator.eval_interval, "wishes", None) is not self:
+            if getattr(evaluator.eval_interval, "requests", None) is not self:
                 evaluator.eval_interval = _Interval(evaluator.eval_interval, self)
 
 
 class _Interval:
-    def __init__(self, own: Callable[[Any, Any], bool], wishes: EvaluationRequests) -> None:
-        self.own, self.wishes = own, wishes
+    def __init__(self, own: Callable[[Any, Any], bool], requests: EvaluationRequests) -> None:
+        self.own, self.requests = own, requests
 
     def __call__(self, state: Any, event: Any) -> bool:
-        return self.own(state, event) or (self.wishes.is_one and event is not Event.FIT_END)
+        return self.own(state, event) or (self.requests.is_pending and event is not Event.FIT_END)
 
 
 class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are not read
-    """What is logged to Composer's Logger goes into our records too."""
+    """Log everything that is logged to Composer's Logger in our metrics records too."""
 
     def __init__(self, run: HostedRun) -> None:
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
-        self._names: dict[str, str] = {}  # Composer's, and ours; the empty one is not logged
+        self._names: dict[str, str] = {}  # our name by Composer's; a metric whose name is empty is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Numbers by name; those of times and evaluations are told in their own ways."""
+        """Log metrics, except those of times and evaluations, which our records have from other sources."""
         if self._records.are_read:
             try:
                 self._take(metrics)
@@ -73,12 +73,12 @@ def _our_name(name: str) -> str:
 
 
 def is_one_number(value: Any) -> bool:
-    """Whether it can be logged."""
+    """Return whether the value is a single number, which can be logged."""
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
 def trained_on(loss: Any) -> Tensor:
-    """What Composer goes backward from: the total of a dictionary, or the sum of all."""
+    """Return the loss from which Composer runs the backward: the `total` of a dictionary, or the sum of all losses."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

@@ -1,4 +1,4 @@
-"""The host in Composer's Trainer; see `callsheet.bridges.composer`. It needs Composer."""
+"""The host in Composer's Trainer; see `callsheet.bridges.composer`. This module imports Composer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _INSIDE = (
     *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
     *("before_backward", "after_backward", "after_train_batch"),
 )
-"""What an optimizer repeats that calls its closure several times."""
+"""Events that are repeated if an optimizer calls its closure several times."""
 
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
-"""What is not listened to where nobody hears the parts of a microbatch."""
+"""Events that the host handles only if a callback listens to the parts of a microbatch."""
 
 _OPTIMIZER = ("after_train_batch",)
-"""What is not where nobody reads what a step leaves either."""
+"""Events that the host handles only if a callback listens to parts of the step or reads its results."""
 
 _LOSS = ("after_loss",)
-"""What is not where nobody reads the loss, in records or of a checkpoint."""
+"""Events that the host handles only if the loss is read, for records or a checkpoint."""
 
 
 class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
@@ -63,8 +63,8 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._hosts: Sequence[ComposerHost] = ()
         self._saved: Mapping[str, Any] | None = None
         self._savers: list[Any] = []
-        self._seen: list[Any] = []  # of each, the batch at which it saved last
-        self._wishes = EvaluationRequests()
+        self._saved_at: list[Any] = []  # for each saver, the batch at which it saved last
+        self._evaluation_requests = EvaluationRequests()
         self._parts: list[tuple[Tensor, int]] = []
         self._is_standalone = False
         self._has_stepped = self._is_checked = False
@@ -76,14 +76,14 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
             event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
         }
         self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
-        again = {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._count_loss}
-        self._evaluated_again = self._outside | again
+        repeated = {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._count_loss}
+        self._evaluated_again = self._outside | repeated
         self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # which of them is in force
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the dict in use
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Handle an event of Composer's. An error of a callback fails the run; where the host itself fails, training goes on without it."""
-        handler = self._handlers.get(event._value_)  # an event's own hash is computed each time
+        """Handle an event of Composer. An error of a callback fails the run. If the host itself fails, training continues without it."""
+        handler = self._handlers.get(event._value_)  # not by the event, whose hash is computed each time
         if handler is None:
             return
         try:
@@ -99,7 +99,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     def _begin(self, state: Any, logger_: Any) -> None:
         self._savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
         self._hosts = [each for each in state.callbacks if isinstance(each, ComposerHost)]
-        self._seen = [each.last_checkpoint_batch for each in self._savers]
+        self._saved_at = [each.last_checkpoint_batch for each in self._savers]
         optimizer = state.optimizers[0] if state.optimizers else None
         self._state, self._logger, self._is_checked = state, logger_, False
         self._has_given_up, self._fault = False, None
@@ -118,7 +118,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
             saves=self._save,
             lock_timeout_seconds=self._lock_timeout_seconds,
         )
-        run.evaluation.asks = self._wishes.ask
+        run.evaluation.asks = self._evaluation_requests.ask
         run.checkpoints.loads = self._loads
         run.losses = self._mean_loss
         run.fails_by(self._leave)
@@ -130,7 +130,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._handlers = self._all
 
     def _loads(self) -> CheckpointInfo | None:
-        """Composer has loaded its checkpoint: take back what stood in it."""
+        """Load the callbacks' states from the checkpoint that Composer has loaded."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:
@@ -138,7 +138,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
             if own:
                 take_back(run, own)
         if run.state.timestamp.batch != int(at.batch):
-            logger.warning("%s goes on from step %d, and its checkpoint has no state of these callbacks", run.host, int(at.batch))
+            logger.warning("%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch))
             run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
                 epoch=int(at.epoch),
                 batch=int(at.batch),
@@ -150,7 +150,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def close(self, state: Any, logger: Any) -> None:
-        """The Trainer is closed, also by the program's end. In the midst of training it was left by an exception."""
+        """End the run. If training is not over, an exception has ended it, and the run has failed. The program's end calls this too."""
         if self._run is not None:
             self._look_for_checkpoint()
             if self._run.driver.is_open("train") or self._run.eval_driver.is_open("eval_all"):
@@ -176,7 +176,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.state.evaluators = tuple(evaluator.label for evaluator in state.evaluators)
         if state.evaluators:
             run.control.able.add("evaluate")
-            self._wishes.stand_in(state.evaluators)
+            self._evaluation_requests.install(state.evaluators)
         run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
@@ -196,11 +196,11 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
             self._listen(_LOSS, driver.is_loss_read)
             if self._hook is not None:
                 self._hook.install(driver.is_loss_read, self._stepped)
-        if not driver.is_open("fetch"):  # else Composer passes over batches that were trained on before
+        if not driver.is_open("fetch"):  # it is open if Composer skips batches that were trained on before
             driver.start("fetch")
 
     def _listen(self, events: Iterable[str], has_listeners: bool) -> None:
-        """To these, or not."""
+        """Handle these events if there are listeners, else ignore them."""
         for event in events:
             if has_listeners:
                 self._all[event] = self._parts_of_steps[event]
@@ -215,11 +215,11 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.counted = counts_of(state.batch)
 
     def _batch_start(self, state: Any) -> None:
-        self._has_stepped = self._hook is not None and not self._hook.stands  # nobody asks whether it does
+        self._has_stepped = self._hook is not None and not self._hook.stands  # without the hook it is not observed
         self._run.driver.start_step()
 
     def _before_train_batch(self, state: Any) -> None:
-        if self._run.driver.is_open("optimizer_step"):  # the optimizer evaluates the closure again: its last loss counts
+        if self._run.driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the last loss counts
             if Event.AFTER_LOSS.value in self._all:
                 self._parts.clear()
                 self._handlers = self._evaluated_again
@@ -252,25 +252,25 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._count_loss(state, loss)
 
     def _count_loss(self, state: Any, loss: Tensor | None = None) -> None:
-        """Keep a microbatch's loss for the step's mean."""
+        """Add a microbatch's loss to those of which the step's loss is the mean."""
         run, value = self._run, (trained_on(state.loss) if loss is None else loss).detach()
         if isinstance(state.loss, dict):
-            value = value.clone()  # Composer scales the total where it stands
-        is_whole = state.device_train_microbatch_size >= run.counted[0]  # nothing to weigh
+            value = value.clone()  # Composer scales the total in place
+        is_whole = state.device_train_microbatch_size >= run.counted[0]  # the only microbatch needs no weight
         self._parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def _replaced(self, loss: Tensor, state: Any) -> Tensor:
-        """Tell the loss, and give Composer and the caller what a callback has put in its place."""
+        """End the loss span. Return the loss, or the one with which a callback replaced it; Composer uses the same."""
         ctx = self._run.ctx
         ctx.loss = loss
         self._run.driver.end("loss")
-        told: Tensor = ctx.loss
-        if told is not loss:
+        current: Tensor = ctx.loss
+        if current is not loss:
             if isinstance(state.loss, dict) and "total" in state.loss:
-                state.loss["total"] = told
+                state.loss["total"] = current
             else:
-                state.loss = told
-        return told
+                state.loss = current
+        return current
 
     def _before_backward(self, state: Any) -> None:
         self._run.driver.start("backward")
@@ -296,7 +296,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         except Exception as error:
             if is_for_user(error):
                 self._leave(error)
-            self._fault = error  # torch is iterating over the hooks that giving up removes
+            self._fault = error  # raised later: giving up removes hooks, and torch is iterating over them
 
     def _mean_loss(self) -> Tensor | None:
         parts = self._parts
@@ -324,7 +324,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     def _epoch_end(self, state: Any) -> None:
         self._look_for_checkpoint()
         if self._run.driver.is_open("fetch"):
-            self._run.ctx.batch = None  # the data is at its end
+            self._run.ctx.batch = None  # the data is exhausted
         self._run.close_epoch(is_whole=True)
         self._ask_for_evaluation()
 
@@ -353,7 +353,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     def _ask_for_evaluation(self) -> None:
         control = self._run.control
         if control.evaluate_requested is not None:
-            self._wishes.ask()
+            self._evaluation_requests.ask()
             control.done("evaluate")
 
     # --- evaluation and prediction ---
@@ -396,7 +396,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.end_evaluation()
         if self._is_standalone:
             run.records.tally.stop()
-        self._wishes.is_one = False
+        self._evaluation_requests.is_pending = False
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
 
@@ -427,7 +427,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     # --- checkpoints ---
 
     def _save(self, requests: tuple[Request, ...]) -> None:
-        """Have Composer save now, at this batch, whatever its interval says."""
+        """Have Composer's saver save now, at this batch, regardless of its interval."""
         saver = self._savers[0]
         interval, saver.save_interval = saver.save_interval, lambda state, event: True
         try:
@@ -437,20 +437,20 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         self._look_for_checkpoint()
 
     def _look_for_checkpoint(self) -> None:
-        """Composer tells nobody that it has saved: look whether it has."""
+        """Fire the events of a checkpoint if Composer has saved one: it has no event for that."""
         if not self._savers:
             return
         for place, saver in enumerate(self._savers):
-            if saver.last_checkpoint_batch is not self._seen[place]:
-                self._seen[place] = saver.last_checkpoint_batch
+            if saver.last_checkpoint_batch is not self._saved_at[place]:
+                self._saved_at[place] = saver.last_checkpoint_batch
                 self._run.fire_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all hosts of the Trainer: Composer keeps one for each class, that of the last instance."""
+        """Return the states of all hosts of the Trainer. Composer saves one state per class, which is that of the last instance."""
         return {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Kept until the run begins, which is as soon as Composer has loaded everything."""
+        """Keep the states until the run begins, when Composer has loaded everything."""
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:

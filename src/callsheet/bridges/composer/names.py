@@ -1,6 +1,6 @@
-"""The names of Composer that host, guest and the drop-in names share: its forty events, what ours they are, and the base classes.
+"""Composer's names, shared by host, guest and `callsheet.compat.composer`: its forty events, our events for them, and the base classes.
 
-Nothing here needs Composer. Its own order, as recorded from a run, is that of `Event`.
+This module does not import Composer. The members of `Event` are in the order in which a run of Composer fires them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Event(StrEnum):
-    """The events of Composer's loop. Equal to their values, and to Composer's own members of the same name."""
+    """The events of Composer's loop. A member equals its value, and Composer's own member of the same name."""
 
     INIT = "init"
     BEFORE_LOAD = "before_load"
@@ -60,22 +60,22 @@ class Event(StrEnum):
 
     @property
     def is_before_event(self) -> bool:
-        """Whether another event ends what this one begins."""
+        """Whether the event begins something that another event ends."""
         return self.value.startswith("before_") or "_before_" in self.value or self.value.endswith("_start")
 
     @property
     def is_after_event(self) -> bool:
-        """Whether it ends what another began."""
+        """Whether the event ends something that another event began."""
         return self.value.startswith("after_") or "_after_" in self.value or self.value.endswith("_end")
 
     @property
     def is_eval(self) -> bool:
-        """Whether it is one of an evaluation."""
+        """Whether the event belongs to an evaluation."""
         return self.value.startswith("eval")
 
     @property
     def is_predict(self) -> bool:
-        """Whether it is one of a prediction."""
+        """Whether the event belongs to a prediction."""
         return self.value.startswith("predict")
 
 
@@ -117,71 +117,73 @@ COMPOSER_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("predict_batch_end",),
     "on_predict_end": ("predict_end",),
 }
-"""Our event, and those of Composer that it is. Of several it is the one whose boundary, or whose kind of evaluation, is in hand; of
-`on_fetch_end` at the data's end, a left epoch's or round's end, and the start of one that is resumed in its midst it is none."""
+"""The events of Composer that correspond to each event of callsheet.
+
+Of several, only the one of the current boundary or kind of evaluation is fired. No event of Composer is fired for `on_fetch_end` at the end
+of the data, for the end of an epoch or round that was left early, and for the start of one that is resumed after its first batch."""
 
 
 class Callback:
-    """The base of Composer's callbacks: override the methods of the events to be heard, or `run_event`, which then hears them all."""
+    """The base class of Composer's callbacks: override the methods of events, or `run_event`, which is then called for all events."""
 
     def run_event(self, event: Event, state: Any, logger: Any) -> None:
-        """Told at every event; as it stands here it calls the event's own method."""
+        """Called for every event. This implementation calls the event's own method."""
         getattr(self, event.value)(state, logger)
 
     def close(self, state: Any, logger: Any) -> None:
-        """The run is over, also where it failed."""
+        """Called when the run is over, even if it failed."""
 
     def post_close(self) -> None:
-        """Every callback has been closed."""
+        """Called when all callbacks have been closed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold."""
+        """Return what a checkpoint saves for this callback."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
-def _heard(event: Event) -> Any:
+def _event_method(event: Event) -> Any:
     def method(self: Any, state: Any, logger: Any) -> None: ...
 
     method.__name__, method.__qualname__ = event.value, f"Callback.{event.value}"
-    method.__doc__ = f"Told at `Event.{event.name}`."
+    method.__doc__ = f"Called at `Event.{event.name}`."
     return method
 
 
 for _event in Event:
-    setattr(Callback, _event.value, _heard(_event))
+    setattr(Callback, _event.value, _event_method(_event))
 
 
 class LoggerDestination(Callback):
-    """The base of Composer's loggers: a callback that is also given what is logged."""
+    """The base class of Composer's loggers: a callback that also receives what is logged."""
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Settings of the run, by name."""
+        """Log the settings of the run, by name."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Numbers by name, at a step."""
+        """Log metrics by name, at a step."""
 
     def log_table(self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None) -> None:
-        """A table: one list of cells a row."""
+        """Log a table, with one list of cells per row."""
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
         mask_class_labels: dict[int, str] | None = None, use_table: bool = True,
     ) -> None:  # fmt: skip
-        """Images, as one array or a sequence of them."""
+        """Log images: one array, or a sequence of arrays."""
 
     def upload_file(self, state: Any, remote_file_name: str, file_path: Any, *, overwrite: bool) -> None:
-        """A file that was written."""
+        """Upload a file that was written."""
 
     def can_upload_files(self) -> bool:
-        """Whether `upload_file` does anything."""
+        """Return whether `upload_file` uploads files."""
         return False
 
 
 def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dict[str, float]:
-    """A record's values under the names that Composer gives them; `evaluated` are the names of the datasets."""
+    """Return a record's values under Composer's names. `evaluated` are the names of the evaluated datasets."""
     found = {}
     for name, value in values.items():
         family, _, rest = name.partition("/")
@@ -196,5 +198,5 @@ def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dic
 
 
 def label_of_dataset(name: str) -> str:
-    """What Composer calls a dataset that is evaluated: one that nobody named is `eval`."""
+    """Return Composer's label for an evaluated dataset. A dataset without a name of its own is `eval`."""
     return "eval" if name == "validation" else name

@@ -1,6 +1,6 @@
-"""One run as its guests from Composer see it: what they share, and what is counted for them.
+"""The state of one run that all Composer guests share.
 
-Samples, tokens and seconds are counted here at every batch, as Composer counts them; our own timestamps move at log boundaries alone.
+Samples, tokens and seconds are counted here at every batch, as in Composer. Our own timestamps count them only at log boundaries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """Whose classes a callback was written with: Composer's own, or those of the same names here."""
+    """The classes that a callback was written with: Composer's own, or those of the same names here."""
 
     base: type | None
     Event: Any
@@ -33,7 +33,7 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, foreign: object) -> Kinds:
-        """Composer's own where `foreign` is one of its callbacks; `base` is None where it derives from neither."""
+        """Return Composer's own classes if `foreign` derives from its `Callback`, else ours. `base` is None if it derives from neither."""
         core = sys.modules.get("composer.core")
         if core is not None and isinstance(foreign, core.Callback):
             destination = sys.modules["composer.loggers"].LoggerDestination
@@ -44,7 +44,7 @@ class Kinds(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What Composer counts at every batch, and we do not."""
+    """The counters that Composer updates at every batch, and callsheet does not."""
 
     sample: int = 0
     token: int = 0
@@ -57,7 +57,7 @@ class Counted(NamedTuple):
     batch: float = 0.0
 
     def next_batch(self, samples: int, tokens: int, seconds: float) -> Counted:
-        """After one more batch."""
+        """Return the counters after one more batch."""
         sample, token, in_epoch, token_in_epoch, token_in_iteration, total, iteration, epoch, _ = self
         return Counted(
             sample + samples, token + tokens, in_epoch + samples, token_in_epoch + tokens, token_in_iteration + tokens,
@@ -65,47 +65,47 @@ class Counted(NamedTuple):
         )  # fmt: skip
 
     def next_epoch(self) -> Counted:
-        """After one more epoch."""
+        """Return the counters after one more epoch."""
         return self._replace(sample_in_epoch=0, token_in_epoch=0, epoch=0.0, batch=0.0)
 
     def next_iteration(self) -> Counted:
-        """After one more iteration."""
+        """Return the counters after one more iteration."""
         return self.next_epoch()._replace(token_in_iteration=0, iteration=0.0)
 
 
 class ComposerRun:
-    """One run as its guests from Composer see it: their common State and Logger, and what is counted for them."""
+    """The State, the Logger and the counters that the guests of one run share."""
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
-        self.ctx: Any = None  # the one in hand: training's or an evaluation's
+        self.ctx: Any = None  # the current context: that of training or of an evaluation
         self.state = State(self)
         self.logger = Logger(self)
         self.guests: list[Any] = []
-        """Those that have heard the run's start; the first of them does the counting."""
+        """The guests that have joined the run. The first one does the counting."""
         self.closed: list[Any] = []
         self.counted = self.counted_before = Counted()
-        self.apart = Counted()
-        """The same of the evaluation or prediction in hand, and its batches in `batches_apart`."""
-        self.batches_apart = 0
+        self.eval_counted = Counted()
+        """The counters of the current evaluation or prediction; its batches are in `eval_batches`."""
+        self.eval_batches = 0
         self.evaluated: dict[str, dict[str, Any]] = {}
         """The last metrics of every dataset, by its name."""
         self.train_metrics: Mapping[str, Any] = {}
-        """Where a Trainer computes the model's own metrics of training: what they are."""
+        """The model's own training metrics, if a Trainer computes them."""
         self.loss: Any = None
-        """The last step's, detached."""
+        """The loss of the last step, detached."""
         self._fetched = (0, 0)
         self._since = time.perf_counter()
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
     def fetched(self, ctx: Context) -> None:
-        """A batch has come: of several for one step all count."""
+        """Count the samples and tokens of a batch. A step may have several batches."""
         if ctx.batch is not None:
             samples, tokens = _counts_of(ctx.batch)
             self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
 
     def stepped(self, ctx: Context) -> None:
-        """A step is over."""
+        """Count the step."""
         samples, tokens = self._fetched
         now, world = time.perf_counter(), ctx.run.world_size
         self.counted_before = self.counted
@@ -114,37 +114,37 @@ class ComposerRun:
         self.loss = ctx.loss if ctx.has("loss") else None
 
     def resume_clock(self) -> None:
-        """Training goes on after something that is not counted as training."""
+        """Resume measuring the time of training."""
         self._since += time.perf_counter() - self._paused
 
     def pause_clock(self) -> None:
-        """An evaluation begins."""
+        """Pause measuring the time of training, for an evaluation."""
         self._paused = time.perf_counter()
 
     def start_clock(self) -> None:
-        """Training begins."""
+        """Start measuring the time of training."""
         self._since = time.perf_counter()
 
-    def begin_apart(self) -> None:
-        """An evaluation of one dataset begins, or a prediction."""
-        self.apart, self.batches_apart, self._apart_since = Counted(), 0, time.perf_counter()
+    def begin_eval(self) -> None:
+        """Start counting an evaluation of one dataset, or a prediction."""
+        self.eval_counted, self.eval_batches, self._eval_since = Counted(), 0, time.perf_counter()
 
-    def stepped_apart(self, ctx: Context) -> None:
-        """A batch of it is over."""
+    def eval_stepped(self, ctx: Context) -> None:
+        """Count a batch of the evaluation or prediction."""
         samples, tokens = _counts_of(ctx.batch)
         now, world = time.perf_counter(), ctx.run.world_size
-        self.apart = self.apart.next_batch(samples * world, tokens * world, now - self._apart_since)
-        self._apart_since = now
-        self.batches_apart += 1
+        self.eval_counted = self.eval_counted.next_batch(samples * world, tokens * world, now - self._eval_since)
+        self._eval_since = now
+        self.eval_batches += 1
 
     def timestamp(self, at: Timestamp, counted: Counted) -> Any:
-        """As Composer's callbacks know it; made where one is asked for, and kept until it moves."""
+        """Return Composer's timestamp. It is created on request, and kept until the position changes."""
         if self._made[0] is not at or self._made[1] is not counted:
             self._made = (at, counted, self.timestamp_of(at, counted))
         return self._made[2]
 
     def timestamp_of(self, at: Timestamp, counted: Counted) -> Any:
-        """The same, made anew."""
+        """Create Composer's timestamp."""
         return self.kinds.Timestamp(
             iteration=at.round,
             epoch=at.epoch,
@@ -163,6 +163,6 @@ class ComposerRun:
         )
 
     def time(self, ours: Time) -> Any:
-        """A time of ours as one of Composer's."""
+        """Convert a time of callsheet to one of Composer."""
         value = float(ours.value) if ours.unit.value == "dur" else int(ours.value)
         return self.kinds.Time(value, ours.unit.value)

@@ -1,4 +1,4 @@
-"""Composer's times, as its callbacks count with them: `Time`, `TimeUnit` and `Timestamp`, with its units, comparisons and errors."""
+"""Composer's `Time`, `TimeUnit` and `Timestamp`, with the same units, comparisons and errors as the original."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
 
 
 class Time:
-    """A number of one unit: whole, but for a fraction of a run's duration. Compares and counts with times of the same unit, strings, and
-    bare numbers, which take its unit.
+    """A number of one unit. It is an integer, except for a fraction of a run's duration (`dur`).
+
+    It can be compared with and added to times of the same unit, strings, and numbers, which get its unit.
 
     Raises:
-        RuntimeError: two units meet.
-        TypeError: a fraction of anything but a duration.
+        RuntimeError: an operation has operands of different units.
+        TypeError: the number is a fraction, and the unit is not `dur`.
     """
 
     __slots__ = ("unit", "value")
@@ -45,32 +46,32 @@ class Time:
         if self.unit is TimeUnit.DURATION:
             value = float(value)
         elif not isinstance(value, int):
-            raise TypeError(f"{value!r} {self.unit.value} is a {type(value).__name__}; give a whole number")
+            raise TypeError(f"{value!r} {self.unit.value} is a {type(value).__name__}; pass an integer")
         self.value: Any = value
 
     @classmethod
     def from_input(cls, given: Any, default_int_unit: TimeUnit | str | None = None) -> Time:
-        """A time from a time, a string, or a number and its unit."""
+        """Create a time from a time, a string, or a number and its unit."""
         if isinstance(given, str):
             return cls.from_timestring(given)
         if isinstance(given, (int, float)):
             if default_int_unit is None:
-                raise RuntimeError(f"{given!r} has no unit; give default_int_unit")
+                raise RuntimeError(f"{given!r} has no unit; pass default_int_unit")
             return cls(given, default_int_unit)
         if hasattr(given, "unit") and hasattr(given, "value"):
             return given if isinstance(given, Time) else cls(given.value, given.unit.value)
-        raise RuntimeError(f"{given!r} is no time")
+        raise RuntimeError(f"{given!r} is not a time")
 
     @classmethod
     def from_timestring(cls, text: str) -> Time:
-        """A time from `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ValueError for what is none."""
+        """Create a time from a string such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raise ValueError if the string is not a time."""
         clock = _CLOCK.fullmatch(text.strip().lower())
         if clock and any(clock.groups()):
             hours, minutes, seconds = (int(part or 0) for part in clock.groups())
             return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
         count = _COUNT.fullmatch(text.strip())
         if count is None:
-            raise ValueError(f"{text!r} is no time; write a number and a unit, such as '10ba'")
+            raise ValueError(f"{text!r} is not a time; write a number and a unit, such as '10ba'")
         number, unit = float(count[1]), TimeUnit(count[2])
         if unit is TimeUnit.DURATION:
             return cls(number, unit)
@@ -86,11 +87,11 @@ class Time:
     from_duration = classmethod(lambda cls, number: cls(number, "dur"))
 
     def to_timestring(self) -> str:
-        """As it is written: `"10ba"`."""
+        """Return the time as a string, such as `"10ba"`."""
         return str(self)
 
     def _of(self, other: Any, what: str) -> Any:
-        """The other's number, in this one's unit."""
+        """Return the number of `other`. Raise RuntimeError if its unit differs."""
         time = Time.from_input(other, self.unit)
         if time.unit is not self.unit:
             raise RuntimeError(f"{self} and {time} cannot be {what}: their units differ")
@@ -146,7 +147,7 @@ class Time:
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Time:
-        """By a number, a time of this unit; by a time, the fraction, whose unit is the duration."""
+        """Divide by a number, which gives a time of this unit, or by a time, which gives a fraction with the unit `dur`."""
         if isinstance(other, (int, float)):
             return Time(type(self.value)(self.value / other), self.unit)
         return Time(self.value / self._of(other, "divided"), TimeUnit.DURATION)
@@ -181,8 +182,9 @@ _NO_TIME = datetime.timedelta(0)
 
 
 class Timestamp:
-    """How far a run is, in every unit; it does not change, and the next one is a new one. Compares with times and strings by the counter
-    of their unit."""
+    """The progress of a run in every unit. It is immutable; the methods that advance it return a new one.
+
+    It can be compared with times and strings: the counter of their unit is compared."""
 
     iteration: Time
     epoch: Time
@@ -211,19 +213,19 @@ class Timestamp:
             setattr(self, name, counted.get(name) or _NO_TIME)
 
     def state_dict(self) -> dict[str, Any]:
-        """The bare counters."""
+        """Return the counters as numbers."""
         return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         Timestamp.__init__(self, **state)
 
     def copy(self, **changes: Any) -> Timestamp:
-        """With other counters."""
+        """Return a copy with some counters changed."""
         return Timestamp(**self.state_dict() | {name: value for name, value in changes.items() if value is not None})
 
     def get(self, unit: str | TimeUnit) -> Time:
-        """What is completed of a unit. Raises ValueError for a duration, which it does not know."""
+        """Return the counter of a unit. Raise ValueError for `dur`: a timestamp does not know the run's duration."""
         unit = TimeUnit(unit)
         if unit is TimeUnit.SECOND:
             return Time(int(self.total_wct.total_seconds()), unit)
@@ -236,7 +238,7 @@ class Timestamp:
         if isinstance(other, str):
             other = Time.from_timestring(other)
         if not hasattr(other, "unit"):
-            return NotImplemented  # type: ignore[no-any-return]  # what a comparison then hands on
+            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the other operand
         return how(self.get(TimeUnit(other.unit.value)).value, other.value)
 
     def __eq__(self, other: object) -> bool:
@@ -256,10 +258,10 @@ class Timestamp:
     def __ge__(self, other: Any) -> bool:
         return self._against(other, lambda a, b: a >= b)
 
-    __hash__ = None  # type: ignore[assignment]  # it equals times of several units, which have hashes of their own
+    __hash__ = None  # type: ignore[assignment]  # it equals times of several units, whose hashes differ
 
     def to_next_batch(self, samples: Any = 0, tokens: Any = 0, duration: datetime.timedelta | None = None) -> Timestamp:
-        """After one more batch."""
+        """Return the timestamp after one more batch."""
         took, samples, tokens = duration or _NO_TIME, int(samples), int(tokens)
         return self.copy(
             batch=self.batch + 1,
@@ -276,7 +278,7 @@ class Timestamp:
         )
 
     def to_next_epoch(self, duration: datetime.timedelta | None = None) -> Timestamp:
-        """After one more epoch: what is counted within it begins again."""
+        """Return the timestamp after one more epoch. The counters within the epoch start at 0 again."""
         took = duration or _NO_TIME
         return self.copy(
             epoch=self.epoch + 1,
@@ -288,7 +290,7 @@ class Timestamp:
         )
 
     def to_next_iteration(self, duration: datetime.timedelta | None = None) -> Timestamp:
-        """After one more iteration, which is a group of epochs."""
+        """Return the timestamp after one more iteration, which is a group of epochs."""
         counters = ("epoch_in_iteration", "token_in_iteration", "batch_in_epoch", "sample_in_epoch", "token_in_epoch")
         return self.copy(
             iteration=self.iteration + 1,
