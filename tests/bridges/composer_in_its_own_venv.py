@@ -263,7 +263,7 @@ def test_what_it_never_tells_is_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_test_end, and Composer's Trainer never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which Composer's Trainer does not fire"):
         made(POINTS, tmp_path, [Hears()])
     fit(POINTS, tmp_path, [Hears()], strict=False)
 

@@ -338,11 +338,11 @@ def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
     setup = Setup(tmp_path)
-    with pytest.raises(NotSupported, match="Hears hears on_eval_forward_end, and this loop with Accelerate never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_eval_forward_end, which this loop with Accelerate does not fire"):
         setup.host([Hears()]).__enter__()
     with setup.host([Hears()], strict=False) as run:
         setup.run(run, epochs=1)
-    assert "Hears hears on_eval_forward_end" in caplog.text
+    assert "Hears listens to on_eval_forward_end" in caplog.text
     another = Setup(tmp_path)
     another.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(NotSupported, match="has not stepped the optimizer in its first step"), another.host([Recorder()]) as run:  # noqa: PT012
@@ -353,7 +353,7 @@ def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest
 def test_engines_that_cannot_be_heard_are_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     setup.accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(NotSupported, match="DEEPSPEED goes backward and steps in an engine of its own"):
+    with pytest.raises(NotSupported, match="DEEPSPEED runs backward and step in its own engine"):
         setup.host([])
 
 

@@ -386,16 +386,16 @@ def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptur
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and NeMo AutoModel never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which NeMo AutoModel does not fire"):
         ran(tmp_path / "a", [Hears()])
     ran(tmp_path / "b", [Hears()], strict=False)
-    assert "NeMo AutoModel never tells it" in caplog.text
+    assert "NeMo AutoModel does not fire" in caplog.text
 
     class Steps(Callback):
         def on_eval_step_end(self, ctx: Context) -> None: ...
 
     ran(tmp_path / "c", [Steps()])
-    with pytest.raises(NotSupported, match="Steps hears on_eval_step_end"):
+    with pytest.raises(NotSupported, match="Steps listens to on_eval_step_end"):
         ran(tmp_path / "d", [Steps()], sets={"a": [], "b": []})
     recipe = Recipe(POINTS, tmp_path, [host([])], num_epochs=1)
     recipe.setup()
@@ -416,7 +416,9 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
     class Hears(Callback):
         def on_forward_start(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_forward_start, and NeMo AutoModel has not told it in its first step"):
+    with pytest.raises(
+        NotSupported, match="Hears listens to on_forward_start, which NeMo AutoModel did not fire in its first step"
+    ):
         ran(tmp_path, [Hears()], model_wrap=Parts)
 
 

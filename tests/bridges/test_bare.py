@@ -245,7 +245,7 @@ def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
                 (model.weight.sum() * batch.sum()).backward()  # nobody calls the model
                 optimizer.step()
 
-    with pytest.raises(NotSupported, match=r"partial.* hears on_forward_end"):
+    with pytest.raises(NotSupported, match=r"partial.* listens to on_forward_end"):
         train()
 
 
@@ -432,17 +432,17 @@ class Listens(Callback):
 
 
 def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NotSupported, match=r"Listens hears on_forward_end, and this loop has not told it.*strict=False"):
+    with pytest.raises(NotSupported, match=r"Listens listens to on_forward_end, which this loop did not fire.*strict=False"):
         untold(True, [Listens()])
     with caplog.at_level(logging.WARNING, "callsheet"):
         untold(False, [Listens()])
-    assert "Listens hears on_forward_end" in caplog.text
+    assert "Listens listens to on_forward_end" in caplog.text
     untold(True, [Stopper(100)])  # nobody hears it
 
 
 def test_a_loop_that_steps_less_often_than_it_says_is_rejected() -> None:
     model, optimizer, data = parts()
-    with pytest.raises(NotSupported, match="in its first batch; say with gradient_accumulation_steps="):  # noqa: PT012
+    with pytest.raises(NotSupported, match="in its first batch; set gradient_accumulation_steps="):  # noqa: PT012
         with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
             for number, (inputs, _) in enumerate(run.steps(data), 1):
                 model(inputs).sum().backward()
@@ -564,7 +564,7 @@ def test_a_loop_that_is_not_told_of_is_an_error() -> None:
 def test_results_without_a_dataset_are_rejected() -> None:
     model, optimizer, _ = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
-        with pytest.raises(ConfigError, match="by the dataset's name"):
+        with pytest.raises(ConfigError, match="by dataset name"):
             run.evaluated({"loss": 1.2})  # type: ignore[dict-item]
 
 
@@ -752,9 +752,7 @@ def test_a_generator_whose_discriminator_is_trained_first_is_rejected_with_what_
                 discriminator(generator(torch.randn(8, 4))).mean().backward()
                 optimizer.step()
 
-    with pytest.raises(
-        NotSupported, match=r"SpeedMonitor hears on_forward_end.*before the model was called.*GAN's discriminator"
-    ):
+    with pytest.raises(NotSupported, match=r"SpeedMonitor listens to on_forward_end.*before the model was.*GAN's discriminator"):
         trained()
 
 

@@ -42,7 +42,7 @@ def test_a_class(bridge: str) -> None:
 
 
 def test_one_of_ours(bridge: str) -> None:
-    assert "it is a callback of callsheet's already, and needs no guest" in rejected(bridge, History())
+    assert "it is already a callback of callsheet, and needs no guest" in rejected(bridge, History())
 
 
 def test_another_framework_s(bridge: str) -> None:

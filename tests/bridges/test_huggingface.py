@@ -244,7 +244,7 @@ def test_what_the_trainer_never_tells_is_rejected(tmp_path: Path) -> None:
     class Hears(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and the Hugging Face Trainer never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which the Hugging Face Trainer does not fire"):
         trainer(tmp_path, [host([Hears()])]).train()
     trainer(tmp_path, [host([Hears()], strict=False)]).train()
 

@@ -572,11 +572,11 @@ def test_what_cannot_be_done_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        NotSupported, match="TrackioCallback hears on_push_begin of the Hugging Face Trainer, which callsheet never"
+        NotSupported, match="TrackioCallback listens to on_push_begin of the Hugging Face Trainer, which callsheet does not fire"
     ):
         guest(TrackioCallback(), args={"push_to_hub": True})
     guest(TrackioCallback(), args={"push_to_hub": True}, strict=False)
-    assert "TrackioCallback hears on_push_begin" in caplog.text
+    assert "TrackioCallback listens to on_push_begin" in caplog.text
     with pytest.raises(RegistrationError, match="not an instance of transformers"):
         guest(History())
 

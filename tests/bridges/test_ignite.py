@@ -237,7 +237,7 @@ def test_who_only_saves_is_rejected_where_nothing_can_be_saved(tmp_path: Path, c
     rejected.host([CheckpointSaver(save_interval="1ep")], saves=False)
     with pytest.raises(
         NotSupported,
-        match=r"CheckpointSaver asks for ctx\.control\.save, which this Ignite engine cannot do on request here; give attach",
+        match=r"CheckpointSaver asks for ctx\.control\.save, which this Ignite engine does not support here; give attach",
     ):
         rejected.run()
     assert rejected.trainer.state.iteration == 0
@@ -286,7 +286,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     again.host([History()])
     del again.parts["trainer"]
     Checkpoint.load_objects(again.parts, tmp_path / "saved" / "checkpoint_4.pt")
-    with pytest.raises(CheckpointError, match="of step 4, and the engine goes on from 0"):
+    with pytest.raises(CheckpointError, match="of step 4, and the engine resumes from step 0"):
         again.run()
 
 
@@ -296,7 +296,7 @@ def test_a_resume_without_states_is_warned_of(tmp_path: Path, caplog: pytest.Log
     setup.host([recorder])
     setup.trainer.load_state_dict({"iteration": 6, "epoch_length": 6, "max_epochs": 2})
     setup.run()
-    assert "goes on from step 6, and was given no state of callbacks" in caplog.text
+    assert "resumes from step 6, and no callbacks' states were loaded" in caplog.text
     assert (recorder.told[-1].step, recorder.told[-1].epoch) == (12, 2)
     check_events(recorder.events)
 
@@ -358,12 +358,12 @@ def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogC
         setup.host(list(callbacks), **options)
         setup.run()
 
-    with pytest.raises(NotSupported, match="Hears hears on_predict_end, and this Ignite engine never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which this Ignite engine does not fire"):
         run(Hears())
-    with pytest.raises(NotSupported, match="Evaluates hears on_eval_end"):
+    with pytest.raises(NotSupported, match="Evaluates listens to on_eval_end"):
         run(Evaluates(), evaluators=None, evaluate=None)
     run(Hears(), strict=False)
-    assert "Hears hears on_predict_end" in caplog.text
+    assert "Hears listens to on_predict_end" in caplog.text
 
 
 def test_what_the_first_step_does_not_tell_is_rejected(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_what_the_first_step_does_not_tell_is_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path, accumulate=4)
     setup.host([])
     with pytest.raises(
-        NotSupported, match="a step of gradient_accumulation_steps=4 iterations reaches over the end of an epoch of 6"
+        NotSupported, match="an epoch of 6 iterations does not end with a whole step of gradient_accumulation_steps=4"
     ):
         setup.run()
 
@@ -400,7 +400,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
     hosted = setup.host([])
     with pytest.raises(ConfigError, match="attached to an engine"):
         hosted.attach(setup.trainer)
-    with pytest.raises(ConfigError, match="a ModelCheckpoint is told what to save only when it is called"):
+    with pytest.raises(ConfigError, match="a ModelCheckpoint gets what it saves only when it is called"):
         host([], model=setup.model, optimizer=setup.optimizer).attach(
             setup.trainer, checkpoint=ModelCheckpoint(tmp_path / "other")
         )

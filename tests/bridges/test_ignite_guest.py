@@ -332,26 +332,26 @@ def test_a_handler_alone_is_given_as_it_is(tmp_path: Path) -> None:
     trainer = run_here(tmp_path, callbacks, model, optimizer)
     assert trainer.state.timestamp.batch == EPOCHS * STEPS
     assert not timer.running
-    with pytest.raises(RegistrationError, match="say at which event it is called"):
+    with pytest.raises(RegistrationError, match="give the event at which it is called"):
         guest(TerminateOnNan())
     engine = GuestEngine()
     guest(engine)
-    with pytest.raises(RegistrationError, match="this engine is a guest already"):
+    with pytest.raises(RegistrationError, match="this engine belongs to a guest already"):
         guest(engine)
 
 
 def test_what_cannot_work_here_is_rejected_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def interrupted() -> None: ...
 
-    with pytest.raises(NotSupported, match="HandlersTimeProfiler cannot be a guest: it measures the engine that runs the loop"):
+    with pytest.raises(NotSupported, match="HandlersTimeProfiler cannot be a guest: it measures Ignite's loop"):
         guest(HandlersTimeProfiler())
-    with pytest.raises(NotSupported, match="FastaiLRFinder cannot be a guest: it runs the trainer by itself"):
+    with pytest.raises(NotSupported, match="FastaiLRFinder cannot be a guest: it runs the trainer itself"):
         guest(FastaiLRFinder())
-    with pytest.raises(NotSupported, match=r"interrupted hears INTERRUPT of Ignite, which callsheet never tells"):
+    with pytest.raises(NotSupported, match=r"interrupted listens to INTERRUPT of Ignite, which callsheet does not fire"):
         guest(interrupted, Events.INTERRUPT | Events.STARTED)
     engine = GuestEngine()
     engine.evaluator().add_event_handler(Events.TERMINATE, interrupted)
-    with pytest.raises(NotSupported, match=r"interrupted hears TERMINATE of Ignite"):
+    with pytest.raises(NotSupported, match=r"interrupted listens to TERMINATE of Ignite"):
         guest(engine)
     guest(interrupted, Events.INTERRUPT, strict=False)
     assert "interrupted hears INTERRUPT" in caplog.text
@@ -367,7 +367,10 @@ def test_what_cannot_work_here_is_rejected_by_name(tmp_path: Path, caplog: pytes
         (lambda engine: engine.state.dataloader, "has here no 'dataloader': a guest may use batch, epoch"),
         (lambda engine: setattr(engine.state, "batch", None), "may replace the batch of an Ignite engine at GET_BATCH_COMPLETED"),
         (lambda engine: engine.evaluator().terminate(), "an evaluator of Ignite's cannot be terminated here"),
-        (lambda engine: engine.add_event_handler(Events.COMPLETED, print), "print wants to hear COMPLETED of Ignite from now on"),
+        (
+            lambda engine: engine.add_event_handler(Events.COMPLETED, print),
+            "print was attached to COMPLETED of Ignite during training",
+        ),
     ],
 )
 def test_what_it_may_not_do_is_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
@@ -377,7 +380,7 @@ def test_what_it_may_not_do_is_rejected(does: Callable[[Any], Any], message: str
 
 
 def test_an_engine_that_is_not_told_cannot_be_terminated() -> None:
-    with pytest.raises(NotSupported, match="only once training has begun"):
+    with pytest.raises(NotSupported, match="only after training has begun"):
         GuestEngine().terminate()
 
 

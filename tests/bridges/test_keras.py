@@ -280,10 +280,10 @@ def test_what_cannot_be_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_test_end, and Keras never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which Keras does not fire"):
         trained([hosted(tmp_path, Hears())])
     trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
-    assert "Hears hears on_test_end" in caplog.text
+    assert "Hears listens to on_test_end" in caplog.text
     bridge = hosted(tmp_path)
     bridge.set_params({})
     bridge.set_model(home.compiled(LINE, jit_compile=True))
@@ -309,7 +309,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
 
     model = Unheard(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1))
-    with pytest.raises(NotSupported, match="Hears hears on_backward_end, and Keras has not told it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_backward_end, which Keras did not fire"):
         trained([hosted(tmp_path, Hears())], model=model)
 
 

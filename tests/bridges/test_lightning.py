@@ -378,7 +378,7 @@ def test_a_forward_that_cannot_be_heard_is_rejected(tmp_path: Path) -> None:
         def on_forward_end(self, ctx: Context) -> None: ...
 
     with pytest.raises(
-        NotSupported, match="Hears hears on_forward_end, and Lightning's Trainer has not told it in its first step"
+        NotSupported, match="Hears listens to on_forward_end, which Lightning's Trainer did not fire in its first step"
     ):
         fitted(tmp_path, [host([Hears()])], module=ByParts(POINTS))
     trainer, _ = fitted(tmp_path, [host([Hears()], strict=False)], module=ByParts(POINTS))

@@ -430,7 +430,7 @@ def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
         (lambda: theirs.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
         (lambda: theirs.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
         (lambda: theirs.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
-        (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback hears on_before_zero_grad of Lightning"),
+        (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback listens to on_before_zero_grad of Lightning"),
     ],
 )
 def test_what_cannot_be_a_guest_is_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -312,10 +312,10 @@ def test_what_it_cannot_tell_is_rejected_by_name(caplog: pytest.LogCaptureFixtur
     class Predicts(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Predicts hears on_predict_end, and Megatron Bridge never tells it"):
+    with pytest.raises(NotSupported, match="Predicts listens to on_predict_end, which Megatron Bridge does not fire"):
         loop(None, host([Predicts()])).run()
     loop(None, host([Predicts()], strict=False)).run()
-    assert "Predicts hears on_predict_end" in caplog.text
+    assert "Predicts listens to on_predict_end" in caplog.text
 
 
 @pytest.mark.skipif(real is None or "on_checkpoint_save" in real.VALID_EVENTS, reason="a release that tells of no checkpoints")
@@ -324,7 +324,7 @@ def test_a_release_without_checkpoint_events_is_named() -> None:
         def on_checkpoint_published(self, ctx: Context) -> None: ...
 
     assert real is not None
-    with pytest.raises(NotSupported, match="Uploads hears on_checkpoint_published"):
+    with pytest.raises(NotSupported, match="Uploads listens to on_checkpoint_published"):
         loop(None, host([Uploads()]), names=real).run()
 
 
@@ -336,7 +336,7 @@ class HearsForward(Callback):
 
 def test_pipelined_microbatches_are_not_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        NotSupported, match="HearsForward hears on_forward_end, and Megatron Bridge has not told it in its first step"
+        NotSupported, match="HearsForward listens to on_forward_end, which Megatron Bridge did not fire in its first step"
     ):
         loop(None, host([HearsForward()]), model__pipeline_model_parallel_size=2).run()
     history = History()

@@ -309,10 +309,10 @@ def test_events_that_are_never_told_are_rejected_by_name(caplog: pytest.LogCaptu
 
     class Quiet(Base): ...
 
-    with pytest.raises(NotSupported, match="Logs hears on_log of Megatron Bridge, which callsheet never tells"):
+    with pytest.raises(NotSupported, match="Logs listens to on_log of Megatron Bridge, which callsheet does not fire"):
         guest(Logs())
     guest(Logs(), strict=False)
-    assert "Logs hears on_log" in caplog.text
+    assert "Logs listens to on_log" in caplog.text
     guest(Quiet())
     with pytest.raises(NotSupported, match="pass a list of its callbacks"):
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))

@@ -374,10 +374,10 @@ def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptur
     class Hears(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears hears on_test_end, and torchtnt never tells it"):
+    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which torchtnt does not fire"):
         trained([hosted(tmp_path, Hears())])
     trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
-    assert "Hears hears on_test_end" in caplog.text
+    assert "Hears listens to on_test_end" in caplog.text
 
     class Several(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         def __init__(self) -> None:
@@ -409,7 +409,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
             torch.autograd.backward([loss])
             self.optimizer.step()
 
-    with pytest.raises(NotSupported, match=r"Hears hears on_backward_end, and torchtnt has not told it"):
+    with pytest.raises(NotSupported, match=r"Hears listens to on_backward_end, which torchtnt did not fire"):
         trained([hosted(tmp_path, Hears())], unit=Unheard(LINE))
 
 

@@ -1,4 +1,4 @@
-"""A framework that does not do what its host expects: events stay in order, weights stay what they were, and training goes on."""
+"""A framework that does not do what its host expects: events stay in order, weights stay what they were, and training continues."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_field_that_the_host_has_not_provided_is_no_error_of_the_callback_s(
     assert (reads.after, later.after) == (0, 3)
     said = [record.message for record in caplog.records if "reads ctx.loss at on_loss_end" in record.message]
     assert len(said) == 1
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
 
 
 def test_a_field_outside_its_window_is_the_callback_s_own_error(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Bridges: callsheet's callbacks in other people's loops, and theirs in ours."""
+"""Bridges: hosts run callsheet's callbacks in other frameworks' loops; guests run other frameworks' callbacks in callsheet's loop."""

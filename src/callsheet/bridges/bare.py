@@ -35,7 +35,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 _SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
-"""Arguments of the Trainer that `attach` has too."""
+"""The Trainer's arguments that `attach` has too."""
 
 
 @names_unknown(lambda: {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED})
@@ -61,35 +61,35 @@ def attach(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:
-    """Have a loop written by hand tell the lifecycle; the loop stays as it was, but for these lines.
+    """Attach callbacks to a training loop written by hand. Apart from these lines, the loop stays as it is.
 
-    The forward is heard from the model, the loss and its backward from `backward()`, the optimizer step from the optimizer. What is not
-    heard is the norm of the gradients. The loss of a step is the sum of what `backward()` was called on, as its gradients are.
+    Hooks observe the forward in the model, the loss in `backward()`, and the step in the optimizer. The gradient norm is not observed. The
+    loss of a step is the sum of the losses that `backward()` was called on.
 
     Args:
-        model: what the loop calls; in DDP's wrapper, callbacks see the module inside.
-        optimizer: what the loop steps; of a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
+        model: the model that the loop calls. With DDP, callbacks see the module inside the wrapper.
+        optimizer: the optimizer that the loop steps. In a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
-        scheduler: saved in checkpoints, and shown to callbacks; the loop steps it.
-        gradient_accumulation_steps: how many batches the loop takes for one optimizer step; so many are fetched at once.
-        scaler: the `torch.amp.GradScaler` by which the loop scales the loss.
-        max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
-        log_interval: how often a record is made; a bare number means batches.
-        run_name, runs_folder: of the run and its folder, where checkpoints stand.
-        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew.
-        evaluate: called without arguments when a callback asks for an evaluation; gives the results by the dataset's name, such as
+        scheduler: saved in checkpoints and available to callbacks. The loop steps it.
+        gradient_accumulation_steps: how many batches the loop uses for one optimizer step. All of them are fetched before the step.
+        scaler: the `torch.amp.GradScaler` that scales the loss.
+        max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder, in which checkpoints are saved.
+        resume: `"auto"` for the newest valid checkpoint of this run, if there is one; a path for that checkpoint; None for a new run.
+        evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
-        config: the loop's settings, for the run's record.
-        save_in_background: copy the state, and write it while training goes on.
-        preempt_signals: which ask the run to save and make way.
-        timeout_seconds: until a rank that does not answer fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
-        strict: whether it is an error that somebody hears an event which the loop turns out not to tell; else a warning.
+        config: the loop's settings, stored with the run.
+        save_in_background: copy the state, and write it while training continues.
+        preempt_signals: the signals that make the run save a checkpoint and end as preempted.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        strict: whether to raise an error if a callback listens to an event that the loop does not fire; else log a warning.
 
     Raises:
-        ConfigError: an argument that cannot work.
-        NotSupported: in the first step; see `strict`.
+        ConfigError: an argument is invalid.
+        NotSupported: at the end of the first step; see `strict`.
 
     Example:
         >>> import torch
@@ -143,13 +143,13 @@ def attach(
 
 
 def check_model(model: Any) -> None:
-    """Raise ConfigError if `model` is not one module of torch's."""
+    """Raise ConfigError if `model` is not a `torch.nn.Module`."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, (list, tuple, set, Mapping)):
         raise ConfigError(
             f"model= is a {type(model).__name__} of {len(model)}, and callbacks observe one model with one optimizer. Give the model whose "
-            "forward and loss they are to see. To show them several as one, give a torch.nn.Module whose forward calls them"
+            "forward and loss callbacks should see. To observe several models as one, give a torch.nn.Module whose forward calls them"
         )
     parts = [f"model=model.{name}" for name, value in _attributes(model) if isinstance(value, nn.Module)]
     raise ConfigError(
@@ -159,17 +159,17 @@ def check_model(model: Any) -> None:
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer of torch's that the loop steps; that inside, where a wrapper such as fastai's OptimWrapper is given.
+    """Return the `torch.optim.Optimizer` that the loop steps: `optimizer`, or the one inside a wrapper such as fastai's OptimWrapper.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: there is no such optimizer, or several.
     """
     if hasattr(optimizer, "register_step_post_hook"):
         return optimizer  # type: ignore[no-any-return]
     if isinstance(optimizer, (list, tuple, set, Mapping)):
         raise ConfigError(
             f"optimizer= is a {type(optimizer).__name__} of {len(optimizer)}, and callbacks observe one model with one optimizer. Give the one "
-            "that is stepped last in a step: its step is the one that callbacks see"
+            "that the loop steps last: callbacks see its step"
         )
     inside = [value for _, value in _attributes(optimizer) if isinstance(value, Optimizer)]
     if len(inside) == 1:
@@ -185,7 +185,7 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
 
 
 class AttachedRun:
-    """What `attach` gives: `steps` hands out the batches, and everything is told around them."""
+    """The run that `attach` returns. The loop iterates over `steps`, which fires the events around each batch."""
 
     def __init__(
         self,
@@ -201,12 +201,12 @@ class AttachedRun:
         self._run = run
         self._model = model
         self._optimizer = optimizer
-        self._accumulate = gradient_accumulation_steps
+        self._batches_per_step = gradient_accumulation_steps
         self._scaler = scaler
         self._resume = resume
         self._strict = strict
-        self._place = _Place()
-        run.parts["place"] = self._place
+        self._position = _EpochPosition()
+        run.parts["place"] = self._position
         self._is_over = False
         self._is_iterating = False
         self._is_checked = False
@@ -214,36 +214,36 @@ class AttachedRun:
         self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
         self._backward: Any = None  # a BackwardWatch, within the `with` block
         self._has_given_up = False
-        self._was_in_step = False  # when it gave up
-        self._epoch: int | None = None  # that the last call of `steps` trains
-        self._group: list[Any] = []  # the batches of the step in hand
+        self._was_in_step = False  # when the host gave up
+        self._epoch: int | None = None  # the epoch of the last call of `steps`
+        self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
 
     @property
     def ctx(self) -> Context:
-        """What the callbacks are given."""
+        """The context that the callbacks receive."""
         return self._run.ctx
 
     @property
     def is_over(self) -> bool:
-        """Training has reached its duration, was stopped by a callback, or is to make way: `steps` gives nothing more."""
+        """Whether training has reached its duration, was stopped by a callback, or is preempted. `steps` yields no more batches then."""
         return self._is_over
 
     @property
     def preempted(self) -> bool:
-        """A signal other than Ctrl-C asked the run to make way: it has been saved, if a callback or the signal asked for that."""
+        """Whether a signal other than Ctrl-C has preempted the run. A checkpoint was saved if a callback or the signal asked for it."""
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
     def log(self, values: Mapping[str, Any], **options: Any) -> None:
-        """Log numbers for the next record; see `Context.log`."""
+        """Log numbers into the next metrics record; see `Context.log`."""
         if not self._has_given_up:
             self._run.ctx.log(values, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
+        """Fire the events of an evaluation that the loop has made. Give its results by dataset name: `{"validation": {"loss": 1.2}}`."""
         if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
             raise ConfigError(
-                f"evaluated({{{odd!r}: ...}}): give the results by the dataset's name, such as {{'validation': {{'loss': 1.2}}}}"
+                f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
             )
         if self._has_given_up:
             return
@@ -251,45 +251,45 @@ class AttachedRun:
             self._run.made.append(results)
             return
         try:
-            self._process_lane_messages(goes_on=True)
+            self._close_epoch(continues=True)
             self._run.evaluated(results)
         except Exception as error:
             self._give_up(error)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are left, from 0, of `count` in all: after a resume those that were done are left out."""
+        """Yield the indices of the remaining epochs, of `count` in all. A resumed run leaves out the finished epochs."""
         while not self._is_over and self._run.state.timestamp.epoch < count:
             epoch = self._run.state.timestamp.epoch
             yield epoch
             if self._run.state.timestamp.epoch == epoch:
                 if self._run.ctx.step == self._run.state.baseline.batch and not self._has_given_up:
                     raise RequestRejected(
-                        "an epoch of run.epochs() is over, and nothing was told of it: take its batches from run.steps(dataloader)"
+                        "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the loop has not taken the epoch's steps to their end
+                return  # the loop has not finished the epoch's steps
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """One epoch: the batches, each to be trained on before the next is taken; those that a resumed run had taken are left out.
+        """Yield the batches of one epoch. The loop trains on each before it takes the next. A resumed run leaves out those it has taken.
 
         Raises:
-            RequestRejected: inside another call of it.
+            RequestRejected: inside another call of it, or outside the `with` block.
         """
         if self._is_iterating:
-            raise RequestRejected("steps() inside steps(): an epoch has to be over before the next begins")
+            raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
         if not self._hooks and not self._has_given_up:
             raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
         if self._is_over:
             return
         if not self._begin_epoch():
             return
-        run, driver, ctx, place, watch = self._run, self._run.driver, self._run.ctx, self._place, self._backward
+        run, driver, ctx, position, watch = self._run, self._run.driver, self._run.ctx, self._position, self._backward
         batches: Iterator[Any] | None = None
         self._is_iterating = True
-        given = 0  # of the batches of the step in hand
+        given = 0  # how many batches of the current step the loop has
         try:
             if not self._has_given_up:
                 driver.start("epoch")
-                batches = place.begin(dataloader)
+                batches = position.begin(dataloader)
             while not self._is_over and not self._has_given_up:
                 given = 0
                 group = self._fetched(batches)  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ class AttachedRun:
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._optimizer_hooks.has_stepped, watch.total = False, None
                 watch.is_on, has_listeners = True, self._listens_to_microbatch
-                place.taken += len(group)  # before the loop has them: it may leave by a break
+                position.taken += len(group)  # before the loop gets them, since it may leave with `break`
                 for batch in group:
                     ctx.batch = batch
                     if has_listeners:
@@ -321,26 +321,26 @@ class AttachedRun:
                     watch.is_on = False
                     self._end_step()
             if not self._has_given_up:
-                if is_whole := place.is_at_end:
-                    place.end()
+                if is_whole := position.is_at_end:
+                    position.end()
                 self._is_over |= run.end_epoch(is_whole=is_whole)
         except Exception as error:
             self._give_up(error)
         finally:
             self._is_iterating = False
         if self._has_given_up and not self._is_over:
-            yield from self._go_on(place.go_on(dataloader) if batches is None else batches, self._group, given)
+            yield from self._remaining(position.begin_unobserved(dataloader) if batches is None else batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
-        """The loop begins to iterate over an epoch; whether there is one to train."""
+        """Begin an epoch; return whether there is one to train."""
         state = self._run.state
         if not self._has_given_up:
             try:
-                self._process_lane_messages(goes_on=True)
+                self._close_epoch(continues=True)
             except Exception as error:
                 self._give_up(error)
         if self._has_given_up:
-            if self._epoch == state.timestamp.epoch:  # the loop has left the last one by a `break`
+            if self._epoch == state.timestamp.epoch:  # the loop has left the last epoch with `break`
                 state.timestamp = state.timestamp.next_epoch()
                 self._is_over |= state.is_complete
             self._group = []
@@ -349,8 +349,8 @@ class AttachedRun:
         self._epoch = state.timestamp.epoch
         return True
 
-    def _go_on(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
-        """After giving up: the batches of the epoch that are left. Only steps and epochs are counted, since training ends at its duration."""
+    def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch after giving up. Only count steps and epochs, to end training at its duration."""
         state, was_in_step, self._was_in_step = self._run.state, self._was_in_step, False
         waiting = group[given:]
         if not was_in_step and not waiting:
@@ -376,7 +376,7 @@ class AttachedRun:
         if state.timestamp.epoch == self._epoch:
             state.timestamp = state.timestamp.next_epoch()
             self._is_over |= state.is_complete
-        self._place.end()
+        self._position.end()
 
     @property
     def _counts_samples(self) -> bool:
@@ -384,8 +384,8 @@ class AttachedRun:
         return longest is not None and longest.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
     def _ends_step(self, given: int) -> bool:
-        """Whether the step is over with so many of its batches."""
-        return given >= self._accumulate
+        """Return whether the step ends with its batch number `given`."""
+        return given >= self._batches_per_step
 
     def _count_step(self) -> None:
         state = self._run.state
@@ -393,14 +393,14 @@ class AttachedRun:
         self._is_over |= state.is_complete
 
     def _give_up(self, error: Exception) -> None:
-        """The host itself has failed: training goes on without it."""
+        """End the run because the host itself has failed. Training continues without it."""
         if self._has_given_up:
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")
-        give_up(run, error)  # which raises what the user has to know of
+        give_up(run, error)  # raises the error if the user has to know of it
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # else nobody would answer it
+        self._is_over |= run.signals.received is not None  # the run does not handle the signal any more
         self._release()
 
     def _release(self) -> None:
@@ -409,7 +409,7 @@ class AttachedRun:
             hook.remove()
 
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
-        """The batches of a step, fewer at the epoch's end."""
+        """Fetch the batches of a step. At the epoch's end there may be fewer."""
         driver, ctx = self._run.driver, self._run.ctx
         group = self._group = []
         if driver.listen():
@@ -417,7 +417,7 @@ class AttachedRun:
             self._model_hooks.listen(self._listens_to_microbatch)
             self._optimizer_hooks.listen(driver.is_read)
         has_listeners = self._listens_to_fetch
-        for _ in range(self._accumulate):
+        for _ in range(self._batches_per_step):
             if has_listeners:
                 driver.start("fetch")
             try:
@@ -426,13 +426,13 @@ class AttachedRun:
                 mark_as_users(error)
                 raise
             if batch is not None:
-                group.append(batch)  # before a callback can fail: the loop is given it all the same
+                group.append(batch)  # before a callback can fail: the loop gets the batch all the same
             if has_listeners:
                 driver.end("fetch")
                 if batch is not None:
                     group[-1] = ctx.batch
             if batch is None:
-                self._place.is_exhausted = True
+                self._position.is_exhausted = True
                 break
         return group
 
@@ -445,39 +445,39 @@ class AttachedRun:
             self._check_first()
 
     def _check_first(self) -> None:
-        run, batches = self._run, self._accumulate
+        run, batches = self._run, self._batches_per_step
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # it leaves steps out until it has found its scale
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
                 raise NotSupported(
-                    f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; say with "
-                    "gradient_accumulation_steps= how many batches it takes for a step, and give attach the optimizer that it steps"
+                    f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
+                    "gradient_accumulation_steps= to the number of batches of a step, and give attach the optimizer that the loop steps"
                 )
         run.check_supported(strict=self._strict, logger=logger)
 
-    def _process_lane_messages(self, *, goes_on: bool) -> None:
-        """The loop has left the last epoch by a `break`: the step in hand and the epoch are over."""
+    def _close_epoch(self, *, continues: bool) -> None:
+        """End a step and an epoch that the loop has left with `break`. `continues` says whether training may continue after them."""
         run = self._run
         if run.driver.is_open("train_step"):
             self._end_step()
         if run.driver.is_open("epoch"):
-            if goes_on:
-                self._epoch_is_left()
-            self._is_over = run.end_epoch(is_whole=goes_on) and (goes_on or self._is_over)
+            if continues:
+                self._reset_position()
+            self._is_over = run.end_epoch(is_whole=continues) and (continues or self._is_over)
 
-    def _epoch_is_left(self) -> None:
-        """The next begins with its data anew; before the boundary, where a checkpoint may be written."""
-        self._place.end()
+    def _reset_position(self) -> None:
+        """Make the next epoch begin with its first batch. This comes before the boundary, where a checkpoint may be written."""
+        self._position.end()
 
     def __enter__(self) -> Self:
         run = self._run
-        run.is_busy = lambda: True  # until the block is left
+        run.is_busy = lambda: True  # until the `with` block ends
         try:
             try:
                 self._begin()
             except Exception as error:
-                if self._resume is not None:  # training may not go on as if nothing had been asked for
+                if self._resume is not None:  # training must not continue as if no resume had been asked for
                     raise
                 self._give_up(error)
         except BaseException as error:
@@ -518,14 +518,14 @@ class AttachedRun:
     def _finish(self) -> None:
         if not self._has_given_up:
             try:
-                self._process_lane_messages(goes_on=False)
+                self._close_epoch(continues=False)
                 self._run.finish()
             except Exception as error:
                 self._give_up(error)
 
 
-class _Place:
-    """How far the epoch's data has been taken, and how to get there again: the random states in which the epoch began, and those now."""
+class _EpochPosition:
+    """How many batches of the epoch were taken. Its state also holds the random states at the epoch's start and now, for a resume."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -536,7 +536,7 @@ class _Place:
         self._restored: Mapping[str, Any] | None = None
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The epoch's batches, without those that were taken before a resume."""
+        """Return the epoch's batches, without those that were taken before a resume."""
         restored, self._restored = self._restored, None
         self._loader, self.is_exhausted = loader, False
         try:
@@ -544,13 +544,13 @@ class _Place:
             if restored is not None:
                 return self._restore(loader, restored)
         except Exception as error:
-            mark_as_users(error)  # of the loader, or the resume would be another than was asked for
+            mark_as_users(error)  # an error of the loader, or one that prevents the resume that was asked for
             raise
         self._epoch_began = random_state()
         return _iterator(loader)
 
-    def go_on(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The same, where the host has given up."""
+    def begin_unobserved(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Do the same after the host has given up."""
         return _iterator(loader) if self._restored is None else self.begin(loader)
 
     def _restore(self, loader: Iterable[Any], restored: Mapping[str, Any]) -> Iterator[Any]:
@@ -573,7 +573,7 @@ class _Place:
         return batches
 
     def end(self) -> None:
-        """The epoch is over."""
+        """Reset the position: the epoch has ended."""
         self.taken, self._length, self._loader, self._epoch_began = 0, None, None, None
 
     @property
@@ -582,7 +582,7 @@ class _Place:
         return self.is_exhausted or self.taken == self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the position, the random states and the loader's own state, if it has one."""
         loader = self._loader
         return {
             "taken": self.taken,
@@ -592,7 +592,7 @@ class _Place:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next epoch goes on from there."""
+        """Make the next epoch continue from there."""
         self._restored = state
 
 
@@ -600,5 +600,5 @@ def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(loader)
     except Exception as error:
-        mark_as_users(error)  # without data there is no training
+        mark_as_users(error)  # training is impossible without data
         raise

@@ -10,17 +10,16 @@ class BoundaryOrder:
 
     Args:
         host: the name of the framework in messages.
-        narrator: the narrator of the training.
-        eval_driver: the narrator of the evaluations.
+        driver: the lifecycle driver of the training.
+        eval_driver: the lifecycle driver of the evaluations.
     """
 
     def __init__(self, host: str, driver: LifecycleDriver, eval_driver: LifecycleDriver) -> None:
         self._host = host
         self._driver = driver
         self._evaluations = eval_driver.opened
-        self._fired: str | None = (
-            None  # the letters of what has been fired at this boundary; None if training is not at a boundary
-        )
+        self._fired: str | None = None
+        """The letters of what has been fired at this boundary, see `may_come`. None if training is not at a boundary."""
 
     def reach(self) -> None:
         """Note that a step, an epoch or a round has ended."""
@@ -49,23 +48,23 @@ class BoundaryOrder:
         """Return whether an evaluation, a test or a prediction may not begin now; log it if so."""
         if self._driver.innermost == "run" or (name == "eval_all" and self.may_come("E")):
             return False
-        self._driver.say_once(
+        self._driver.warn_once(
             f"{self._host} begins {name} where callsheet does not expect it: in or before a step, or a second time between two steps. Its "
-            "events are not fired; training goes on."
+            "events are not fired; training continues."
         )
         return True
 
     def warn_of_checkpoint(self) -> None:
         """Log that the framework writes a checkpoint whose events cannot be fired now."""
-        self._driver.say_once(
+        self._driver.warn_once(
             f"{self._host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
-            "between two steps. Its events are not fired; training goes on."
+            "between two steps. Its events are not fired; training continues."
         )
 
     def excuse(self, what: str) -> None:
         """Log that a handler reads a field which the framework has not provided."""
-        self._driver.say_once(
-            f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training goes on."
+        self._driver.warn_once(
+            f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )
 
 

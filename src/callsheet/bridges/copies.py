@@ -1,8 +1,8 @@
-"""What a host puts into a model, a unit or a module of the user's, and how a copy of it is made without that.
+"""Add hooks and attributes to the user's objects so that copies of the objects do not have them.
 
-A host registers hooks on the model and replaces some methods of other objects. Whoever copies or pickles such an object meanwhile, as with
-`torch.save(model)` or `copy.deepcopy(model)`, gets neither: the object's `__getstate__`, which `copy` and `pickle` look up on the object
-itself, leaves out what the host has put there. The object keeps its class, and the containers of its hooks.
+A host registers hooks on the model and replaces some methods of other objects. A copy or pickle of such an object, as made by
+`torch.save(model)` or `copy.deepcopy(model)`, has neither. The object gets a `__getstate__` of its own, which `copy` and `pickle` look up on
+the object, and which leaves out what the host has added. The object keeps its class and the containers of its hooks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Additions:
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
         self.hooks: dict[int, None] = {}
-        """The keys of the added hooks, in any of the owner's dictionaries of hooks."""
+        """The keys of the added hooks in the owner's dictionaries of hooks."""
         self.replaced: dict[str, list[Any]] = {}
-        """The added attributes: what was there before, then what has been put in its place, the latest last."""
+        """By the name of a replaced attribute: its original value, then the values that replaced it, the latest last."""
 
     def __call__(self) -> Any:
         owner = self._owner()
@@ -33,7 +33,7 @@ class _Additions:
         return self._without(state) if isinstance(state, dict) else state
 
     def copied(self, memo: dict[int, Any]) -> Any:
-        """The owner's `__deepcopy__`, where its class has one, which may copy the attributes as they are."""
+        """Call the `__deepcopy__` of the owner's class while the owner is without the additions. The class may copy all attributes."""
         owner: Any = self._owner()
         attributes, own = vars(owner), dict(vars(owner))
         without = self._without(own)
@@ -78,7 +78,7 @@ def _clean(owner: Any, additions: _Additions) -> None:
 
 
 def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    """Register a hook that no copy of its owner has; returns the function that removes it.
+    """Register a hook that copies of its owner do not have. Return the function that removes it.
 
     Args:
         register: a method of a module or an optimizer such as `register_forward_hook`, or a `functools.partial` of one.
@@ -86,7 +86,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
     handle = register(hook)
     method: Any = getattr(register, "func", register)
     owner = method.__self__
-    if not isinstance(owner, nn.Module):  # an optimizer leaves all hooks out of its copies by itself
+    if not isinstance(owner, nn.Module):  # an optimizer's own `__getstate__` leaves all hooks out
         return handle.remove  # type: ignore[no-any-return]
     additions = _additions(owner)
     additions.hooks[handle.id] = None
@@ -100,7 +100,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of the object that no copy of it has; returns the function that restores what was there before."""
+    """Set an attribute that copies of the object do not have. Return the function that restores the earlier value."""
     attributes, additions = vars(owner), _additions(owner)
     values = additions.replaced.setdefault(name, [attributes.get(name, _ABSENT)])
     values.append(value)
@@ -108,7 +108,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     def restore() -> None:
         values.remove(value)
-        if attributes.get(name) is value:  # else another library has replaced it since, and may call ours
+        if attributes.get(name) is value:  # otherwise another library has replaced it since, and may call ours
             attributes[name] = values[-1]
             if values[-1] is _ABSENT:
                 del attributes[name]

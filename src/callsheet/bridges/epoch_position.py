@@ -1,4 +1,4 @@
-"""How far an epoch's data has been taken, and how to get there again, in a loop that iterates over its data itself."""
+"""The position in an epoch's data, and how a resumed run returns to it, in a loop that iterates over its data itself."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def length_of(loader: Any) -> int | None:
 
 
 class EpochPosition:
-    """Counts the batches of the epoch. A run that is resumed in its midst passes over `to_skip` of them, from the random states in which
-    the epoch began, and goes on in those in which the checkpoint was written."""
+    """Counts the batches of the epoch.
+
+    A run that resumes within an epoch restores the random states of the epoch's start and skips `to_skip` batches. It continues with the
+    random states of the checkpoint.
+    """
 
     def __init__(self) -> None:
         self.taken = 0
         self.to_skip = 0
-        """Batches that were trained on before the resume, and come again."""
+        """How many batches were trained on before the resume, and have to be skipped."""
         self._began: dict[str, Any] | None = None
         self._now: dict[str, Any] | None = None
 
     def begin(self) -> None:
-        """The epoch's data is about to be made."""
+        """Begin an epoch, before its data is made."""
         if self.to_skip and self._began is not None:
             restore_random_state(self._began)
             return
@@ -36,21 +39,21 @@ class EpochPosition:
         self.taken, self._began = 0, random_state()
 
     def skipped(self) -> None:
-        """What comes next has not been trained on."""
+        """Note that all batches to skip were skipped, and restore the random states of the checkpoint."""
         self.to_skip = 0
         if self._now is not None:
             restore_random_state(self._now)
             self._now = None
 
     def end(self) -> None:
-        """The epoch is over."""
+        """End the epoch."""
         self.taken, self._began = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the position, and the random states at the epoch's start and now."""
         return {"taken": self.taken, "epoch_began": self._began, "now": random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next epoch goes on from there."""
+        """Make the next epoch continue from there."""
         self.taken = self.to_skip = state["taken"]
         self._began, self._now = state["epoch_began"], state["now"]

@@ -1,4 +1,4 @@
-"""What a host does with an error: the user's are raised; after one of the host itself training continues without the host."""
+"""What a host does with an error: it raises the user's errors; after an error of the host itself, training continues without the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Observed = TypeVar("Observed", bound=Callable[..., Any])
 
 
 class ObservedRun(Protocol):
-    """A run of a host, as far as it is needed to end it."""
+    """What `give_up` needs of a host's run."""
 
     host: str
     state: TrainState
@@ -29,8 +29,11 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the user has to know of the error: one of a callback or of another function of the user's, one that callsheet raises on
-    purpose, a file that cannot be written, or no `Exception`. Other errors are faults of a host."""
+    """Return whether the user has to know of the error. Other errors are faults of a host.
+
+    The user has to know of an error of a callback or of another function of the user's, of one that callsheet raises on purpose, of a file
+    that cannot be read or written, and of a `BaseException` that is no `Exception`.
+    """
     is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotAvailable)
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
@@ -47,7 +50,7 @@ def give_up(run: ObservedRun, error: Exception) -> None:
         return
     message = (
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
-        "are called no more in this run, which is recorded as failed. Training goes on. Please report this with the traceback"
+        "are not called any more in this run, which is recorded as failed. Training continues. Please report this with the traceback"
     )
     logger.error("%s", message, exc_info=error)
     given_up = HostError(message)
@@ -56,16 +59,16 @@ def give_up(run: ObservedRun, error: Exception) -> None:
 
 
 class GivesUp:
-    """The base class of hosts: `_leave` ends the run in hand because of an error."""
+    """The base class of hosts: `_leave` ends the current run because of an error."""
 
     _run: Any = None
-    """The run in hand."""
+    """The current run, or None."""
     _has_given_up = False
     """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
     _ends: Callable[[], object] = staticmethod(lambda: None)
     """Removes the run's hooks, and ends the run as failed if it has not ended."""
     _resume_path: str | None = None
-    """What the host loads when a run begins."""
+    """The checkpoint that the host loads when a run begins, or None."""
 
     def _leave(self, error: BaseException) -> None:
         """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
@@ -81,7 +84,7 @@ class GivesUp:
                 give_up(run, error)
             elif not self._has_given_up:
                 logger.error(
-                    "callsheet cannot begin a run (%s: %s). The callbacks are not called. Training goes on. Please report this with the "
+                    "callsheet cannot begin a run (%s: %s). The callbacks are not called. Training continues. Please report this with the "
                     "traceback",
                     *(type(error).__name__, error),
                     exc_info=error,
@@ -91,13 +94,13 @@ class GivesUp:
             self._release()
 
     def _release(self) -> None:
-        """Forget the run in hand."""
+        """Remove the hooks of the current run, and forget the run."""
         self._ends()
         self._run = None
 
 
 def observing(method: Observed) -> Observed:
-    """Have an error that leaves this method of a host end the run; see `GivesUp._leave`. A step's methods catch errors themselves."""
+    """Decorate a method of a host so that an error ends the run; see `GivesUp._leave`. The methods of a step catch errors themselves."""
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,13 +109,13 @@ def observing(method: Observed) -> Observed:
         except BaseException as error:
             self._leave(error)
 
-    return called  # type: ignore[return-value]  # of the same shape
+    return called  # type: ignore[return-value]  # it has the same signature
 
 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that calls the method `leave` of a host, and does not keep the host alive.
 
-    A host that was forgotten has ended its run and removed its hooks: an error of a hook that was being called then is dropped.
+    A host that no longer exists has ended its run and removed its hooks. An error of a hook that was running then is dropped.
     """
     method = weakref.WeakMethod(leave)
 

@@ -1,4 +1,4 @@
-"""Guests: callbacks that were written for another framework, heard here. Each bridge has a class of its own over these two."""
+"""Base classes for guests: callbacks of another framework that run in callsheet's loop. Each bridge derives its own classes from them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("callsheet")
 
 
 class NotOnTheList(NotSupported, AttributeError):
-    """A guest asked for what its facade does not have. Also an AttributeError: so `hasattr`, which asks politely, is answered."""
+    """A guest used an attribute that its facade does not have. It is also an AttributeError, so that `hasattr` returns False."""
 
 
 class Facade:
-    """What a guest is given in the place of an object of its own framework: a list of what is allowed, and `NotSupported` for the rest.
+    """Replaces an object of the guest's own framework. It allows a list of attributes, and raises `NotSupported` for the rest.
 
-    What may be read are the attributes and properties of the class; what may be written, those in `WRITABLE` and properties that have a
-    setter. `OF` says in messages what it stands for, such as `"Lightning's Trainer"`.
+    A guest may read the attributes and properties of the class. It may write those in `WRITABLE` and properties with a setter. `OF` names
+    the replaced object in messages, such as `"Lightning's Trainer"`.
     """
 
     OF: ClassVar[str] = ""
@@ -32,11 +32,12 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself asks for these, when it copies an object, say
-        if name in self._allowed():  # a property of ours has raised an AttributeError
-            raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, but only while the run tells what it is made of")
+            raise AttributeError(name)  # Python itself looks these up, for example when it copies an object
+        if name in self._allowed():  # a property of the facade has raised an AttributeError
+            raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
-            f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; run it at home for the rest"
+            f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
+            "its own framework"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,43 +53,43 @@ class Facade:
 
 
 class Common:
-    """What the guests of a call sheet share. Its methods have the names of our events: each is told once, before the guests."""
+    """State that all guests of a call sheet share. Its methods are named after our events, and each is called once, before the guests."""
 
     LISTEN_ONLY: ClassVar[frozenset[str]] = frozenset()
-    """Events that it is told only where a guest has something to do there."""
+    """Events for which its method is called only if a guest listens to them."""
     is_alone = False
-    """One guest's own."""
+    """Whether it belongs to one guest alone."""
 
 
 class Guest(Callback):
-    """A callback of another framework. It hears just what it overrides, so that the rest of the lifecycle costs nothing.
+    """A callback of another framework. It listens only to the events of the methods that it overrides, so that other events cost nothing.
 
-    A bridge's own guest says in `EVENTS` which of the foreign methods are called at each of our events, in their order, gives a handler
-    for each (`handler`), and in `OWN` which methods of its own come before them. What its framework keeps for all callbacks at once is
-    kept here by an object of the class `COMMON`, which the guests of a call sheet share; it is told first.
+    Each bridge has a subclass. `EVENTS` lists which foreign methods are called at each of our events, in order, and `handler` makes the
+    handler of each. `OWN` lists the guest's own methods that are called before them. State that the framework keeps for all callbacks
+    together is in an object of the class `COMMON`, which all guests of a call sheet share. Its methods are called first.
 
     Args:
         foreign: the callback, an instance.
-        name: under which its state is kept; else that of its class.
-        phase: where in each event's order it stands.
-        strict: whether it is an error that it hears something which is never told here; else a warning.
+        name: the key of its state in checkpoints. Empty: the name of its class.
+        phase: its place in the order of each event.
+        strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
 
     Raises:
-        NotSupported: with `strict`; the message names what it hears, the callback, and callsheet as its host.
-        RegistrationError: no instance of that framework's callback.
+        NotSupported: with `strict`; the message names the event, the callback and its framework.
+        RegistrationError: `foreign` is not an instance of that framework's callback.
     """
 
     FRAMEWORK: ClassVar[str] = ""
     BASE: ClassVar[type | None] = None
-    """The framework's own base class: what a foreign callback inherits from it unchanged is not heard. None: what it has is heard."""
+    """The framework's base class. Methods that a callback inherits from it unchanged are not called. None: all its methods are called."""
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Our event, and the foreign methods that are called at it."""
+    """By our event: the foreign methods that are called for it."""
     OWN: ClassVar[Mapping[str, str]] = {}
-    """Our event, and the guest's own method that is called at it before those."""
+    """By our event: the guest's own method that is called before the foreign methods."""
     COMMON: ClassVar[type[Common] | None] = None
-    """What keeps for all guests of a call sheet what their framework keeps for all callbacks; None: nothing is."""
+    """The class of the state that all guests of a call sheet share, or None."""
     NEVER: ClassVar[tuple[str, ...]] = ()
-    """Foreign methods that are told nowhere here."""
+    """Foreign methods that are never called in callsheet."""
 
     transport_ignore = ("common",)
 
@@ -119,22 +120,22 @@ class Guest(Callback):
                 setattr(self, event, handler)
 
     def listens_to(self, theirs: str) -> bool:
-        """Whether the foreign callback has something to do at one of its framework's events."""
+        """Return whether the foreign callback overrides the method of this framework event."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """What calls `method` with what its framework gives it; `method` is None where the callback has no attribute of that name."""
+        """Return a handler that calls `method` with its framework's arguments. `method` is None if the callback has no such attribute."""
         raise NotImplementedError
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The foreign callback's own."""
+        """Return the foreign callback's state, or an empty one if it has no `state_dict`."""
         state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back to the foreign callback."""
+        """Load the state into the foreign callback."""
         if state:
             self.foreign.load_state_dict(state)
 
@@ -144,34 +145,34 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Whether it belongs somewhere else, although it has methods of the names that are looked for: a class, one of ours, another bridge's."""
+    """Return whether `given` is no callback of this framework, whatever methods it has: a class, a callback of ours or of another bridge."""
     return isinstance(given, (type, Callback)) or bool(bridge_of(given))
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
-    """The error for what was given to a `guest` in the place of `wanted`, with the mend."""
+    """Return the error for an argument of `guest` that is not `wanted`, with a hint."""
     if isinstance(given, type):
         hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):
         hint = "; give them one at a time: [guest(each) for each in callbacks]"
     elif isinstance(given, Callback):
-        hint = "; it is a callback of callsheet's already, and needs no guest"
+        hint = "; it is already a callback of callsheet, and needs no guest"
     else:
         hint = bridge_of(given)
     return RegistrationError(f"{given!r} is not {wanted}{hint}")
 
 
 def reject_never(listener: str, never: list[str], framework: str, strict: bool) -> None:
-    """Refuse, or warn of, one who hears what is never told here."""
-    message = f"{listener} hears {', '.join(never)} of {framework}, which callsheet never tells"
+    """Raise NotSupported, or log a warning, because `listener` listens to events that callsheet never fires."""
+    message = f"{listener} listens to {', '.join(never)} of {framework}, which callsheet does not fire"
     if strict:
-        raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without")
+        raise NotSupported(f"{message}; leave the callback out, or pass strict=False to use it without")
     logger.warning("%s", message)
 
 
 def _in_turn(handlers: tuple[Handler, ...]) -> Handler:
-    def tell(ctx: Context) -> None:
+    def call_all(ctx: Context) -> None:
         for handler in handlers:
             handler(ctx)
 
-    return tell
+    return call_all

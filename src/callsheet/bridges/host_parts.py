@@ -1,4 +1,4 @@
-"""Where a host evaluates and saves by itself: what the boundaries of a run ask for, passed on to it."""
+"""Evaluation and checkpoints for hosts whose framework evaluates and saves: pass the requests of a run's boundaries on to the host."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """The host's own evaluation, where it can be asked for one; what it found, by the dataset's name."""
+    """Evaluates through the host, if the host supports it. `results` holds the latest results by dataset name."""
 
     is_resumed = False
-    """An evaluation that a signal kept from being made is lost: our checkpoints do not know the host's."""
+    """Always False: an evaluation that a signal prevented is not made after a resume, since checkpoints do not record it."""
 
     def __init__(
-        self, ctx: Context, evaluates: Evaluates | None, tell: Callable[[Mapping[str, Mapping[str, Any]]], None]
+        self, ctx: Context, evaluates: Evaluates | None, fire: Callable[[Mapping[str, Mapping[str, Any]]], None]
     ) -> None:
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
         self.undone: Undone | None = None
-        """What is due at the boundary in hand, until it is made; it is not saved: a host's checkpoints are not its evaluation's to know."""
+        """What is due at the current boundary and not yet done. It is not saved in checkpoints."""
         self._ctx = ctx
         self._evaluates = evaluates
-        self._tell = tell
+        self._fire = fire
         self.asks: Callable[[], None] | None = None
-        """Asks the host for an evaluation that it makes, and tells, later."""
+        """Asks the host for an evaluation that it makes, and reports, later. None: `evaluates` makes it at once."""
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Whether a callback has asked for one that can be made now; a host that makes it later is asked here."""
+        """Return the datasets to evaluate now: `[""]`, or none. A host that evaluates later is asked here."""
         if ctx.control.evaluate_requested is None:
             return []
         if self.asks is None:
@@ -47,28 +47,28 @@ class HostEvaluation:
         return []
 
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Ask the host, and tell what it found."""
-        assert self._evaluates is not None  # else the request was refused
+        """Evaluate through the host, and fire the events with its results."""
+        assert self._evaluates is not None  # otherwise the request was rejected
         try:
             found = self._evaluates()
         except BaseException as error:
             mark_as_users(error)
             raise
-        self._tell(found)
+        self._fire(found)
         return self.results
 
     def take(self) -> dict[str, float]:
-        """Nothing more to record: telling has done it."""
+        """Return nothing: `evaluate` has logged the results."""
         return {}
 
     def done(self, ctx: Context, due: list[str]) -> None:
-        """It has been carried out."""
+        """Mark the request as done."""
         self.undone = None
         ctx.control.done("evaluate")
 
 
 class HostCheckpoints:
-    """The host's own checkpoints: what callbacks ask for is passed on, and what the host has written is told afterwards."""
+    """Saves through the host: passes requests on to it. The host reports a checkpoint after it has written it."""
 
     is_writing = False
     stopped_by: Request | None = None
@@ -78,25 +78,25 @@ class HostCheckpoints:
         self.shared: dict[str, Stateful] = {}
         self.local: dict[str, Stateful] = {}
         self.requests: tuple[Request, ...] = ()
-        """What the next checkpoint of the host answers."""
+        """The requests that the host's next checkpoint answers."""
         self.loads: Callable[[], CheckpointInfo | None] = lambda: None
-        """Takes back what stands in the checkpoint that the host goes on from, and says which; None where there is none."""
+        """Loads the callbacks' states from the checkpoint that the host resumes from, and returns its info, or None without one."""
         self._ctx = ctx
         self._spans = spans
         self._saves = saves
 
     def durable(self) -> int:
-        """The host's are not written in the background, as far as is known here."""
+        """Return 0: the host does not report that it saves in the background."""
         return 0
 
     def load(self, resume: str | None) -> None:
-        """The host has loaded already, but for what is kept here."""
+        """Load the callbacks' states. The host has already loaded the rest."""
         with self._spans.checkpoint_load:
             self._ctx.checkpoint = self.loads()
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> None:
-        """Ask the host."""
+        """Ask the host to save."""
         self.requests += requests
         try:
             self._saves(requests)
@@ -105,12 +105,12 @@ class HostCheckpoints:
             raise
 
     def earlier_stop(self) -> None:
-        """Return None: whether a stopped run trains on is the host's to say."""
+        """Return None: the host decides whether a stopped run continues."""
 
     def publish(self, durable: int) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no checkpoint is being written in the background."""
 
     def prepare(self, step: int) -> None:
-        """Nothing is written here."""
+        """Do nothing: the host writes the checkpoints."""
 
     finish = close = lambda self: None

@@ -1,4 +1,4 @@
-"""The callbacks' states in a host's own checkpoints: what is kept there, and how it comes back."""
+"""The callbacks' states in a host's own checkpoints: how they are written and loaded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from callsheet.context import CheckpointInfo
 from callsheet.errors import CheckpointError
 
 STATE = "callsheet"
-"""The folder in which they stand, where a checkpoint of the host is a folder."""
+"""The folder of the callbacks' states inside a checkpoint, if the host's checkpoint is a folder."""
 
 
 def own_state(run: HostedRun) -> dict[str, Any]:
-    """Plain data and tensors: how far training is, the callbacks' states, and the record that has begun."""
+    """Return the run's progress, the callbacks' states and the unfinished metrics record, as plain data and tensors."""
     return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
 
 
 def take_back(run: HostedRun, own: Mapping[str, Any]) -> None:
-    """Go on from what `own_state` gave."""
+    """Restore what `own_state` returned."""
     run.state.load_state_dict(own["state"])
     run.manager.load_state_dict(own["callbacks"])
     run.records.load_state_dict(own["records"])
@@ -29,30 +29,30 @@ def take_back(run: HostedRun, own: Mapping[str, Any]) -> None:
 
 
 def go_on_without(run: HostedRun, step: int, epoch: int) -> None:
-    """The host goes on from there, and no states were found."""
+    """Set the run's step and epoch for a host that resumes from a checkpoint without callbacks' states."""
     run.state.timestamp = run.state.baseline = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
     run.ctx.step, run.ctx.epoch = step, epoch
 
 
 def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Mapping[str, Any] | None = None) -> None:
-    """Add them to a checkpoint that is a folder: those of now, or `own`. A collective."""
+    """Write the callbacks' states into a checkpoint that is a folder: the current states, or `own`. All ranks have to call this."""
     own = own_state(run) if own is None else own
-    told = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
+    described = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
     local = {"callbacks": own["callbacks"], "records": own["records"]}
-    write_checkpoint(checkpoint / STATE, {"state": own["state"]}, local, told, group=run.world.saving, overwrite=True)
+    write_checkpoint(checkpoint / STATE, {"state": own["state"]}, local, described, group=run.world.saving, overwrite=True)
 
 
 def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
-    """Take back what `write_states` wrote. A collective.
+    """Restore what `write_states` wrote. All ranks have to call this.
 
     Raises:
-        CheckpointError: they are damaged, or of another step than the one that the host goes on from.
+        CheckpointError: the states are damaged, or of another step than the one that the host resumes from.
     """
     loaded = read_checkpoint(checkpoint / STATE, group=run.world.saving)
     if loaded.info.get("step") != step:
         raise CheckpointError(
-            f"{checkpoint / STATE} is of step {loaded.info.get('step')}, and {run.host} goes on from {step}; give it that checkpoint, or "
-            "remove the folder to go on without the callbacks' states"
+            f"{checkpoint / STATE} is of step {loaded.info.get('step')}, and {run.host} resumes from step {step}; resume from the checkpoint "
+            "of that step, or remove the folder to resume without the callbacks' states"
         )
     take_back(run, {"state": loaded.shared["state"], **loaded.local})
     info = loaded.info

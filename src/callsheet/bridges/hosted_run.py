@@ -1,4 +1,4 @@
-"""A run whose loop is somebody else's: context, records, agreement between the ranks, checkpoints and the run's life, around a narrator."""
+"""A run whose loop belongs to another framework: its context, records, agreement between ranks, checkpoints, lifetime and lifecycle driver."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_
 
 
 class HostedRun:
-    """The run behind a host; see the module. Its `narrator` is told where the loop is.
+    """The run of a host; see the module. The host reports to its `driver` where the loop is.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        model: what is trained, as callbacks are to see it; of DDP's wrapper the module inside.
+        model: the trained model as callbacks see it. With DDP, give the module inside the wrapper.
         optimizer, scheduler: the loop's.
-        host: what the loop is called in messages.
-        run_name, runs_folder: of the run and its folder.
+        host: the name of the loop in messages.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
         config: the host's settings, plain data.
-        max_duration: how long the loop will train, where that is known.
-        log_interval: how often a record is made.
-        device: of the model; None is that of its first parameter.
-        evaluates: has the host evaluate, and gives the results by the dataset's name; None where it cannot be asked.
-        able: the requests that the host can carry out, but for an evaluation.
-        signals: which ask the run to make way.
+        max_duration: how long the loop will train, if that is known.
+        log_interval: how often a metrics record is made.
+        device: the model's device. None: the device of its first parameter.
+        evaluates: makes the host evaluate, and returns the results by dataset name. None: the host cannot evaluate on request.
+        able: the requests that the host can carry out, besides an evaluation.
+        signals: the signals that preempt the run.
         save_in_background: see the Trainer.
-        saves: has the host write a checkpoint for these requests; None where checkpoints are written here.
-        timeout_seconds: until a rank that does not answer fails the run.
+        saves: makes the host write a checkpoint for these requests. None: callsheet writes the checkpoints.
+        timeout_seconds: a rank that does not answer for so long fails the run.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
     """
 
@@ -114,7 +114,7 @@ class HostedRun:
         self.lifetime = Lifetime(self.manager, ctx)
         self._log_ranks = LogRanks("zero", ranks)
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
-        """Whether the loop is running, as far as is known; while it is, no other run of this process takes over the folder."""
+        """Returns whether the loop may still be running. While it is, no other run of this process takes over the run's folder."""
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.guard = RunGuard(self.world, info, self.control, timeout=lock_timeout_seconds, is_busy=lambda: self.is_busy())
@@ -137,62 +137,63 @@ class HostedRun:
         self.boundaries = _Boundaries(
             self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard  # type: ignore[arg-type]
         )  # fmt: skip
-        # A checkpoint names the last step's loss: the host's to who is told of it; ours in its file, where anybody can ask for it.
-        askers = _OF_CHECKPOINTS if saves is not None else EVENTS
-        is_asked_by_signal = saves is None and bool(signals)
+        # A checkpoint names the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read it. If
+        # callsheet writes them, the loss is in the file, and any handler may ask for a checkpoint.
+        events = _OF_CHECKPOINTS if saves is not None else EVENTS
+        signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
             self.spans,
             {
-                "on_train_start": self._train_goes_on,
-                "on_round_start": self._train_goes_on,
-                "on_epoch_start": self._epoch_begins,
+                "on_train_start": self._continue_training,
+                "on_round_start": self._continue_training,
+                "on_epoch_start": self._prepare_epoch,
                 "on_epoch_end": lambda: self._order.reach(),
                 "on_round_end": lambda: self._order.reach(),
-                "on_fetch_start": self._train_goes_on,
-                "on_train_step_start": self._step_begins,
-                "on_forward_backward_end": self._gradients_are_there,
-                "on_clip_gradients_end": self._clipped,
-                "on_optimizer_step_start": self._optimizer_begins,
-                "on_optimizer_step_end": self._optimizer_ends,
-                "on_train_step_end": self._step_ends,
+                "on_fetch_start": self._continue_training,
+                "on_train_step_start": self._prepare_step,
+                "on_forward_backward_end": self._set_loss,
+                "on_clip_gradients_end": self._set_grad_norm,
+                "on_optimizer_step_start": self._set_learning_rate,
+                "on_optimizer_step_end": self._set_step_skipped,
+                "on_train_step_end": self._complete_step,
             },
-            step_passes=self._step_passes,
+            step_passes=self._complete_step_without_listeners,
             is_recorded=lambda: self.records.are_read,
-            is_loss_needed=lambda: is_asked_by_signal or any(getattr(self.manager.has_listeners, event) for event in askers),
+            is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in events),
         )
         self.eval_driver = LifecycleDriver(self.eval_spans, {})
         self.eval_driver.is_barred = self._is_barred
         self._order = BoundaryOrder(host, self.driver, self.eval_driver)
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval_ctx.excuse = self._order.excuse
-        self._judging = self.eval_driver.opened
+        self._open_eval_spans = self.eval_driver.opened
         self._found: dict[str, dict[str, float]] = {}
         self.losses: Callable[[], Tensor | None] = lambda: None
-        """The step's mean loss, or None; the host says how it is found."""
+        """Returns the step's mean loss, or None. The host sets this function."""
         self.other_losses: Mapping[str, Tensor] = {}
-        """Beside that, the step's others by name."""
+        """The step's other losses by name."""
         self.step_skipped = False
-        """Whether the optimizer left this step out."""
+        """Whether the optimizer skipped this step."""
         self.grad_norm: Any = None
-        """The step's, where the host has heard it when `clip_gradients` ends; else clipping is the loop's own, and says nothing."""
+        """The step's gradient norm, if the host knows it when `clip_gradients` ends, else None."""
         self.counted = (0, 0)
-        """The samples and tokens of the step in hand."""
+        """The samples and tokens of the current step."""
         self.found: dict[str, dict[str, float]] = {}
-        """What the evaluation in hand has found so far, by the dataset's name."""
+        """The results of the current evaluation so far, by dataset name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
-        """Results of evaluations that the loop made within the step in hand; they are told when it is over."""
+        """Results of evaluations that the loop made within the current step. Their events are fired when the step has ended."""
         self.hints: Mapping[str, str] = {}
-        """For a request that cannot be carried out here, how it could."""
+        """By the name of an unsupported request: what to do so that the host supports it."""
         self.parts: dict[str, Stateful] = {}
-        """What a checkpoint holds of the host, beside model, optimizer, scheduler and the callbacks; this rank's own."""
+        """The host's own state in a checkpoint, besides model, optimizer, scheduler and callbacks. Each rank has its own."""
         self._next_boundary = 0
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
 
     def begin(self, resume: str | None = None, *, data_is_made: bool = True) -> None:
-        """Acquire the lock of the run's folder, fire the run's start, load what `resume` names, and fire `on_data_init_start`; with
-        `data_is_made` also its end.
+        """Acquire the lock of the run's folder, fire `on_run_start`, load what `resume` names, and fire `on_data_init_start`; with
+        `data_is_made` also `on_data_init_end`.
 
         Raises:
             RunInUseError: another process trains in the run's folder.
@@ -201,7 +202,7 @@ class HostedRun:
             self._begin(resume, data_is_made=data_is_made)
         except Exception as error:
             if resume is not None:
-                mark_as_users(error)  # training may not go on as if no resume had been asked for
+                mark_as_users(error)  # training must not continue as if no resume had been asked for
             raise
 
     def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
@@ -236,12 +237,12 @@ class HostedRun:
         self.boundaries.begin()
 
     def finish(self) -> None:
-        """Training is over: tell its end, carry out what was asked for last, and end the run."""
+        """Fire the end of training, carry out the last requests, and end the run."""
         self.finish_training()
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """The same, for a host that may still evaluate or test. What was logged after the last record is told."""
+        """Do the same without ending the run, for a host that may still evaluate or test. Make a last metrics record."""
         self.records.tally.stop()
         self.records.tally.settle(self.state)
         self.driver.end("train")
@@ -251,28 +252,30 @@ class HostedRun:
         self.boundaries.conclude()
 
     def fail(self, error: BaseException) -> None:
-        """An exception leaves the loop: tell it, and the end."""
+        """Fire `on_exception` and the end of the run: an exception has left the loop."""
         self.driver.forget()
         self.eval_driver.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Have the hooks that observe this run call `leave`, a method of the host, with an error of their own. It raises what the user has
-        to know of; else the hooks go on in the user's computation. The host is not kept alive."""
+        """Make the hooks that observe this run call `leave`, a method of the host, with any error of their own.
+
+        `leave` raises the error if the user has to know of it. Otherwise the user's computation continues. The host is not kept alive.
+        """
         self.driver.give_up = self.eval_driver.give_up = weakly(leave)
 
     # --- after a step and an epoch ---
 
     def end_step(self) -> bool:
-        """The step in hand is over; whether training is to end."""
+        """End the current step, and return whether training has to end."""
         self.driver.end_step()
         ctx, made = self.ctx, self.made
         if made:
             self.made = []
             self.records.tally.settle(self.state)
             self.records.tell(ctx)
-            self._tell_all(made)
+            self._fire_evaluations(made)
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
             is_over = self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
@@ -282,9 +285,9 @@ class HostedRun:
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
-        """The epoch in hand is over, or left; its boundary is reached later, behind the evaluation that the host makes of it."""
-        for part in ("train_step", "fetch"):  # one that was left in its midst, and one that found the data at its end
-            self.driver.end(part)
+        """End the current epoch without its boundary, which the host reaches later, after the evaluation of the epoch."""
+        for span in ("train_step", "fetch"):  # a step that the loop has left early, and a fetch that found no more data
+            self.driver.end(span)
         self.records.tally.settle(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
@@ -293,13 +296,17 @@ class HostedRun:
         self.driver.end("epoch")
 
     def end_epoch(self, *, is_whole: bool) -> bool:
-        """The epoch in hand is over, or left; whether training is to end."""
+        """End the current epoch and reach its boundary; return whether training has to end. A partial epoch has no boundary."""
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 
     def check_supported(self, *, strict: bool, logger: Any, driver: LifecycleDriver | None = None) -> None:
-        """After the first step, or the first of the `narrator` of evaluations: refuse, or warn of, events that somebody hears and that
-        the host has not told.
+        """Reject, or warn of, events that have listeners and that the host did not fire in its first step.
+
+        Args:
+            strict: whether to raise an error; else log a warning.
+            logger: logs the warnings.
+            driver: the driver that has seen its first step. None: the driver of training.
 
         Raises:
             NotSupported: with `strict`; the message names event, callbacks and host.
@@ -307,7 +314,7 @@ class HostedRun:
         synthesized = (driver or self.driver).synthesized
         for name in sorted(synthesized, key=list(SPANS).index):
             for event in (SPANS[name].start_event, SPANS[name].end_event):
-                self._not_supported(event, "has not told it in its first step", strict, logger, _CAUSES.get(name, ""))
+                self._not_supported(event, "did not fire in its first step", strict, logger, _CAUSES.get(name, ""))
         synthesized.clear()
 
     # --- checkpoints of the host's own ---
@@ -315,9 +322,13 @@ class HostedRun:
     def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
     ) -> CheckpointInfo:
-        """Tell a checkpoint that the host has just written, of the last step or of `step`; `write` adds to it what is kept here.
+        """Fire the events of a checkpoint that the host has just written.
 
-        One that is still on its way to the disk is not published; `publish` is for when it is there.
+        Args:
+            path: where the checkpoint is.
+            write: adds the callbacks' states to the checkpoint.
+            is_durable: whether all of it is on the disk. Otherwise `publish` has to be called once it is.
+            step: the step of the checkpoint. None: the last step.
         """
         ctx, checkpoints = self.ctx, self.checkpoints
         requests, checkpoints.requests = checkpoints.requests, ()
@@ -345,32 +356,36 @@ class HostedRun:
         return info
 
     def publish(self, info: CheckpointInfo) -> None:
-        """Tell that a checkpoint of the host is there, whole."""
+        """Fire `on_checkpoint_published` for a checkpoint of the host that is completely written."""
         ctx = self.ctx
         ctx.checkpoint = info
         self.manager.fire("on_checkpoint_published", ctx)
         ctx.close("on_checkpoint_published")
 
     def reject(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
-        """Refuse, or warn of, callbacks that would hear nothing of this host but the run's start and end, or whose every request it cannot
-        carry out, as far as their source shows; log what others will miss.
+        """Reject, or warn of, callbacks that cannot work with this host.
+
+        Such a callback listens to no event that this host fires besides the run's start and end, or the host supports none of the
+        requests that the callback's source code makes. For other callbacks, log which of their events and requests are unsupported.
 
         Args:
-            never: the events that it never tells.
+            never: the events that this host never fires.
+            strict: whether to raise an error; else log a warning.
+            logger: logs the messages.
 
         Raises:
             NotSupported: with `strict`; the message names event, callbacks and host.
         """
         edges = {"on_run_start", "on_run_end"}
-        told = {each for event in EVENTS if event not in edges and event not in never for each in self._listeners(event)}
+        served = {each for event in EVENTS if event not in edges and event not in never for each in self._listeners(event)}
         for event in never:
-            if any(each not in told for each in self._listeners(event)):
-                self._not_supported(event, "never tells it", strict, logger)
+            if any(each not in served for each in self._listeners(event)):
+                self._not_supported(event, "does not fire", strict, logger)
         for each in dict.fromkeys(each for event in never for each in self._listeners(event)):
-            if each in told and not self._listens_to_all(each):
+            if each in served and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._listeners(event))
-                logger.info("%s hears %s besides, which %s never tells", _name_of(each), missed, self.host)
-        if self.control.able and _REQUESTS - self.control.able:  # with none at all, nothing is trained that could be asked for
+                logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self.host)
+        if self.control.able and _REQUESTS - self.control.able:  # a run that supports no request at all does not train
             self._reject_requests(strict=strict, logger=logger)
 
     def _reject_requests(self, *, strict: bool, logger: Any) -> None:
@@ -379,15 +394,15 @@ class HostedRun:
             if cannot := sorted(asked - self.control.able):
                 missed = ", ".join(f"ctx.control.{request}" for request in cannot)
                 if not asked & self.control.able:
-                    message = f"{label_of(each)} asks for {missed}, which {self.host} cannot do on request here"
+                    message = f"{label_of(each)} asks for {missed}, which {self.host} does not support here"
                     if strict:
                         hint = next(
                             (self.hints[request] for request in cannot if request in self.hints), "leave the callback out"
                         )
-                        raise NotSupported(f"{message}; {hint}, or pass strict=False to go on until it asks")
+                        raise NotSupported(f"{message}; {hint}, or pass strict=False to get the error only if it asks")
                     logger.warning("%s", message)
                 else:
-                    logger.info("%s may ask for %s, which %s cannot do on request here", label_of(each), missed, self.host)
+                    logger.info("%s may ask for %s, which %s does not support here", label_of(each), missed, self.host)
 
     def _listeners(self, event: str) -> list[Any]:
         return self.manager.list_callbacks(event)
@@ -396,13 +411,13 @@ class HostedRun:
         listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._listens_to_all(each))
         if not listeners:
             return
-        message = f"{listeners} hears {event}, and {self.host} {why}{cause}"
+        message = f"{listeners} listens to {event}, which {self.host} {why}{cause}"
         if strict:
-            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to go on without that event")
+            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to train without that event")
         logger.warning("%s", message)
 
     def _listens_to_all(self, listener: Any) -> bool:
-        """Whether it takes what there is, and asks for no event by its name."""
+        """Return whether it listens to all events, so that it depends on none."""
         if isinstance(listener, Callback):
             return type(inner(listener)).on_event is not Callback.on_event
         return all(listener in self.manager.list_callbacks(event) for event in EVENTS)
@@ -410,12 +425,12 @@ class HostedRun:
     # --- evaluation ---
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Whether anybody hears, of the steps of an `eval` or `test`, the model's forward, or could read its outputs behind it."""
+        """Return whether a handler listens to the forward of an `eval` or `test` step, or could read the outputs at the step's end."""
         forward, step = getattr(self.eval_spans, f"{kind}_forward"), getattr(self.eval_spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_evaluations(self, *, standalone: bool = False) -> None:
-        """The host begins to evaluate; nothing where it has begun."""
+        """Note that the host begins to evaluate, if it has not begun yet."""
         ctx, driver = self.eval_ctx, self.eval_driver
         if not driver.is_open("eval_all"):
             self.records.tally.stop()
@@ -424,13 +439,13 @@ class HostedRun:
             driver.start("eval_all")
 
     def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
-        """The host begins to evaluate a dataset; of a run's evaluation the first, or the next."""
+        """Note that the host begins to evaluate a dataset: the first or the next one of an evaluation."""
         self.begin_evaluations(standalone=standalone)
         self.eval_ctx.eval_name = name
         self.eval_driver.start("eval")
 
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
-        """The dataset in hand is evaluated: its losses and metrics by name."""
+        """End the evaluation of a dataset. `found` holds its losses and metrics by name."""
         ctx = self.eval_ctx
         self.found[name] = values = {metric: float(value) for metric, value in found.items()}
         ctx.eval_name = name
@@ -439,10 +454,10 @@ class HostedRun:
         self.eval_driver.end("eval")
 
     def end_evaluation(self) -> None:
-        """All datasets are evaluated."""
+        """End the evaluation: all datasets are done."""
         if not self.eval_driver.is_open("eval_all"):
             if self._found and self.driver.is_open("train_step"):
-                self.made.append(self._found)  # told when the step is over
+                self.made.append(self._found)  # its events are fired when the step has ended
             self._found = {}
             self.records.tally.start()
             return
@@ -452,7 +467,7 @@ class HostedRun:
         self.records.tally.start()
 
     def fire_evaluation(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Tell an evaluation that the host has made, after the fact: its results by the dataset's name, then by the metric's."""
+        """Fire the events of an evaluation that the host has already made. `results` are by dataset name, then by metric name."""
         for name, found in results.items():
             self.begin_evaluation(name, standalone=standalone)
             self.end_dataset(name, found)
@@ -460,29 +475,29 @@ class HostedRun:
             self.end_evaluation()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """The same between two epochs, or outside training: a record and a checkpoint may follow."""
+        """Do the same between two epochs or outside training, where a metrics record and a checkpoint may follow."""
         self.records.tally.settle(self.state)
-        self._tell_all([results])
+        self._fire_evaluations([results])
         self.boundaries.fire_checkpoint_due("epoch")
 
-    def _tell_all(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
+    def _fire_evaluations(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
         for results in made:
             self.fire_evaluation(results, standalone=not self.driver.is_open("train"))
         self.records.tell(self.ctx)
 
-    # --- where the framework does what the host did not foresee ---
+    # --- when the framework does something that the host does not expect ---
 
     def _is_barred(self, name: str) -> bool:
-        """Whether an evaluation, a test or a prediction may not begin where training is now."""
-        if len(self._judging) > 1:  # another one, whose end was not reported
+        """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
+        if len(self._open_eval_spans) > 1:  # an earlier one, whose end was not reported
             self.leave_evaluation()
         return self._order.is_barred(name)
 
     def leave_evaluation(self) -> None:
-        """The framework goes on, and has not said that the evaluation is over: end it, so that the weights are those that are trained."""
+        """End an evaluation whose end the framework has not reported, so that callbacks put the trained weights back."""
         driver = self.eval_driver
-        self.driver.say_once(
-            f"{self.host} goes on, and the end of {self._judging[1].name} was not reported. It is ended here; training goes on."
+        self.driver.warn_once(
+            f"{self.host} continues, and the end of {self._open_eval_spans[1].name} was not reported. It is ended here; training continues."
         )
         if driver.is_open("eval"):
             self.end_dataset(self.eval_ctx.eval_name if self.eval_ctx.has("eval_name") else "validation", {})
@@ -491,61 +506,62 @@ class HostedRun:
         for span in ("test", "predict"):
             driver.end(span)
 
-    def _train_goes_on(self) -> None:
-        if len(self._judging) > 1:
+    def _continue_training(self) -> None:
+        if len(self._open_eval_spans) > 1:
             self.leave_evaluation()
         self._order.leave()
 
-    # --- what stands before an event ---
+    # --- what is done just before an event is fired ---
 
-    def _epoch_begins(self) -> None:
-        self._train_goes_on()
+    def _prepare_epoch(self) -> None:
+        self._continue_training()
         self.ctx.epoch = self.state.timestamp.epoch + 1
         self.records.tally.start()
 
-    def _step_begins(self) -> None:
-        if len(self._judging) > 1:
+    def _prepare_step(self) -> None:
+        if len(self._open_eval_spans) > 1:
             self.leave_evaluation()
         self._order.leave()
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
 
-    def _gradients_are_there(self) -> None:
+    def _set_loss(self) -> None:
         loss = self.losses()
         if loss is not None:
             self.ctx.loss = loss
 
-    def _clipped(self) -> None:
+    def _set_grad_norm(self) -> None:
         self.ctx.grad_norm = self.grad_norm
 
-    def _optimizer_begins(self) -> None:
+    def _set_learning_rate(self) -> None:
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0]["lr"]
             if isinstance(rate, Tensor):
-                rate = rate.clone()  # a scheduler writes over it where it stands
+                rate = rate.clone()  # a scheduler changes the tensor in place
             self.ctx.learning_rate = self.records.learning_rate = rate
 
-    def _optimizer_ends(self) -> None:
+    def _set_step_skipped(self) -> None:
         self.ctx.step_skipped = self.step_skipped
 
-    def _step_ends(self) -> None:
+    def _complete_step(self) -> None:
         ctx, loss = self.ctx, self._count_step()
         if loss is not None:
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             self.records.add(ctx.loss_dict, moved=not self.step_skipped)
-        ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped  # where nobody hears what they come with
-        if not ctx.has("learning_rate"):  # skipped, or of an optimizer that nobody listened to when it began
-            self._optimizer_begins()
+        # The events that set these fields are left out if they have no listeners.
+        ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
+        if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or had no listeners
+            self._set_learning_rate()
 
-    def _step_passes(self) -> None:
-        """It ends, and nobody hears that: nothing of it is left but what it counts for."""
+    def _complete_step_without_listeners(self) -> None:
+        """Count the step, record its loss, and close its fields without setting them: no event of the step has a listener."""
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None:
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
-                self._optimizer_begins()
-            ctx.loss, ctx.learning_rate = None, 0.0  # a slot that is empty cannot be emptied
+                self._set_learning_rate()
+            ctx.loss, ctx.learning_rate = None, 0.0  # `del` raises an AttributeError for an empty slot
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif not self.step_skipped:
@@ -554,7 +570,7 @@ class HostedRun:
         del ctx.batch
 
     def _count_step(self) -> Tensor | None:
-        """Count the step and what its batches held; gives its loss, where that is read."""
+        """Count the step with its samples and tokens; return its loss, or None if nobody reads that."""
         self._order.reach()
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
@@ -565,13 +581,15 @@ class HostedRun:
 
 
 def _is_other_and_alive(thread: threading.Thread) -> bool:
-    """Whether a loop that was begun in `thread` may be running beside the caller's. In the caller's own thread it is taken for over: a
-    framework whose loop ends with an exception tells nobody."""
+    """Return whether a loop that began in `thread` may be running at the same time as the caller's.
+
+    A loop of the caller's own thread counts as ended: a framework does not report it when an exception ends its loop.
+    """
     return thread is not threading.current_thread() and thread.is_alive()
 
 
 class _Records(Records):
-    """Records of a host: none is fired where the lifecycle has none, and what was logged is in the next."""
+    """Records of a host. Where the lifecycle has no log boundary, no record is made, and what was logged is in the next one."""
 
     may_come: Callable[[str], bool]
 
@@ -581,7 +599,7 @@ class _Records(Records):
 
 
 class _Boundaries(Boundaries):
-    """Boundaries of a host: no checkpoint is due where the lifecycle has none, and what was asked for is saved at the next."""
+    """Boundaries of a host. Where the lifecycle has no `on_checkpoint_due`, requests to save wait for the next boundary."""
 
     may_come: Callable[[str], bool]
 
@@ -594,13 +612,13 @@ _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_che
 
 _CAUSES: Mapping[str, str] = {
     "forward": (
-        ": a loss went backward before the model was called. Either another model is trained first in the same step, as a GAN's"
-        " discriminator is; then give that one as the model. Or the loop calls the model by its parts; then have it call the model itself"
+        ": backward() was called before the model was. If the step trains another model first, such as a GAN's discriminator, give that one"
+        " as the model. If the loop calls submodules of the model, make it call the model itself"
     ),
-    "backward": ": backward() was not called on a loss of this step while the step was open",
-    "optimizer_step": ": the optimizer that the bridge was given was not stepped",
+    "backward": ": backward() was not called on a loss within this step",
+    "optimizer_step": ": the loop did not step the optimizer that the bridge was given",
 }
-"""What has probably happened where a part of the first step was not told, and what to do."""
+"""By a span of the first step that was not fired: the probable cause, and what to do."""
 
 _REQUESTS = frozenset({"stop", "save", "evaluate"})
 

@@ -1,8 +1,8 @@
-"""The narrator: tells the whole lifecycle, in its order, for a loop that says only some of it.
+"""The lifecycle driver: fires all events of the lifecycle in order for a loop that reports only some of them.
 
-A host says where its loop is: "a forward begins", "the optimizer has stepped". The narrator knows the lifecycle's tree: what has to be
-open is opened, what stands before is told, and what is left open inside is ended. So whatever a host leaves out, callbacks hear events in
-the lifecycle's order; what had to be made up for that is remembered in `synthesized`, for the host to judge.
+A host reports where its loop is: "a forward begins", "the optimizer has stepped". The driver knows the tree of spans. It opens the spans
+around the reported one, fires those that come before it, and ends those that are still open inside. So events are fired in lifecycle
+order, whatever the host leaves out. The spans that the driver synthesized for that are in `synthesized`, which the host checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """The span that each stands in; those that may stand in several are not in it."""
+    """Return the parent of each span, without the spans that may have several parents."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -28,12 +28,12 @@ def _parents() -> dict[str, str]:
 
 
 PARENT: Mapping[str, str] = _parents()
-"""The span that each span stands in, but for those that may stand in several, such as an evaluation."""
+"""The parent of each span, without the spans that may have several parents, such as an evaluation."""
 
 SEQUENCE: Mapping[str, tuple[str, ...]] = {
     span.name: tuple(names_in(span.order)) for span in SPANS.values() if re.fullmatch(r"[a-z_]+\+?( [a-z_]+\+?)*", span.order)
 }
-"""The spans that must stand in a span, in their order, for those that leave no choice."""
+"""The spans inside a span, in order, for each span in which that order is fixed."""
 
 _REPEATED = frozenset(name for span in SPANS.values() for name in re.findall(r"([a-z_]+)\+", span.order))
 _CLOSING = frozenset(closes for field in FIELDS.values() for _, closes in field.windows) | {
@@ -46,8 +46,9 @@ _STEP_GROUPS = (
     ("clip_gradients",),
     ("optimizer_step",),
 )
-"""What stands in a step or before it, by what can be left out together where nobody hears it."""
-_BACKWARD, _BEHIND = 1, (2, 3)
+"""The spans of a step and its fetch. The spans of a group are left out together if none of them has listeners."""
+_BACKWARD, _AFTER_BACKWARD = 1, (2, 3)
+"""Indices into `_STEP_GROUPS`."""
 
 Act = Callable[[], None]
 
@@ -57,7 +58,7 @@ def _raise(error: Exception) -> None:
 
 
 class Part:
-    """One span as a narrator sees it: what is always so of it, and how it is now. The step's path asks this at every edge."""
+    """One span as the driver sees it: its place in the lifecycle, and its current state. Each event of a step reads it."""
 
     __slots__ = (
         *("act_at_end", "before_start", "closes", "done", "index", "is_open", "has_no_listeners", "is_repeated", "name"),
@@ -73,22 +74,25 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        self.needed = 0  # how many of them have to be told before its end
-        self.index = -1  # in the parent's sequence, where it has one
+        self.needed = 0  # how many spans of the sequence have to be fired before this one ends
+        self.index = -1  # in the parent's sequence, if the parent has one
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # how many of its sequence have been told
+        self.done = 0  # how many spans of the sequence have been fired
 
 
 class LifecycleDriver:
-    """Where a loop is in the lifecycle; see the module.
+    """Tracks where a loop is in the lifecycle, and fires its events; see the module.
 
     Args:
-        spans: those of the run's context.
-        before: by event, what is to be done just before it is told, such as setting the fields whose window opens there.
-        step_passes: what is to be done instead where a step ends and nobody has heard or hears anything of it: no field has to be told,
-            and those that were set all the same have to be shut.
-        is_recorded: whether anybody reads what steps leave behind, such as records; it may change where the call sheet does.
-        is_loss_needed: whether anybody will be told the last step's loss all the same, of a checkpoint; it may change there too.
+        spans: the spans of the run's context.
+        before: by event, a function that is called just before the event is fired. It sets the fields whose window opens there, for
+            example.
+        step_passes: called instead at the end of a step of which no event has a listener. No field has to be set then, and fields that
+            were set have to be closed.
+        is_recorded: returns whether anything besides a handler reads the results of steps, such as metrics records. The result may change
+            whenever the call sheet does.
+        is_loss_needed: returns whether anything else reads the last step's loss, such as a checkpoint. The result may change whenever the
+            call sheet does.
     """
 
     def __init__(
@@ -114,67 +118,69 @@ class LifecycleDriver:
         self._step, self._step_passes = parts["train_step"], step_passes
         self._epoch, self._fetch = parts["epoch"], parts["fetch"]
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
-        self._heard_at = -1  # which call sheet it was that was last looked at
-        self._open = [parts["run"]]  # the innermost last; the run's own edges are told by its lifetime
+        self._seen_links = -1  # the version of the call sheet at the last `listen`
+        self._open = [parts["run"]]  # the innermost last; the run's lifetime fires the run's start and end
         parts["run"].is_open = True
         self.has_listeners = False
-        """Whether anybody hears anything of a step, by the last `listen`."""
+        """Whether any event of a step had a listener at the last `listen`."""
         self.is_read = True
-        """Whether anybody does, or reads what steps leave behind: else they need only be counted."""
+        """Whether, besides, anything reads the results of steps. Otherwise steps are only counted."""
         self.is_loss_read = True
-        """Whether anybody does, or is told the last step's loss of a checkpoint: else no host need find it."""
-        self._said: set[str] = set()
+        """Whether, besides, a checkpoint needs the last step's loss. Otherwise the host need not compute it."""
+        self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
-        """Hooks in the model, the optimizer and `backward` call this with an error of their own. It raises what the user has to know of."""
+        """Hooks in the model, the optimizer and `backward` call this with their own errors. It raises those the user has to know of."""
         self.is_barred: Callable[[str], bool] = lambda name: False
-        """Whether a span directly under the run may not begin now; then neither does what stands in it."""
+        """Returns whether a span directly below the run must not begin now. The spans inside it do not begin either then."""
         self.synthesized: set[str] = set()
-        """Spans that the host has not spoken of, and that were told as empty because something stands behind them."""
+        """Spans that the host did not report, and that were fired as empty because a later span was reported."""
 
-    def say_once(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         """Log a warning about what the loop does, unless this run has logged it before."""
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning("%s", message)
 
     def is_open(self, name: str) -> bool:
-        """Whether the loop is inside such a span. Where a step asks, its own `part.is_open` is the shorter way."""
+        """Return whether the loop is inside this span. Code that runs in each step reads `parts[name].is_open`, which is faster."""
         return self.parts[name].is_open
 
     def listen(self) -> bool:
-        """Before a step: of its parts, leave out what nobody hears, events and places both; what stands before their edges is done.
+        """Decide before a step which of its spans have no listeners and are left out. The functions of `before` are called all the same.
 
-        Whether that is other parts than in the step before: only then need a host ask what is heard, and put up its hooks.
+        Return whether this has changed since the step before. Only then does a host have to install or remove hooks.
         """
-        if self._heard_at == self._spans.links:
+        if self._seen_links == self._spans.links:
             return False
-        is_news, self._heard_at = self._heard_at < 0, self._spans.links
-        quiet = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        quiet[_BACKWARD] &= "outputs" not in self._ctx.kept  # which somebody reads later
-        for behind in _BEHIND:  # these end it, where somebody hears it
-            quiet[behind] &= quiet[_BACKWARD]
+        has_changed, self._seen_links = self._seen_links < 0, self._spans.links
+        unheard = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
+        unheard[_BACKWARD] &= "outputs" not in self._ctx.kept  # a later handler reads the model's outputs
+        for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward
+            unheard[later] &= unheard[_BACKWARD]
         step = self._step
-        has_listeners = not all(quiet) or step.span.starts is not None or step.span.ends is not None
+        has_listeners = not all(unheard) or step.span.starts is not None or step.span.ends is not None
         is_read = has_listeners or self._is_recorded()
         now = has_listeners, is_read, is_read or self._is_loss_needed()
-        is_news |= now != (self.has_listeners, self.is_read, self.is_loss_read)
+        has_changed |= now != (self.has_listeners, self.is_read, self.is_loss_read)
         self.has_listeners, self.is_read, self.is_loss_read = now
-        for group, has_no_listeners in zip(self._groups, quiet, strict=True):
+        for group, has_no_listeners in zip(self._groups, unheard, strict=True):
             if group[0].has_no_listeners is not has_no_listeners:
-                is_news = True
+                has_changed = True
                 for part in group:
                     part.has_no_listeners = has_no_listeners
-        if is_news:
+        if has_changed:
             step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.has_no_listeners), default=0)
-        return is_news
+        return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Whether anybody hears this part of the step, or another that is left out with it."""
+        """Return whether this span of the step has listeners, or another of its group has."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """The loop enters a span: whatever has to be open around it or told before it is. Nothing where it is open, unless it can stand
-        several times in a row: then the next begins."""
+        """Enter a span: open the spans around it and fire those before it first.
+
+        Do nothing if the span is open, unless it can be repeated: then the next one begins.
+        """
         part = self.parts[name]
         if part.has_no_listeners:
             if part.before_start is not None:
@@ -189,14 +195,14 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # it is over: a forward, say, behind the optimizer's step
+                    return  # the parent has ended: a forward after the optimizer's step, for example
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
                 if index != parent.done:
                     if index < parent.done and not part.is_repeated:
-                        return  # told already: a second forward, say, of one microbatch
-                    self._make_up(parent, index)
+                        return  # fired already: a second forward of one microbatch, for example
+                    self._synthesize(parent, index)
                 parent.done = index + 1
             elif part is self._step:
                 if not parent.done and not self._fetch.has_no_listeners:
@@ -204,7 +210,7 @@ class LifecycleDriver:
                     self.tell("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # of an epoch: its next step has a batch
+                parent.done = 1  # the epoch's next step has a batch
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)
@@ -213,7 +219,7 @@ class LifecycleDriver:
             part.span.__enter__()
 
     def end(self, name: str) -> None:
-        """The loop leaves a span, and with it what is open inside; nothing where it is not open."""
+        """Leave a span, and the spans that are open inside it. Do nothing if it is not open."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.act_at_end is not None:
@@ -224,7 +230,7 @@ class LifecycleDriver:
             self._pop()
 
     def start_step(self) -> None:
-        """`start("train_step")`, by a short way where nobody hears that and the epoch has come to it."""
+        """Do `start("train_step")`, with less work if the event has no listeners and the epoch has reached the step."""
         step, epoch = self._step, self._epoch
         if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
@@ -236,7 +242,7 @@ class LifecycleDriver:
         step.is_open, step.done = True, 0
 
     def end_step(self) -> None:
-        """`end("train_step")`, by a short way where nobody hears anything of it."""
+        """Do `end("train_step")`, with less work if no event of the step has listeners."""
         step, passes = self._step, self._step_passes
         if passes is None or self._open[-1] is not step or step.needed or step.span.ends is not None or self._ctx.kept:
             self.end("train_step")
@@ -246,7 +252,7 @@ class LifecycleDriver:
             step.is_open = False
 
     def tell(self, name: str) -> None:
-        """The loop has been in a span, or is passing it by: both of its edges."""
+        """Enter a span and leave it at once: the loop has already left it, or does nothing in it."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.before_start is not None:
@@ -259,7 +265,7 @@ class LifecycleDriver:
 
     @property
     def opened(self) -> Sequence[Part]:
-        """The open spans, the innermost last: always the same list."""
+        """The open spans, the innermost last. It is always the same list."""
         return self._open
 
     @property
@@ -268,14 +274,14 @@ class LifecycleDriver:
         return self._open[-1].name
 
     def forget(self) -> None:
-        """The loop was left by an exception: nothing is open any more, and no end is told."""
+        """Close all spans without firing their ends: an exception has left the loop."""
         while len(self._open) > 1:
             self._open.pop().is_open = False
 
     def _pop(self) -> None:
         part = self._open[-1]
         if part.done < part.needed:
-            self._make_up(part, part.needed)
+            self._synthesize(part, part.needed)
         if part.act_at_end is not None:
             part.act_at_end()
         self._open.pop()
@@ -285,9 +291,11 @@ class LifecycleDriver:
         if part.closes is not None:
             self._ctx.close(part.closes)
 
-    def _make_up(self, parent: Part, until: int) -> None:
-        """What comes in the innermost span before that part in its sequence, and was not told; of what is left out, what stands before
-        its edges is done: fields that are read behind it are set there."""
+    def _synthesize(self, parent: Part, until: int) -> None:
+        """Fire the spans of `parent` that were not fired, up to index `until`.
+
+        For spans without listeners, call the functions of `before` alone: they set fields that are read later.
+        """
         for part in parent.sequence[parent.done : until]:
             if not part.has_no_listeners:
                 self.synthesized.add(part.name)

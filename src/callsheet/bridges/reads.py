@@ -1,4 +1,7 @@
-"""What a callback reads of the context, as its source shows: for hosts that refuse by name what needs more than they have to give."""
+"""Which fields and methods of the context a callback uses, read from its source code.
+
+Hosts use this to reject callbacks that need something the host does not support.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _NAMES = ("ctx", "context")
 
 
 def reads_of(callback: Callback) -> set[str]:
-    """The fields and methods of the context that the methods of its class, and of those it inherits from, name: `loss`, `control.stop`.
+    """Return the fields and methods of the context that the callback's class and its base classes use, such as `loss` or `control.stop`.
 
-    Left out is what it asks for first, with `ctx.has("loss")`. What it hands the context on to is not followed, and a class without
-    source says nothing.
+    Fields that the class checks with `ctx.has("loss")` are left out. Functions that receive the context are not searched, and a class
+    without source code has none.
     """
     found, asked = set(inner(callback).snapshot_fields), set[str]()
     for kind in type(inner(callback)).__mro__:
@@ -34,12 +37,12 @@ def reads_of(callback: Callback) -> set[str]:
 
 
 def writes_to_run_folder(callback: Callback) -> bool:
-    """Whether the callback may write files to the run's folder: it says so, or its source reads where that folder is."""
+    """Return whether the callback may write files to the run's folder: it declares so, or its source code reads `run.folder`."""
     return inner(callback).writes_to_run_folder or "run.folder" in reads_of(callback)
 
 
 def _path(node: Any) -> str:
-    """`control.stop` of `ctx.control.stop`; empty for what is not of the context."""
+    """Return `control.stop` for `ctx.control.stop`, and an empty string for an expression without the context."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -50,5 +53,5 @@ def _path(node: Any) -> str:
 def _tree(kind: type) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):  # made where there is no source
+    except (OSError, TypeError, SyntaxError):  # the class has no source file
         return ast.Module([], [])

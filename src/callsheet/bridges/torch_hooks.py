@@ -1,4 +1,4 @@
-"""What a loop does not tell, heard from PyTorch itself: the model's forward, the loss's backward, the optimizer's step."""
+"""Hooks in PyTorch that report what a loop does not: the model's forward, the loss's backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from callsheet.context import Context
 logger = logging.getLogger("callsheet")
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
-_watches: list[
-    BackwardWatch
-] = []  # the latest made last: it is asked first, so that a run within another's step has its own losses
-_backward = _ORIGINAL_BACKWARD  # what stands behind ours
-_stands = False  # whether ours does, as far as we know: somebody may stand before it by now, who calls it
+_watches: list[BackwardWatch] = []
+"""In the order of their creation. The latest is called first, so that a run within a step of another run gets its own losses."""
+_backward = _ORIGINAL_BACKWARD  # the function that ours has replaced, and calls
+_is_installed = False  # whether ours is installed; another library may have wrapped it since
 
 
 class InertHooks:
-    """The owner of hooks in a copy of a model: whoever calls the copy is not the loop, so all that it is asked is nothing, and no."""
+    """The owner of hooks in a copy of a model. The loop does not call the copy, so each method does nothing and returns None."""
 
     def __getattr__(self, name: str) -> InertHooks:
         if name.startswith("__"):
@@ -38,57 +37,59 @@ class InertHooks:
 
 
 class NotCopied:
-    """The owner of hooks in a model; it is not copied, nor pickled, with the model."""
+    """The owner of hooks in a model. Copies and pickles of the model have `InertHooks` in its place."""
 
     is_inert: bool = False
-    """Whether who calls the model is not the loop, as with every copy."""
+    """Whether the hooks do nothing, as those of a copy."""
 
     def __reduce__(self) -> tuple[type[InertHooks], tuple[()]]:
         return InertHooks, ()
 
 
 class Hook:
-    """One of torch's hooks, registered only while it is wanted: a model with hooks is called more slowly. Copies of the owner have none.
+    """One of torch's hooks, registered only while it is needed, since hooks slow a model down. Copies of the model do not have it.
 
     Args:
-        register: the method of a model or an optimizer that registers it.
+        register: the method of a model or an optimizer that registers the hook.
     """
 
     def __init__(self, register: Callable[..., Any]) -> None:
         self._register = register
         self._remove: Callable[[], None] = lambda: None
         self.stands = False
-        """Whether it does."""
+        """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Put it up or take it away, if it is not so; the function is not kept here, whose owner keeps this."""
+        """Register the hook or remove it, if that is not done yet. Keep no reference to `function`: its owner refers to this object."""
         if is_wanted and not self.stands:
             self._remove, self.stands = add_hook(self._register, function), True
         elif not is_wanted:
             self.remove()
 
     def remove(self) -> None:
-        """Take it away, if it stands."""
+        """Remove the hook, if it is registered."""
         if self.stands:
             self._remove()
             self.stands = False
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
-    """The loop calls the model within a microbatch. A forward that follows a backward begins the step's next microbatch: a loop may take
-    several of what the host has told as one."""
+    """Start the forward: the loop calls the model within a microbatch.
+
+    A forward after a backward begins the step's next microbatch, since a loop may split what the host has reported as one microbatch.
+    """
     parts = driver.parts
     microbatch = parts["microbatch"]
     if microbatch.done == len(microbatch.sequence):
         if parts["backward"].is_open:
-            return  # computed again for the backward, as with activation checkpointing
+            return  # activation checkpointing computes the forward again during the backward
         given = ctx.microbatch if ctx.has("microbatch") else None
         driver.end("microbatch")
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # which the loop has had since the step began
-            driver.say_once(
+            ctx.microbatch = given  # the loop has this one since the step began
+            driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
             )
@@ -96,9 +97,9 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 class ModelHooks(NotCopied):
-    """Tells the forward of a model in training, and its outputs, which a callback may replace; other calls of it are not the loop's.
+    """Report the forward of a model in training and its outputs, which a callback may replace.
 
-    They stand in the model only between `listen(True)` and `listen(False)`.
+    Only calls within a microbatch are reported. The hooks are registered only between `listen(True)` and `listen(False)`.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module) -> None:
@@ -108,7 +109,7 @@ class ModelHooks(NotCopied):
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Stand in the model, or leave it as it was."""
+        """Register the hooks in the model, or remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -132,14 +133,14 @@ class ModelHooks(NotCopied):
         return outputs
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.listen(False)
 
 
 class JudgingHooks(NotCopied):
-    """Tells the forward of a model in evaluation or prediction, and its outputs, which a callback may replace.
+    """Report the forward of a model in evaluation, test or prediction and its outputs, which a callback may replace.
 
-    They stand in the model only between `listen(True)` and `listen(False)`.
+    The hooks are registered only between `listen(True)` and `listen(False)`.
 
     Args:
         kind: `eval`, `test` or `predict`.
@@ -152,7 +153,7 @@ class JudgingHooks(NotCopied):
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Stand in the model, or leave it as it was."""
+        """Register the hooks in the model, or remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -174,16 +175,16 @@ class JudgingHooks(NotCopied):
         return outputs
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.listen(False)
 
 
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[..., Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an optimizer's step, with `around` called in the closure's place and the closure before its arguments.
+    """Return the arguments of an optimizer's step with `around(closure, ...)` in place of the closure, or None if there is no closure.
 
-    None where the step has no closure. The arguments are as a step hook of torch's gets them, the optimizer first.
+    The arguments are as a step hook of torch's gets them, the optimizer first.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -193,15 +194,15 @@ def with_closure(
 
 
 class OptimizerHooks:
-    """Tells the optimizer's step; all of the gradients are there when it begins.
+    """Report the optimizer's step. When it begins, all gradients are computed.
 
-    The forward and the backward of a closure belong to the step that the optimizer is given it in: the optimizer's step is told to
-    begin behind the closure's first evaluation. Where the optimizer evaluates it several times, the last loss is the step's.
+    With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward of the
+    closure come before it. If the optimizer evaluates the closure several times, the last loss is the loss of the step.
 
     Args:
-        optimizers: those that the loop steps, the first one first and the last one last.
-        asks: whether the host asks for `has_stepped` also where nobody reads what a step leaves.
-        watch: where the loop's losses are summed.
+        optimizers: the optimizers, in the order in which the loop steps them.
+        asks: whether the host reads `has_stepped` also in steps whose results nothing reads.
+        watch: sums the loop's losses.
     """
 
     def __init__(
@@ -210,18 +211,18 @@ class OptimizerHooks:
         self._driver = driver
         self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
-        """Since this was last set to False."""
+        """Whether the optimizer has stepped since the host last set this to False."""
         self._asks = asks
         self._watch = watch
         self._is_given_closures = self._has_begun = False
         self._is_removed = False
-        self._kept: Sequence[Hook] = ()  # torch is iterating over the hooks that these are among
+        self._kept: Sequence[Hook] = ()  # torch is iterating over these hooks, so that they cannot be removed now
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
         self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Stand in the optimizer, as far as is needed for steps that somebody reads, or that nobody does."""
+        """Register the hooks that are needed, depending on whether anything reads the results of steps."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
@@ -242,15 +243,15 @@ class OptimizerHooks:
 
     def _begin(self) -> None:
         if not self._clip.has_no_listeners:
-            self._driver.tell("clip_gradients")  # whether or not the loop has clipped them
+            self._driver.tell("clip_gradients")  # also if the loop has not clipped them
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
-        elif own.before_start is not None and self._driver.is_read:  # as the narrator would, without a call of it at every step
+        elif own.before_start is not None and self._driver.is_read:  # as the driver does, but without calling it in every step
             own.before_start()
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the closure's place."""
+        """Evaluate the closure; after its first evaluation, start the optimizer's step."""
         loss = closure(*args, **kwargs) if self._watch is None else self._watch.evaluate(closure, *args, **kwargs)
         try:
             if not self._has_begun:
@@ -275,11 +276,11 @@ class OptimizerHooks:
     def _fail(
         self, error: Exception, ours: Sequence[Hook], hooks: dict[int, Callable[..., Any]], own: Callable[..., Any]
     ) -> None:
-        """Give up inside one of the hooks, over which torch is iterating."""
+        """Give up inside one of the hooks, while torch is iterating over them."""
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # torch iterates no further
+        except BaseException:  # torch stops iterating
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -295,13 +296,13 @@ class OptimizerHooks:
             if not self._has_begun:  # the optimizer has not evaluated it
                 self._begin()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Nobody reads the steps, and there was no hook before this one. The loss in a checkpoint is the last all the same.
+            # Nothing reads the steps, so that no hook was registered before the step. Checkpoints need the last step's loss all the same.
             self._is_given_closures = True
             for hook in self._before:
                 hook.install(True, self._begins)
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Remove the hooks from the optimizer."""
         self._is_removed = True
         for hook in (*self._before, *self._after):
             if hook not in self._kept:
@@ -309,7 +310,7 @@ class OptimizerHooks:
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
-    """Call `remove` when torch has called the last of `hooks`: until then it iterates over them, and a key may not be removed."""
+    """Call `remove` after torch has called the last of `hooks`. Until then torch iterates over them, so that no key may be removed."""
     last = next(reversed(hooks))
     theirs = hooks[last]
     if theirs == own:
@@ -324,17 +325,17 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
                 hooks[last] = theirs
             remove()
 
-    hooks[last] = called  # replacing a value is allowed
+    hooks[last] = called  # replacing a value is allowed during the iteration
 
 
 class BackwardWatch:
-    """Tells the loss, which a callback may replace, and its backward.
+    """Report the loss, which a callback may replace, and its backward.
 
-    Torch has no hook that knows what `backward` was called on, so `Tensor.backward` is another function between `listen(True)`, which
-    stands from the beginning, and `listen(False)`. Calls from other threads, and on what is no scalar, go through as they are.
+    Torch has no hook that knows what `backward` was called on. So `Tensor.backward` is replaced from the beginning, and after
+    `listen(True)`, until `listen(False)`. Calls from other threads, and on tensors that are not scalars, are not reported.
 
     Args:
-        scaler: the `torch.amp.GradScaler` by which the loop scales the loss, which is then told without the scale.
+        scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is without the scale.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, scaler: Any = None) -> None:
@@ -348,7 +349,7 @@ class BackwardWatch:
         self.total: Tensor | None = None
         """The sum of the losses since this was last set to None, detached."""
         self.is_in_closure = False
-        """Whether an optimizer evaluates a closure, perhaps again: then a loss counts behind the step's backward, too."""
+        """Whether an optimizer is evaluating a closure, perhaps again. Then a loss counts also after the step's backward."""
         self._before_closure: Tensor | None = None
         self._listens = False
         _watches.append(self)
@@ -356,32 +357,32 @@ class BackwardWatch:
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
-        """Gives the total; no function of Python's own, since every step calls it."""
+        """A function that returns the total. Each step calls it, so it is a `partial` of a builtin, which is faster than a method."""
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """To `backward`, where anybody reads the loss or hears of it, or to nothing: where no run does, it is left as it was."""
+        """Watch `backward`, or stop watching it if nothing reads the loss. If no run watches it, restore the original function."""
         self._listens = is_read
         if not is_read:
             self.total = None
-        _stand(any(watch._listens for watch in _watches))
+        _install(any(watch._listens for watch in _watches))
 
     def remove(self) -> None:
-        """Listen no more; may be called twice."""
+        """Stop watching. May be called twice."""
         if self in _watches:
             _watches.remove(self)
         self.listen(False)
 
     def begin_step(self) -> None:
-        """No loss has been summed yet."""
+        """Reset the sum of the losses."""
         self.total = None
 
     def begin_closure(self) -> None:
-        """The optimizer is given a closure: what was summed before is of the loop's own backwards."""
+        """Note that the optimizer is given a closure, and keep the sum of the losses that the loop itself has computed."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a closure of the optimizer's. The losses of an earlier evaluation in this step count no more, if this one has any."""
+        """Call the optimizer's closure. Its losses replace those of an earlier evaluation in this step, if there are any."""
         earlier = self.total
         self.begin_step()
         was_on, self.is_in_closure, self.is_on = self.is_on, True, True
@@ -398,29 +399,29 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Tell it and go backward, where it is the loop's and somebody listens; whether it was."""
+        """Report the loss and call its backward, if it is a loss of the loop. Return whether it was."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
         has_listeners, given = not self._backward.has_no_listeners, loss
         try:
-            scaler, scale, told = self._scaler, None, loss
+            scaler, scale, unscaled = self._scaler, None, loss
             if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
                 scale = scaler._scale
-                told = loss / scale
+                unscaled = loss / scale
             if has_listeners:
                 driver, ctx = self._driver, self._ctx
                 if self._backward.is_open:
                     return False
                 if driver.is_open("microbatch"):
                     driver.start("loss")
-                    ctx.loss = told
+                    ctx.loss = unscaled
                     driver.start("backward")  # which ends the loss
-                    if ctx.loss is not told:
-                        told = ctx.loss
-                        given = told if scale is None else told * scale
+                    if ctx.loss is not unscaled:
+                        unscaled = ctx.loss
+                        given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value = told.detach()
+            value = unscaled.detach()
             self.total = value if self.total is None else self.total + value
         except Exception as error:
             self._driver.give_up(error)
@@ -434,17 +435,17 @@ class BackwardWatch:
         return True
 
 
-def _stand(is_wanted: bool) -> None:
-    """Before what `backward` is by now, or not at all. Nobody is pushed aside: behind who stands before us we stay."""
-    global _backward, _stands
+def _install(is_wanted: bool) -> None:
+    """Wrap `Tensor.backward`, or remove our wrapper. Leave the wrapper in place if another library has wrapped it since."""
+    global _backward, _is_installed
     now: Any = Tensor.backward
     if is_wanted:
-        if now is not _watched_backward and (not _stands or now is _ORIGINAL_BACKWARD):
+        if now is not _watched_backward and (not _is_installed or now is _ORIGINAL_BACKWARD):
             _backward = now
             Tensor.backward = _watched_backward  # type: ignore[method-assign]
-        _stands = True
+        _is_installed = True
     elif now is _watched_backward:
-        Tensor.backward, _stands = _backward, False  # type: ignore[method-assign]
+        Tensor.backward, _is_installed = _backward, False  # type: ignore[method-assign]
 
 
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Wrappers around methods of one object of a framework: how a host knows what the framework does when it has no event for it."""
+"""Wrappers around methods of one object of a framework. A host uses them where the framework has no event."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 
 class WrappedMethods:
-    """Puts functions around methods of one object of a framework, such as a trainer, and takes them away again.
+    """Wraps methods of one object of a framework, such as a trainer, and removes the wrappers again.
 
-    The wrappers are attributes of the object, so that they are called before a subclass's method, too. They do not
-    keep the object alive.
+    The wrappers are attributes of the object, so that they also wrap methods of subclasses. They do not keep the object alive.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -21,7 +20,7 @@ class WrappedMethods:
         self._wrapped: dict[str, Any] = {}
 
     def wrap(self, name: str, around: Callable[..., Any], put: Callable[[Any, str, Any], Any] = setattr) -> None:
-        """Call `around(method, *args, **kwargs)` in the place of the method, whose `method` is the one that was there.
+        """Call `around(method, *args, **kwargs)` instead of the method; `method` is the original.
 
         `put` sets the attribute: `copies.replace` for a wrapper that is never removed, so that no copy of the object calls it.
         """
@@ -31,22 +30,22 @@ class WrappedMethods:
 
         @functools.wraps(bound)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            there = own if own is not None else functools.partial(method, reference())
-            return around(there, *args, **kwargs) if name in self._wrapped else there(*args, **kwargs)
+            original = own if own is not None else functools.partial(method, reference())
+            return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # the owner would refer to itself
+        del wrapper.__wrapped__  # otherwise the owner would refer to itself
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:
-        """Leave the object as it was. A wrapper that somebody has wrapped since stays until that is taken away, and does nothing."""
+        """Remove the wrappers. One that another library has wrapped since stays until that wrapper is removed, and only calls on."""
         owner, wrapped = self._owner(), dict(self._wrapped)
         self._wrapped.clear()
         for name, (wrapper, own) in wrapped.items():
             wrapper.earlier = own
             if owner is not None and vars(owner).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # another host's, which was taken away before
+                while hasattr(own, "earlier"):  # a wrapper of another host, which that host has removed already
                     own = own.earlier
                 if own is None:
                     delattr(owner, name)

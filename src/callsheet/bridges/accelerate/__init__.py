@@ -55,7 +55,7 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"),
     "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
 }
-"""What of the loop tells what. Where a step ends, and so the next begins, is where the accelerator says that gradients are synchronised."""
+"""By a call in the loop: our events that it fires. A step ends, and the next begins, where the accelerator synchronizes gradients."""
 
 NOT_FIRED = (
     *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
@@ -63,10 +63,10 @@ NOT_FIRED = (
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",
 )
-"""Events that such a loop has no moment for."""
+"""Events that this host never fires."""
 
-_NOT_HEARD = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Whose engines go backward and step by themselves."""
+_OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Distributed types whose engines run backward and step themselves, so that the hooks do not see them."""
 
 
 def host(
@@ -88,35 +88,36 @@ def host(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AcceleratedRun:
-    """The callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
+    """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
 
-    The loop iterates over `run.steps(dataloader)`, and is else as it was. A step is over where `accelerator.sync_gradients` says so, so
-    accumulation is as the accelerator was told. Gradient norms are heard from `accelerator.clip_grad_norm_`, what the loop logs from
-    `accelerator.log`, checkpoints from `accelerator.save_state`, by which also those are written that callbacks ask for; registered
-    with `accelerator.register_for_checkpointing(run)`, the callbacks' states are in them.
+    The loop iterates over `run.steps(dataloader)`, and otherwise stays as it is. A step ends where `accelerator.sync_gradients` is true,
+    so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`, logged values from
+    `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also written with `save_state`.
+    `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
 
     Args:
-        accelerator: on which `prepare` was called.
-        model, optimizer, scheduler: as `prepare` gave them.
-        max_duration: how long to train, such as `"2ep"`; the steps end then. None: as long as the loop goes on.
-        log_interval: how often a record is made; a whole number means batches.
-        run_name, runs_folder: of the run and its folder.
-        resume: a folder that `accelerator.save_state` wrote, to be loaded when the block is entered.
-        evaluate: called without arguments when a callback asks for an evaluation; gives the results by the dataset's name, such as
+        accelerator: the Accelerator whose `prepare` was called.
+        model, optimizer, scheduler: as `prepare` returned them.
+        max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
+        resume: a folder that `accelerator.save_state` wrote. It is loaded when the `with` block is entered.
+        evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
-        config: the program's settings, for the run's record.
-        preempt_signals: which ask the run to save and make way.
-        timeout_seconds: until a rank that does not answer fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        config: the program's settings, stored with the run.
+        preempt_signals: the signals that make the run save a checkpoint and end as preempted.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
-        ConfigError: model or optimizer is not one of torch's.
-        NotSupported: DeepSpeed or Megatron-LM; or, when the block is entered or in the first step, see `strict`.
+        ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
+        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.
     """
-    if accelerator.distributed_type in _NOT_HEARD:
+    if accelerator.distributed_type in _OWN_ENGINES:
         raise NotSupported(
-            f"{accelerator.distributed_type.value} goes backward and steps in an engine of its own, which cannot be heard"
+            f"{accelerator.distributed_type.value} runs backward and step in its own engine, which callsheet cannot observe; train with DDP or "
+            "FSDP, or without callsheet"
         )
     check_model(model)
     optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
@@ -134,7 +135,7 @@ def host(
             log_interval=log_interval,
             device=accelerator.device,
             evaluates=evaluate,
-            saves=lambda requests: me()._save_as_asked(),  # type: ignore[union-attr]  # the run lives no longer than what is returned
+            saves=lambda requests: me()._save_as_requested(),  # type: ignore[union-attr]  # the AcceleratedRun outlives its HostedRun
             signals=("SIGINT", *preempt_signals),
             timeout_seconds=timeout_seconds,
             lock_timeout_seconds=lock_timeout_seconds,
@@ -150,7 +151,7 @@ def host(
 
 
 class AcceleratedRun(AttachedRun):
-    """What `host` gives. Besides what an attached run has, it is an object to register for checkpointing."""
+    """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing."""
 
     def __init__(
         self,
@@ -166,22 +167,22 @@ class AcceleratedRun(AttachedRun):
             run, model, optimizer, gradient_accumulation_steps=1, scaler=accelerator.scaler, resume=resume, strict=strict
         )
         self._accelerator = accelerator
-        self._instead = _Instead(accelerator, self)
+        self._patches = _AcceleratorPatches(accelerator, self)
         self._loaded: Mapping[str, Any] | None = None
-        self._is_inside = False
-        self._microbatches = 0  # of the step in hand
+        self._is_inside = False  # the `with` block
+        self._microbatches = 0  # of the current step
         self._taken = 0  # batches of the epoch
-        self._to_skip = 0  # of the first epoch after a resume
+        self._to_skip = 0  # batches of the first epoch after a resume
         self._is_resumed = False
         self._may_fire_save = True  # nothing has been trained or saved since a checkpoint was due
-        self._saves = False  # because a callback has asked for it
-        self._is_kept = False  # in the checkpoint that was written last
+        self._saves = False  # a callback has asked for the checkpoint that is being written
+        self._is_saved = False  # the latest checkpoint holds the callbacks' states
 
     def __enter__(self) -> Self:
         super().__enter__()
         self._is_inside = True
         if not self._has_given_up:
-            self._instead.begin()
+            self._patches.begin()
         return self
 
     def _begin(self) -> None:
@@ -194,28 +195,28 @@ class AcceleratedRun(AttachedRun):
             super().__exit__(kind, error, frames)
         finally:
             self._is_inside = False
-            self._instead.end()
+            self._patches.end()
 
     def _release(self) -> None:
         super()._release()
         self._is_inside = False
-        self._instead.end()
+        self._patches.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell an evaluation that the loop has made: its results by the dataset's name, such as `{"validation": {"loss": 1.2}}`."""
+        """Fire the events of an evaluation that the loop has made. Give its results by dataset name: `{"validation": {"loss": 1.2}}`."""
         super().evaluated(results)
         self._may_fire_save = True
-        if not self._is_iterating:  # else the end of the step looks
+        if not self._is_iterating:  # otherwise the end of the step checks it
             self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """One epoch: the batches. After a resume, those that were taken before it are left out: `skip_first_batches` is called here.
+        """Yield the batches of one epoch. After a resume, `skip_first_batches` leaves out those that were taken before.
 
         Raises:
             RequestRejected: inside another call of it.
         """
         if self._is_iterating:
-            raise RequestRejected("steps() inside steps(): an epoch has to be over before the next begins")
+            raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
         if self._is_over or not self._begin_epoch():
             return
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
@@ -260,36 +261,39 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # A step is counted where the accelerator synchronises gradients: of the batch in hand here, of the next ones in `_go_on`.
+            # Count a step where the accelerator synchronizes gradients: the step of this batch here, the next ones in `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):
                 self._count_step()
-            yield from self._go_on(self._iterate(dataloader) if batches is None else batches, self._group, 0)
+            yield from self._remaining(self._iterate(dataloader) if batches is None else batches, self._group, 0)
 
     def _iterate(self, dataloader: Any) -> Iterator[Any]:
         try:
             return iter(self._left_of(dataloader))
         except Exception as error:
-            mark_as_users(error)  # without data there is no training
+            mark_as_users(error)  # training is impossible without data
             raise
 
     def _ends_step(self, given: int) -> bool:
         return bool(self._accelerator.sync_gradients)
 
-    def _epoch_is_left(self) -> None:
+    def _reset_position(self) -> None:
         self._taken = 0
 
     def _left_of(self, dataloader: Any) -> Iterable[Any]:
         skip, self._to_skip = self._to_skip, 0
         self._taken = skip
-        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # what it counts by itself began anew
+        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:  # which begins where it was by itself
+        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:  # it resumes at its own position
             return dataloader  # type: ignore[no-any-return]
         return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        """The next batch, or None. One at a time, since the accelerator looks at where the dataloader is; of a step the first is told."""
+        """Return the next batch, or None. Fire the fetch events for the first batch of a step only.
+
+        Batches are not fetched in advance, since the accelerator reads the dataloader's position.
+        """
         is_first = not self._microbatches
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
         if is_first:
@@ -307,7 +311,7 @@ class AcceleratedRun(AttachedRun):
             mark_as_users(error)
             raise
         if batch is not None:
-            self._group.append(batch)  # the loop is given it, also if something fails before
+            self._group.append(batch)  # the loop gets it, even if something fails before
         if is_first:
             ctx.batch = batch
             if self._listens_to_fetch:
@@ -320,7 +324,7 @@ class AcceleratedRun(AttachedRun):
         return batch
 
     def _end_microbatch(self) -> None:
-        """Or the step, if it is not over yet."""
+        """End the microbatch, or the step if gradients were synchronized."""
         if not self._microbatches:
             return
         if self._accelerator.sync_gradients:
@@ -336,19 +340,19 @@ class AcceleratedRun(AttachedRun):
     def _check_first(self) -> None:
         run = self._run
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # it leaves steps out until it has found its scale
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
                 raise NotSupported(
-                    "the loop has not stepped the optimizer in its first step, where gradients were synchronised; give host the one that it"
-                    " steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
+                    "the loop has not stepped the optimizer in its first step, where gradients were synchronized; give host the optimizer that"
+                    " the loop steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
                 )
         run.check_supported(strict=self._strict, logger=logger)
 
-    # --- what the accelerator is asked for ---
+    # --- wrappers around the accelerator's methods ---
 
     def _clip(self, clips: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of `accelerator.clip_grad_norm_`."""
+        """Call `accelerator.clip_grad_norm_`, fire the clipping events, and log the gradient norm."""
         run = self._run
         if self._has_given_up or not self._backward.is_on or not self._accelerator.sync_gradients:
             return clips(*args, **kwargs)
@@ -369,27 +373,27 @@ class AcceleratedRun(AttachedRun):
         return norm
 
     def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        """In the place of `accelerator.save_state`: the step that the optimizer has made is over, and what was written is told."""
+        """Call `accelerator.save_state` and fire the checkpoint events. If the optimizer has stepped, end the step first."""
         try:
             if self._is_iterating and not self._has_given_up and self._optimizer_hooks.has_stepped:
                 self._end_microbatch()
         except Exception as error:
             self._give_up(error)
         may_fire, self._may_fire_save = self._may_fire_save or self._saves, False
-        self._is_kept = False
+        self._is_saved = False
         folder = saves(*args, **kwargs)
         if self._has_given_up:
             return folder
-        if not self._is_kept:
+        if not self._is_saved:
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                self._run.fire_checkpoint(str(folder), lambda info: None)  # ours was among what the accelerator has written
+                self._run.fire_checkpoint(str(folder), lambda info: None)  # the accelerator has written the callbacks' states
         except Exception as error:
             self._give_up(error)
         return folder
 
-    def _save_as_asked(self) -> None:
+    def _save_as_requested(self) -> None:
         accelerator, run = self._accelerator, self._run
         self._saves = True
         try:
@@ -401,17 +405,21 @@ class AcceleratedRun(AttachedRun):
             self._saves = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The callbacks' states, and how far the run is: what `accelerator.save_state` writes of a registered object."""
+        """Return the callbacks' states and the run's progress. `accelerator.save_state` calls this for a registered object."""
         run = self._run
-        self._is_kept = True
+        self._is_saved = True
         if self._loaded is not None:
             return dict(self._loaded)
         if self._has_given_up:
-            return {}  # what the run knew when it gave up is not of this checkpoint
+            return {}  # the run's state is older than this checkpoint
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: when the block is entered, or at once within it, but not in the midst of an epoch."""
+        """Restore the state: at once inside the `with` block, else when it is entered.
+
+        Raises:
+            RequestRejected: within an epoch.
+        """
         if self._is_iterating:
             raise RequestRejected("accelerator.load_state() inside steps(): load before the first epoch")
         self._loaded = state
@@ -435,8 +443,8 @@ class AcceleratedRun(AttachedRun):
         return CheckpointInfo(self._resume or "", now.batch, now.epoch, "periodic")
 
 
-class _Instead:
-    """Other methods for an accelerator, and a tracker more, for as long as a run lasts: an Accelerator tells nobody what it does."""
+class _AcceleratorPatches:
+    """Wraps methods of an Accelerator and adds a tracker to it during a run, since an Accelerator has no events."""
 
     def __init__(self, accelerator: Accelerator, run: AcceleratedRun) -> None:
         self._accelerator = accelerator
@@ -445,15 +453,15 @@ class _Instead:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Put them there."""
+        """Install the wrappers and the tracker."""
         run = self._run
         for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
             self._before[name] = vars(self._accelerator).get(name)
-            setattr(self._accelerator, name, _before(getattr(self._accelerator, name), method))
+            setattr(self._accelerator, name, _around(getattr(self._accelerator, name), method))
         self._accelerator.trackers.append(self._tracker)
 
     def end(self) -> None:
-        """Put back what was there."""
+        """Remove the wrappers and the tracker."""
         for name, before in self._before.items():
             if before is None:
                 delattr(self._accelerator, name)
@@ -464,12 +472,12 @@ class _Instead:
         self._accelerator.trackers = [each for each in self._accelerator.trackers if each is not self._tracker]
 
 
-def _before(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: ours(theirs, *args, **kwargs)
 
 
 class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
-    """Hears `accelerator.log`."""
+    """Receives what the loop logs with `accelerator.log`."""
 
     name = "callsheet"
     requires_logging_directory = False
@@ -477,7 +485,7 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are 
 
     def __init__(self, ctx: Context, give_up: Callable[[Exception], None]) -> None:
         self.tracker, self._give_up = ctx, give_up
-        super().__init__()  # which looks for what has just been set
+        super().__init__()  # the base class reads the attributes that were just set
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Accelerate's trackers as loggers: the only thing that Accelerate lets others plug in."""
+"""Accelerate's trackers as loggers. Trackers are the only extension point of Accelerate."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from callsheet.sheet import Handler
 
 
 def guest(tracker: Any, *, name: str = "", phase: str = "report", strict: bool = True) -> Callback:
-    """A tracker of Accelerate's as a logger: `guest(TensorBoardTracker("run", "logs"))`, or one of your own.
+    """Return a tracker of Accelerate's as a logger: `guest(TensorBoardTracker("run", "logs"))`, or one of your own.
 
-    It is started with the run, given the settings, every record, images and tables where it can take them, and finished at the run's end.
+    The tracker is started with the run and finished at the run's end. It receives the settings, every metrics record, and images and tables
+    if it supports them.
 
     Args:
         tracker: an instance of `accelerate.tracking.GeneralTracker` that has not been started.
-        name: what it is called in messages; else its class.
-        phase: where in each event's order it stands.
-        strict: as of all guests; a tracker hears nothing that is not told.
+        name: its name in messages. Empty: the name of its class.
+        phase: its place in the order of each event.
+        strict: see `Guest`. It has no effect on a tracker.
 
     Raises:
-        RegistrationError: no such instance.
+        RegistrationError: `tracker` is not such an instance.
     """
     return TrackerGuest(tracker, name=name, phase=phase, strict=strict)
 
@@ -44,40 +45,40 @@ class TrackerGuest(Guest, Logger):
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """`log` is given the record, `finish` nothing."""
+        """Call `log` with the metrics record, and `finish` without arguments."""
         if theirs == "log":
             return lambda ctx: method(ctx.record.values, step=ctx.record.step)
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
         """Start the tracker, and give it the run's settings."""
-        if hasattr(self.foreign, "start"):  # those of earlier versions begin when they are made
+        if hasattr(self.foreign, "start"):  # in earlier versions, a tracker starts when it is created
             self.foreign.start()
         if ctx.run.config:
             self.log_hyperparameters(ctx, ctx.run.config)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Nested settings come under dotted names, and lists as text: most trackers take nothing else."""
+        """Give the tracker the settings: nested ones under dotted names, and lists as text, since most trackers accept nothing else."""
         plain = (bool, int, float, str)
         self.foreign.store_init_configuration(
             {name: value if isinstance(value, plain) else str(value) for name, value in flat(values).items()}
         )
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """As one array of shape (images, 3, height, width), where they are of one size, as TensorBoard wants it; else one at a time."""
+        """Give the tracker one array of shape (images, 3, height, width), as TensorBoard expects it, or one array per image if sizes differ."""
         if hasattr(self.foreign, "log_images"):
             arrays = [numpy.moveaxis(as_pixels(image), 2, 0) for image in images]
             for group in [arrays] if len({array.shape for array in arrays}) == 1 else [[array] for array in arrays]:
                 self.foreign.log_images({name: numpy.stack(group)}, step=ctx.step)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Where the tracker takes tables."""
+        """Give the tracker the table, if it supports tables."""
         if hasattr(self.foreign, "log_table"):
             self.foreign.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=ctx.step)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values that are one number."""
+    """Return the values that are a single number."""
     return {
         name: value
         for name, value in values.items()

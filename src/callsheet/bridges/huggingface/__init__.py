@@ -1,4 +1,4 @@
-"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and so in TRL and the tools built on it."""
+"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and in libraries built on it such as TRL."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_FIRED = (
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     *("on_predict_end", "on_preempt"),
 )
-"""Events that the Trainer has no moment for."""
+"""Events that this host never fires."""
 
 FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": (
@@ -73,7 +73,7 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
     "an error of a callback, or one that leaves train": ("on_exception",),
 }
-"""The Trainer's moments, and ours that are told there; a step's last microbatch ends with `on_pre_optimizer_step`."""
+"""By an event or a call of the Trainer: our events that are fired there. A step's last microbatch ends with `on_pre_optimizer_step`."""
 
 
 def host(
@@ -83,25 +83,27 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
-    """The callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
+    """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one `trainer.train()`. A step is reported from the Trainer's own events, a microbatch from its `training_step`, the loss from
-    `backward`, an evaluation from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
-    model's first call in a `training_step` or `prediction_step`; samples and tokens are counted there, and further calls, as in
-    contrastive losses, belong to the loss. Calls of the model elsewhere, such as a callback that samples from it, are not reported.
-    Records are made every `logging_steps`; what the Trainer logs besides is in them under its
-    names. A stop, a save or an evaluation that a callback asks for is the Trainer's to carry out; the callbacks' states are saved in
-    its checkpoints, and loaded where training goes on from one.
+    A run is one `trainer.train()`. Steps come from the Trainer's own events, microbatches from its `training_step`, the loss from
+    `backward`, evaluations from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
+    model's first call in a `training_step` or `prediction_step`. Samples and tokens are counted there. Further calls, as in contrastive
+    losses, belong to the loss. Calls of the model elsewhere, such as those of a callback that samples from it, are not reported.
 
-    What is not carried: gradient norms but in the records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
+    Metrics records are made every `logging_steps`. Other values that the Trainer logs are in them as `huggingface/<name>`. The Trainer
+    carries out a stop, a save or an evaluation that a callback asks for. The callbacks' states are saved in its checkpoints, and loaded when
+    training resumes from one.
+
+    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
     after the first, predictions, and evaluations outside training or within a step. An exception that leaves `train` fires `on_exception`
     and ends the run as failed. If the host was added with `add_callback`, the run ends without `on_exception`: when `train` is called again,
-    the host is forgotten or the program ends.
+    the host is deleted, or the program ends.
 
     Args:
-        eval_names: the names of the datasets that evaluations are going to have, where the Trainer's `eval_dataset` does not say them.
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
 
     Raises:
         NotSupported: when training begins, or after the first step; see `strict`.
@@ -110,37 +112,39 @@ def host(
 
 
 _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
-"""What the Trainer logs, and records have by other names or from elsewhere."""
+"""Values that the Trainer logs, and that metrics records have under other names or from other sources."""
 
 _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 """What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Called as the Trainer calls it, and given the run; nothing where there is none. An error ends the run; see `GivesUp._leave`."""
+    """Decorate a handler of a Trainer event: pass the run to it, and do nothing without a run. An error ends the run; see `_leave`."""
 
     @functools.wraps(method)
-    def told(self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def called(
+        self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         run = self._run
         if run is None:
             return
-        self._asks.control = control
+        self._requests.control = control
         try:
-            method(self, run, args, state, given)  # which is much, so that it is handed on as it is
+            method(self, run, args, state, given)  # as a dictionary, since it has many entries
         except BaseException as error:
             self._leave(error)
 
-    return told
+    return called
 
 
 class _HostRequests:
-    """Asks the Trainer for what callbacks ask for. Not the host's own methods: the run has to be forgotten with the host."""
+    """Passes the requests of callbacks on to the Trainer. The run refers to this object, so that it does not keep the host alive."""
 
     def __init__(self) -> None:
         self.control = TrainerControl()
-        """The latest that the Trainer has given."""
+        """The latest control that the Trainer has passed."""
         self.is_written = False
-        """Whether the Trainer has written a checkpoint since the last step: it is not asked to write the same again."""
+        """Whether the Trainer has written a checkpoint since the last step. If so, it is not asked to write the same one again."""
 
     def save(self, requests: tuple[Request, ...] = ()) -> None:
         if not self.is_written:
@@ -165,12 +169,12 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: HostedRun | None = None
-        self._asks = _HostRequests()
+        self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        self._is_checked = False  # whether the first step has told what is heard
-        self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None where no boundary is
-        self._prefix: str | None = None  # that the innermost `evaluate` gives its metrics; None outside
+        self._is_checked = False  # whether `check_supported` was called after the first step
+        self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None if not at a boundary
+        self._prefix: str | None = None  # the metrics prefix of the innermost `evaluate`; None outside
         self._warned: set[str] = set()
         self._skips: Any = None
 
@@ -178,13 +182,13 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @observing
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have an error that leaves `Trainer.train` end the run before the caller gets it."""
+        """Wrap the Trainer's training so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
         if not hasattr(trainer, "_inner_training_loop"):
             return  # the run then ends as it does for a host that is added later
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # one that this call has not begun is not its to end
+            earlier = _run_of(reference)  # this call must not end a run that it has not begun
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
@@ -205,15 +209,15 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         lr_scheduler: Any = None, train_dataloader: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Begin a run."""
-        if self._run is not None:  # one that an exception had left
+        if self._run is not None:  # a run whose training was left by an exception
             self._release()
         self._has_given_up = False
         trainer = find_trainer(state, sys._getframe())
-        if not isinstance(model, Module):  # SetFit's, which is more than what is trained
+        if not isinstance(model, Module):  # SetFit passes an object that contains the trained module
             model = getattr(trainer, "model", model)
         if not isinstance(model, Module):
             raise NotSupported(
-                f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave it out"
+                f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave the host out"
             )
         output = Path(args.output_dir or "runs/huggingface").absolute()
         self._run = run = HostedRun(
@@ -229,11 +233,11 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             log_interval=f"{state.logging_steps}ba" if str(args.logging_strategy.value) == "steps" else "1ep",
             device=args.device,
             able=("stop", "save", "evaluate"),
-            saves=self._asks.save,
+            saves=self._requests.save,
             evaluates=None,
             lock_timeout_seconds=self._lock_timeout_seconds,
         )
-        run.evaluation.asks = self._asks.evaluate
+        run.evaluation.asks = self._requests.evaluate
         datasets = getattr(trainer, "eval_dataset", None)
         run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
         if (length := length_of(train_dataloader)) is not None:
@@ -249,12 +253,12 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         run.begin()
         if state.global_step:
             self._resume(args, state)
-        self._asks.control = control
+        self._requests.control = control
         if trainer is None:
-            self._warn("the Trainer was not found among the callers: neither batches nor the steps of evaluations are reported")
-        self._is_checked, self._asks.is_written, self._prefix = False, False, None
+            self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
+        self._is_checked, self._requests.is_written, self._prefix = False, False, None
         self._fired = "" if args.eval_on_start else None
-        if not args.eval_on_start:  # else training begins when that is over
+        if not args.eval_on_start:  # otherwise training begins after that evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
@@ -277,14 +281,14 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         return methods
 
     def _warn(self, what: str) -> None:
-        """Log, once, something that was not expected of the Trainer."""
+        """Log, once, that the Trainer does something unexpected."""
         if what not in self._warned:
             self._warned.add(what)
-            logger.warning("callsheet in the Hugging Face Trainer: %s. Training goes on", what)
+            logger.warning("callsheet in the Hugging Face Trainer: %s. Training continues", what)
 
     @_in_a_run
     def on_train_end(self, run: HostedRun, *_: Any) -> None:
-        """End it."""
+        """End the run."""
         run.finish()
         self._release()
 
@@ -292,13 +296,13 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         self._fired = None
         run.driver.start("epoch")
 
     @_in_a_run
     def on_step_begin(self, run: HostedRun, *_: Any) -> None:
-        """The first batch of a step comes; it is told once the model is called with it."""
+        """Prepare a step. Its events are fired when the model is called with the first batch."""
         watch, driver = self._watch, run.driver
         if driver.listen():
             self._hooks.listen(driver.listens_to("forward"))
@@ -308,11 +312,11 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_substep_end(self, run: HostedRun, *_: Any) -> None:
-        """A batch is through, and its step is not."""
+        """End a microbatch that is not the step's last."""
         run.driver.end("microbatch")
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """The gradients are there, and clipped."""
+        """Start the optimizer's step: the gradients are computed and clipped."""
         if self._listens_to_optimizer:
             self._begin_optimizer_step(args, state, control, **given)
 
@@ -327,7 +331,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
-        """The parameters have moved; the gradients are there for a moment, and the rate is that of the step."""
+        """End the step: the parameters have changed. The gradients still exist, and the learning rate is still the step's."""
         driver = run.driver
         run.step_skipped = self._skips is not None and self._skips.step_was_skipped
         self._watch.is_on = False
@@ -337,10 +341,10 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             if driver.is_read:
                 driver.start("optimizer_step")
         if driver.has_listeners:
-            driver.end_step()  # and the optimizer's; else it ends with what follows it
+            driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
 
     def _begin_step(self, run: HostedRun) -> None:
-        """One in which the model was not called."""
+        """Start a step in which the model was not called."""
         run.counted, run.ctx.batch = (0, 0), None
         if not run.driver.parts["fetch"].has_no_listeners:
             run.driver.tell("fetch")
@@ -349,11 +353,11 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_step_end(self, run: HostedRun, *_: Any) -> None:
-        """What may be between steps."""
-        self._asks.is_written = False
+        """Reach the boundary after a step."""
+        self._requests.is_written = False
         run.end_step()
         self._fired = "D"
-        self._ask_again(run)
+        self._repeat_save_request(run)
         if not self._is_checked:
             self._is_checked = True
             run.check_supported(strict=self._strict, logger=logger)
@@ -362,30 +366,30 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """The epoch is over, or left."""
+        """End the epoch, which may be partial."""
         is_whole = state.epoch is not None and float(state.epoch).is_integer()
         run.end_epoch(is_whole=is_whole)
         self._fired = "D" if is_whole else ""
-        self._ask_again(run)
+        self._repeat_save_request(run)
         self._stop_if_asked(run)
 
-    def _ask_again(self, run: HostedRun) -> None:
-        """The Trainer forgets that it is to save when a step begins, and when it saves what is best after an evaluation."""
+    def _repeat_save_request(self, run: HostedRun) -> None:
+        """Repeat a request to save, which the Trainer resets when a step begins, and when it saves the best model after an evaluation."""
         if run.checkpoints.requests:
-            if self._asks.is_written:
+            if self._requests.is_written:
                 self._fire_checkpoint(run)
             else:
-                self._asks.save()
+                self._requests.save()
 
     def _stop_if_asked(self, run: HostedRun) -> None:
         if run.control.stop_requested is not None:
-            self._asks.control.should_training_stop = True
+            self._requests.control.should_training_stop = True
 
     # --- records, evaluations, checkpoints ---
 
     @_in_a_run
     def on_log(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """What the Trainer logs goes into the next record; the loss, the rate and evaluations are told in their own ways."""
+        """Log the Trainer's values into the next metrics record, except the loss, the learning rate and evaluation results."""
         values = {name: value for name, value in (given.get("logs") or {}).items() if isinstance(value, (int, float))}
         if "grad_norm" in values:
             run.ctx.log({"train/grad_norm": values.pop("grad_norm")}, across="same")
@@ -399,11 +403,14 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 
     @_in_a_run
     def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
-        """A batch of an evaluation is through."""
+        """End a step of an evaluation."""
         run.eval_driver.end("eval_step")
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Report what `trainer.evaluate` does, which calls itself for each of several datasets; put the weights back, however it ends."""
+        """Call `trainer.evaluate` and report the evaluation, also if it fails, so that callbacks put the trained weights back.
+
+        With several datasets, `trainer.evaluate` calls itself for each.
+        """
         run, outer = self._run, self._prefix
         if run is None:
             return method(*args, **kwargs)
@@ -423,19 +430,19 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             self._within(run, self._evaluated, trainer, found, prefix)
         return found
 
-    def _within(self, run: HostedRun, act: Callable[..., Any], *given: Any) -> None:
-        """Do it; an error ends the run, see `_leave`."""
+    def _within(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
+        """Call `function(run, *given)`. An error ends the run; see `_leave`."""
         try:
-            act(run, *given)
+            function(run, *given)
         except BaseException as error:
             self._leave(error)
 
     def _evaluated(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
-        self._asks.control = trainer.control
+        self._requests.control = trainer.control
         self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
     def _fits(self, run: HostedRun, what: str) -> bool:
-        """Whether this may be fired now."""
+        """Return whether `what`, in the letters of `_BOUNDARY`, may be fired now."""
         fired = self._fired
         return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
 
@@ -448,11 +455,11 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             )
 
     def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
-        """End what is open of an evaluation; whether anything was."""
+        """End the evaluation, if one is open; return whether one was."""
         if not run.eval_driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
-        if run.eval_driver.is_open("eval"):  # its on_evaluate has not come
+        if run.eval_driver.is_open("eval"):  # the Trainer did not call on_evaluate
             run.end_dataset(run.eval_ctx.eval_name, found)
         elif not run.found:
             run.begin_evaluation("validation")
@@ -466,16 +473,16 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # else it is the one before training
+        if run.driver.is_open("train"):  # otherwise it was the evaluation before training
             self._fire_due(run)
 
     @_in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """A dataset is through."""
+        """End the evaluation of a dataset."""
         is_open, prefix = run.eval_driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # by other ways than `evaluate`
+        if not is_open and self._prefix is None:  # not called from `evaluate`
             self._warn(
-                "an evaluation that did not go through `Trainer.evaluate` is reported when it is over, on the trained weights"
+                "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )
             self._begin_evaluation(run, is_own=True)
         if run.eval_driver.is_open("eval_all"):
@@ -487,24 +494,24 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
                 self._end_evaluation(run, {})
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Let callbacks ask for a checkpoint. Where the Trainer has written one of this step already, it answers them."""
+        """Fire `on_checkpoint_due`. If the Trainer has already written a checkpoint of this step, that one answers the requests."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
         self._fired = (self._fired or "") + "D"
-        if self._asks.is_written and run.checkpoints.requests:
+        if self._requests.is_written and run.checkpoints.requests:
             self._fire_checkpoint(run)
 
     @_in_a_run
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """The Trainer has written a checkpoint: add the callbacks' states to it."""
-        self._asks.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
+        """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
+        self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # this checkpoint answers who asks there
+            self._fire_due(run)  # this checkpoint answers requests that are made there
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):
             self._fire_checkpoint(run)
         else:
-            self._warn("a second checkpoint of one step, or one within a step, is not reported, and holds no states of callbacks")
+            self._warn("a second checkpoint of one step, or one within a step, is not reported, and holds no callbacks' states")
 
     def _fire_checkpoint(self, run: HostedRun) -> None:
         path = self._path
@@ -513,7 +520,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Training goes on from a checkpoint of the Trainer: take back what stands in it."""
+        """Load the callbacks' states from the checkpoint that the Trainer resumes from."""
         run = self._run
         assert run is not None
         given = args.resume_from_checkpoint
@@ -524,7 +531,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
             read_states(run, found, state.global_step)
             return
         logger.warning(
-            "%s goes on from step %d, and no state of callbacks was found in %s", run.host, state.global_step, paths[-1]
+            "%s resumes from step %d, and no callbacks' states were found in %s", run.host, state.global_step, paths[-1]
         )
         go_on_without(run, state.global_step, int(state.epoch or 0))
 
@@ -535,7 +542,7 @@ def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
 
 
 def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: WrappedMethods | None) -> None:
-    """Also when the program ends, or the host is forgotten: then training was left by an exception."""
+    """Remove the hooks and end the run as failed, if it has not ended. Called also when the program ends or the host is deleted."""
     if methods is not None:
         methods.remove()
     watch.remove()
@@ -544,7 +551,7 @@ def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: Wrapped
 
 
 def _dataset(prefix: str | None) -> str:
-    """The name of the dataset whose metrics have this prefix: `eval_<name>` of one of several, `eval` of one that is alone."""
+    """Return the name of the dataset whose metrics have this prefix: `eval_<name>` for one of several, `eval` for a single one."""
     return prefix.removeprefix("eval_") if prefix and prefix != "eval" else "validation"
 
 

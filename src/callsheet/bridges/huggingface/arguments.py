@@ -1,4 +1,4 @@
-"""What a Hugging Face guest is given in the place of its `TrainingArguments`."""
+"""The facade that a Hugging Face guest receives as its `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _KNOWN = (
         "do_predict",
     ),
 )
-"""Arguments that have their usual values where nobody says others; what is not here and was not said is not carried."""
+"""Arguments that have the defaults of transformers if the user gives no others. Other arguments exist only if the user gives them."""
 _ARGUMENTS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 _STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy}
 
 
 class Arguments(Facade):
-    """The `args` of a guest: what was said, what decides when to log, evaluate and save, and what the run knows of itself."""
+    """The `args` of a guest: the user's arguments, those that decide when to log, evaluate and save, and those that the run provides."""
 
     OF = "transformers' TrainingArguments"
 
-    def __init__(self, said: TrainingArguments | Mapping[str, Any] | None) -> None:
-        if isinstance(said, TrainingArguments):
-            said = {name: getattr(said, name) for name in _ARGUMENTS}
-        for name in said or ():
+    def __init__(self, given: TrainingArguments | Mapping[str, Any] | None) -> None:
+        if isinstance(given, TrainingArguments):
+            given = {name: getattr(given, name) for name in _ARGUMENTS}
+        for name in given or ():
             one_of("training argument", name, tuple(_ARGUMENTS))
-        self._said = dict(said or {})
-        values = {name: _usual(name) for name in _KNOWN} | self._said
+        self._given = dict(given or {})
+        values = {name: _default(name) for name in _KNOWN} | self._given
         for name, kind in _STRATEGIES.items():
             values[name] = kind(one_of(name, getattr(values[name], "value", values[name]), tuple(each.value for each in kind)))
         if values["eval_strategy"] == IntervalStrategy.STEPS and not values["eval_steps"]:
@@ -60,7 +60,7 @@ class Arguments(Facade):
         vars(self).update(values)
 
     def _take(self, ctx: Context, resumed: str | None) -> None:
-        """What the run says; what was said goes before it."""
+        """Set the arguments that the run provides. The user's arguments take precedence."""
         run = ctx.run
         vars(self).update(
             {
@@ -81,33 +81,33 @@ class Arguments(Facade):
                 "device": run.device,
             }
             | ({"eval_strategy": IntervalStrategy.EPOCH} if ctx.state.evaluators else {})
-            | {name: vars(self)[name] for name in self._said}
+            | {name: vars(self)[name] for name in self._given}
         )
         self._config = dict(run.config)
-        if self.output_dir and self.should_save:  # as a Trainer does before it calls anybody
+        if self.output_dir and self.should_save:  # as a Trainer does before it calls its callbacks
             os.makedirs(self.output_dir, exist_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them as plain data, and the run's configuration beside them."""
+        """Return all arguments and the run's configuration as plain data."""
         own = {name: getattr(value, "value", value) for name, value in vars(self).items() if not name.startswith("_")}
         return {**self._config, **own}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The same, with words for what is no number."""
+        """Return the same, with values other than numbers and strings as strings."""
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in self.to_dict().items()}
 
     def to_json_string(self) -> str:
-        """The same as text."""
+        """Return the same as JSON."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 
-def _usual(name: str) -> Any:
+def _default(name: str) -> Any:
     field = _ARGUMENTS[name]
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _of_optimizer(ctx: Context) -> dict[str, Any]:
-    """Its rate before any schedule, and its weight decay, where it has them: those of the first group."""
+    """Return the initial learning rate and the weight decay of the optimizer's first group, if it has them."""
     group = ctx.optimizer.param_groups[0] if ctx.has("optimizer") and ctx.optimizer is not None else {}
     found = {"learning_rate": group.get("initial_lr", group.get("lr")), "weight_decay": group.get("weight_decay")}
     return {name: float(value) for name, value in found.items() if value is not None}

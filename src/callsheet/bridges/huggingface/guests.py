@@ -1,4 +1,4 @@
-"""Guests from Hugging Face: transformers' `TrainerCallback`s, heard in any run of callsheet."""
+"""Guests from Hugging Face: transformers' `TrainerCallback`s in any run of callsheet."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # that of the microbatch before it, so that a step's last one has none
+    "on_microbatch_start": ("on_substep_end",),  # the end of the microbatch before it, since a step's last one has no such event
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
     "on_log": ("on_log",),
     "on_eval_step_end": ("on_prediction_step",),
-    "on_eval_all_end": ("on_log", "on_evaluate"),  # both for each dataset in turn
+    "on_eval_all_end": ("on_log", "on_evaluate"),  # both for each dataset
     "on_checkpoint_published": ("on_save",),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_log", "on_train_end"),
@@ -40,9 +40,9 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("on_prediction_step",),
     "on_predict_end": ("on_predict",),
 }
-"""Our events, and those of the Hugging Face Trainer that a guest is told there, in this order."""
+"""By our event: the events of the Hugging Face Trainer for which a guest is called then, in this order."""
 
-_HEEDED: Mapping[str, frozenset[str]] = {
+_HONORED: Mapping[str, frozenset[str]] = {
     "on_init_end": frozenset(),
     "on_train_begin": frozenset({"should_training_stop"}),
     "on_epoch_begin": frozenset({"should_training_stop"}),
@@ -53,7 +53,7 @@ _HEEDED: Mapping[str, frozenset[str]] = {
     "on_train_end": frozenset(),
     "on_predict": frozenset(),
 }
-"""What of a control the Hugging Face Trainer still looks at when it was set there; at the other events all of it."""
+"""By an event of the Hugging Face Trainer: the flags of the control that it honors if they are set there. At other events, all of them."""
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
 
 
@@ -69,25 +69,26 @@ def guest(
     phase: str = "measure",
     strict: bool = True,
 ) -> HuggingFaceGuest:
-    """A `transformers.TrainerCallback` as a callback of ours.
+    """Return a `transformers.TrainerCallback` as a callback of callsheet.
 
-    It is told what it would be told at home, in that order: `state` is a `TrainerState` of this run, `control` a `TrainerControl` that
-    asks this run to stop, save or evaluate, `logs` and `metrics` have the names that the Hugging Face Trainer gives them. Its `state()`
-    is in our checkpoints, with the best metric and the logs until then.
+    Its methods are called as in the Hugging Face Trainer, in the same order: `state` is a `TrainerState` of this run, `control` a
+    `TrainerControl` that asks this run to stop, save or evaluate, and `logs` and `metrics` have the names of the Hugging Face Trainer. Its
+    `state()` is in our checkpoints, with the best metric and the log history.
 
     Args:
-        args: what its `args` are to say: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`.
-            Those of the run (`output_dir`, `run_name`, `world_size` ...) need not be said; `eval_strategy` is `epoch` where the run
-            evaluates and nobody says otherwise.
-        train_dataloader, eval_dataloader, processing_class: given to it as they are; a run does not know them.
-        replicated: whether it asks for the same on every rank, so that it is done at once; else when the ranks have agreed. None:
-            for transformers' own that drive the Trainer.
+        foreign: the callback, an instance.
+        args: the values of its `args`: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`. The
+            run provides its own (`output_dir`, `run_name`, `world_size` ...). `eval_strategy` defaults to `epoch` if the run evaluates.
+        train_dataloader, eval_dataloader, processing_class: passed to the callback as they are, since a run does not have them.
+        replicated: whether the callback makes the same requests on every rank, so that they act at once; else they act when the ranks
+            have agreed. None: true for transformers' own callbacks that control the Trainer.
         name, phase, strict: see `Guest`.
 
     Raises:
-        NotSupported: it hears what is not told here; while training, it uses an argument that nobody has said, or asks for what this run
-            cannot do: to end an epoch early, or a log where none is made. The latter two are warnings with `strict=False`.
-        ConfigError: there is no such argument.
+        NotSupported: the callback overrides an event that is not fired here. While training: it uses an argument that was not given, or
+            makes an unsupported request: to end an epoch early, or a log at a step without a metrics record. With `strict=False` the two
+            requests are warnings.
+        ConfigError: `args` has an unknown argument.
 
     Example:
         >>> from transformers import EarlyStoppingCallback
@@ -105,25 +106,25 @@ class HuggingFaceGuest(Guest):
     FRAMEWORK = "the Hugging Face Trainer"
     BASE = TrainerCallback
     OWN = {
-        "on_checkpoint_load_start": "_begin_anew",
+        "on_checkpoint_load_start": "_reset",
         "on_checkpoint_load_end": "_note_resume",
-        "on_data_init_end": "_take_run",
+        "on_data_init_end": "_note_run",
         "on_train_start": "_begin_training",
         "on_train_step_end": "_note_norm",
-        "on_log": "_take_record",
-        "on_eval_all_end": "_take_evaluation",
+        "on_log": "_log_record",
+        "on_eval_all_end": "_log_evaluation",
         "on_checkpoint_due": "_ask_for_checkpoint",
-        "on_checkpoint_published": "_take_checkpoint",
-        "on_train_end": "_sum_up",
+        "on_checkpoint_published": "_note_checkpoint",
+        "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # its logs are told in _sum_up
+        "on_train_end": ("on_train_end",)  # _log_summary calls its on_log
     }
     NEVER = ("on_push_begin",)
 
     control: TrainerControl
-    _parts: int
-    """Microbatches of the step in hand that have begun."""
+    _microbatches: int
+    """How many microbatches of the current step have begun."""
 
     def __init__(
         self,
@@ -140,27 +141,28 @@ class HuggingFaceGuest(Guest):
         self._given = dict(given)
         self._strict = strict
         self._replicated = type(foreign).__module__ == "transformers.trainer_callback" if replicated is None else replicated
-        self._begin_anew()
+        self._reset()
         super().__init__(foreign, name=name, phase=phase, strict=strict)
-        told = ("on_log", "on_evaluate")
-        self._tellers: dict[str, Callable[..., None]] = {
-            theirs: self.handler(theirs, getattr(foreign, theirs)) for theirs in told if self.listens_to(theirs)
+        self._handlers: dict[str, Callable[..., None]] = {
+            theirs: self.handler(theirs, getattr(foreign, theirs))
+            for theirs in ("on_log", "on_evaluate")
+            if self.listens_to(theirs)
         }
 
     def listens_to(self, theirs: str) -> bool:
-        """See `Guest`. Nothing is pushed to a hub here: who only waits for that misses it if it was said that something is."""
+        """See `Guest`. callsheet never pushes to a hub, so `on_push_begin` counts as an event to miss only if `args` ask for pushes."""
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Called with args, state and control by place, and the rest by name."""
-        heeded = _HEEDED.get(theirs, frozenset(_FLAGS))
+        """Return a handler that calls `method` with args, state and control as positional arguments, and the rest as keywords."""
+        honored = _HONORED.get(theirs, frozenset(_FLAGS))
         is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
 
-        def tell(ctx: Context, **more: Any) -> None:
-            self._look(ctx)
+        def handle(ctx: Context, **more: Any) -> None:
+            self._update(ctx)
             if is_substep:
-                self._parts += 1
-                if self._parts == 1:
+                self._microbatches += 1
+                if self._microbatches == 1:
                     return
             elif is_predict:
                 losses = ctx.eval_losses if ctx.has("eval_losses") else {}
@@ -176,20 +178,20 @@ class HuggingFaceGuest(Guest):
                 or control.should_evaluate
                 or control.should_log
             ):
-                self._carry(ctx, heeded)
+                self._pass_on_requests(ctx, honored)
 
-        return tell
+        return handle
 
     # --- the state ---
 
-    def _begin_anew(self, ctx: Context | None = None) -> None:
-        """A run begins, which may not be the first."""
+    def _reset(self, ctx: Context | None = None) -> None:
+        """Reset the state at the start of a run, which may not be the first of this guest."""
         self.state, self.control = TrainerState(), TrainerControl()
         self._is_training = False
         self._resumed: str | None = None
-        self._step, self._parts = -1, 0
+        self._step, self._microbatches = -1, 0
         self._now: Timestamp | None = None
-        self._carried: set[str] = set()
+        self._passed_on: set[str] = set()
         self._save_kind = ""
         self._norm: Any = None
         self._logged_at, self._log_asked_at, self._loss_sum = 0, 0, 0.0
@@ -198,16 +200,16 @@ class HuggingFaceGuest(Guest):
     def _note_resume(self, ctx: Context) -> None:
         self._resumed = None if ctx.checkpoint is None else ctx.checkpoint.path
 
-    def _take_run(self, ctx: Context) -> None:
+    def _note_run(self, ctx: Context) -> None:
         self.args._take(ctx, self._resumed)
         self._given |= {"model": ctx.model, "optimizer": ctx.optimizer, "lr_scheduler": ctx.scheduler}
         state = self.state
         state.is_world_process_zero, state.is_local_process_zero = ctx.run.is_world_process_zero, ctx.run.is_local_process_zero
         state.train_batch_size = getattr(self.args, "per_device_train_batch_size", None)
-        self._take_lengths(ctx)
+        self._set_lengths(ctx)
 
-    def _take_lengths(self, ctx: Context) -> None:
-        """How long training will be, in steps and in epochs, as far as it is known; else longer than any."""
+    def _set_lengths(self, ctx: Context) -> None:
+        """Set the length of training in steps and in epochs, to `sys.maxsize` if it is not known."""
         state, each, longest = self.state, ctx.state.epoch_batches, ctx.state.max_duration
         self._last_step, epochs = sys.maxsize, None
         if longest is not None and longest.unit is TimeUnit.BATCH:
@@ -223,24 +225,24 @@ class HuggingFaceGuest(Guest):
         self._steps_in_epoch = each or state.max_steps
 
     def _begin_training(self, ctx: Context) -> None:
-        self._take_lengths(ctx)
-        self._look(ctx)
+        self._set_lengths(ctx)
+        self._update(ctx)
         self.control._new_training()
-        self._carried.clear()
+        self._passed_on.clear()
         self._is_training = True
         self._began, self._began_at, self._loss_sum = time.time(), self.state.global_step, 0.0
         self._logged_at = self.state.global_step
 
-    def _look(self, ctx: Context) -> None:
-        """Bring state and control up to date."""
+    def _update(self, ctx: Context) -> None:
+        """Update `state` and `control`."""
         if ctx.step != self._step:
             self._check_logged()
-            self._step, self._parts = ctx.step, 0
+            self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # that it was asked for has been refused, or warned of
+            self.control._new_epoch()  # a request to end the epoch has been rejected, or has caused a warning
             self._save_kind = ""
-            if self._carried:
-                self._carried &= {"should_training_stop"}
+            if self._passed_on:
+                self._passed_on &= {"should_training_stop"}
         now = ctx.state.timestamp
         if now is not self._now:
             self._now, state = now, self.state
@@ -248,14 +250,14 @@ class HuggingFaceGuest(Guest):
             state.epoch = now.epoch + now.batch_in_epoch / self._steps_in_epoch
             state.num_input_tokens_seen = now.token
 
-    # --- what it asks for ---
+    # --- requests ---
 
-    def _carry(self, ctx: Context, heeded: frozenset[str]) -> None:
-        """Pass on what its control says, once."""
+    def _pass_on_requests(self, ctx: Context, honored: frozenset[str]) -> None:
+        """Pass on each request that the callback makes through its control, once."""
         for flag in _FLAGS:
-            if not getattr(self.control, flag) or flag in self._carried or flag not in heeded or not self._is_training:
+            if not getattr(self.control, flag) or flag in self._passed_on or flag not in honored or not self._is_training:
                 continue
-            self._carried.add(flag)
+            self._passed_on.add(flag)
             if flag == "should_log":
                 self._log_asked_at = self.state.global_step
             elif flag == "should_epoch_stop":
@@ -264,24 +266,26 @@ class HuggingFaceGuest(Guest):
                 self._save_kind = "requested"
             elif flag == "should_evaluate":
                 ctx.control.evaluate(f"{self.name} set control.{flag}", replicated=self._replicated)
-            elif self.state.global_step < self._last_step:  # there it ends without being asked
+            elif self.state.global_step < self._last_step:  # at the last step, training ends anyway
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:
-        """Not before the evaluation at the same boundary, as at home."""
+        """Ask for a checkpoint, but only after the evaluation at the same boundary, as in the Hugging Face Trainer."""
         if self._save_kind and ctx.boundary != "before_eval":
             kind, self._save_kind = self._save_kind, ""
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
 
     def _check_logged(self) -> None:
-        """A log that it asked for has been told, or never will be."""
+        """Raise an error, or warn, if the callback asked for a log at a step without a metrics record."""
         if self._log_asked_at > self._logged_at:
             asked, self._log_asked_at = self._log_asked_at, 0
-            self._cannot(f"set control.should_log after step {asked}, where no record is made; choose the run's log_interval so")
+            self._cannot(
+                f"set control.should_log after step {asked}, where no record is made; set the run's log_interval accordingly"
+            )
 
     def _cannot(self, what: str) -> None:
         if self._strict:
-            raise NotSupported(f"{self.name} {what}; or pass strict=False to go on without")
+            raise NotSupported(f"{self.name} {what}; or pass strict=False to train without it")
         logger.warning("%s %s", self.name, what)
 
     # --- logs, evaluations, checkpoints ---
@@ -290,17 +294,17 @@ class HuggingFaceGuest(Guest):
         self._norm = ctx.grad_norm
 
     def _log(self, ctx: Context, logs: dict[str, Any]) -> None:
-        """Keep and tell them."""
+        """Add the logs to the history, and call `on_log`."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control.should_log = False
-        self._carried.discard("should_log")
-        if tell := self._tellers.get("on_log"):
-            tell(ctx, logs=logs)
+        self._passed_on.discard("should_log")
+        if handle := self._handlers.get("on_log"):
+            handle(ctx, logs=logs)
 
-    def _take_record(self, ctx: Context) -> None:
-        """A record under the names of the Hugging Face Trainer; what evaluations found was told with them."""
-        self._look(ctx)
+    def _log_record(self, ctx: Context) -> None:
+        """Log a metrics record under the names of the Hugging Face Trainer, without the results of evaluations, which are logged apart."""
+        self._update(ctx)
         logs: dict[str, Any] = {}
         values = dict(ctx.record.values)
         norm, rate = values.pop("train/grad_norm", None), values.pop("train/learning_rate", None)
@@ -318,9 +322,9 @@ class HuggingFaceGuest(Guest):
         if logs:
             self._log(ctx, logs)
 
-    def _take_evaluation(self, ctx: Context) -> None:
-        """Logs and metrics of each dataset, then whether it is the best."""
-        self._look(ctx)
+    def _log_evaluation(self, ctx: Context) -> None:
+        """Call `on_log` and `on_evaluate` for each dataset, then update the best metric."""
+        self._update(ctx)
         results = ctx.eval_results
         self._datasets |= results.keys()
         is_alone = {*ctx.state.evaluators, *results} == {"validation"}
@@ -330,19 +334,19 @@ class HuggingFaceGuest(Guest):
             found |= metrics
             self._log(ctx, metrics)
             self.control.should_evaluate = False
-            if tell := self._tellers.get("on_evaluate"):
-                tell(ctx, metrics=metrics)
+            if handle := self._handlers.get("on_evaluate"):
+                handle(ctx, metrics=metrics)
         if not ctx.standalone:
-            self._judge(found)
+            self._update_best(found)
 
-    def _judge(self, found: Mapping[str, float]) -> None:
-        """Only now, as at home: at an evaluation the best is that of those before it."""
+    def _update_best(self, found: Mapping[str, float]) -> None:
+        """Update the best metric after `on_evaluate`, as the Hugging Face Trainer does. `on_evaluate` sees the best of earlier evaluations."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return
         value = found.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
         if value is None:
-            return  # that dataset was not due
+            return  # the dataset of the metric was not evaluated now
         if state.best_metric is None:
             state.best_metric = -math.inf if args.greater_is_better else math.inf
         is_best = value > state.best_metric if args.greater_is_better else value < state.best_metric
@@ -353,15 +357,15 @@ class HuggingFaceGuest(Guest):
         if args.save_strategy == SaveStrategy.BEST:
             self._save_kind = "best" if is_best else ""
 
-    def _take_checkpoint(self, ctx: Context) -> None:
-        self._look(ctx)
+    def _note_checkpoint(self, ctx: Context) -> None:
+        self._update(ctx)
         self.control.should_save = False
         if ctx.checkpoint is not None and ctx.checkpoint.step == self.state.best_global_step:
             self.state.best_model_checkpoint = ctx.checkpoint.path
 
-    def _sum_up(self, ctx: Context) -> None:
-        """The last log: how long training took, and its mean loss."""
-        self._look(ctx)
+    def _log_summary(self, ctx: Context) -> None:
+        """Make the last log: how long training took, and its mean loss."""
+        self._update(ctx)
         self._check_logged()
         steps = self.state.global_step - self._began_at
         samples = ctx.state.timestamp.sample - ctx.state.baseline.sample
@@ -369,16 +373,16 @@ class HuggingFaceGuest(Guest):
         self._log(ctx, {**logs, "train_loss": self._loss_sum / max(steps, 0.001)})
         self._is_training = False
 
-    # --- checkpoints of ours ---
+    # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's own `state()`, and what the Hugging Face Trainer would keep for it."""
+        """Return the callback's own `state()`, and the parts of `TrainerState` that the Hugging Face Trainer would save."""
         kept = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
         state = {name: getattr(self.state, name) for name in kept}
         return {**state, "own": self.foreign.state()["attributes"] if isinstance(self.foreign, ExportableState) else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back; how the callback was made is as it is said now."""
+        """Restore the state. The arguments of the callback's constructor stay as they are now."""
         for name, value in state.items():
             if name != "own":
                 setattr(self.state, name, list(value) if name == "log_history" else value)

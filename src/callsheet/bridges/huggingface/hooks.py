@@ -1,4 +1,4 @@
-"""What the Hugging Face Trainer does not say in its events: found at three of its methods, and at the model that they call."""
+"""Hooks for what the Hugging Face Trainer has no events for: wrappers around three of its methods, and hooks in the model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied
 from callsheet.trainer.tasks import counts_of
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
-"""What an evaluation's metrics say beside what it found; each rank has its own."""
+"""Timings among an evaluation's metrics. Each rank has its own values."""
 
 
-_NEAR = 12
-"""How many callers away the Trainer may be: three, and more where a library has put functions between."""
+_MAX_CALL_DEPTH = 12
+"""How many frames up the call stack the Trainer may be: normally three, more if a library wraps its methods."""
 
 
 def find_trainer(state: Any, frame: FrameType | None) -> Any:
-    """Return the Trainer whose `state` this is: a method of it is among the callers. None if there is none.
+    """Return the Trainer with this `state` from the call stack, or None.
 
-    A Trainer gives its callbacks its model, its state and its dataloaders, and not itself.
+    A Trainer passes its model, state and dataloaders to its callbacks, but not itself.
     """
-    for _ in range(_NEAR):
+    for _ in range(_MAX_CALL_DEPTH):
         if frame is None:
             break
-        # Reading a frame's variables keeps them alive as long as the frame: of methods alone, and of no more than needed.
+        # Reading a frame's variables keeps them alive as long as the frame, so read only frames of methods.
         if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
             found = frame.f_locals.get("self")
             if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):
@@ -41,30 +41,30 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
 
 
 class ForwardHooks(NotCopied):
-    """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs where somebody listens.
+    """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs if they have listeners.
 
-    All other calls are somebody else's: a callback that samples, a loss that calls the model a second time, an evaluator of its own.
+    Other calls are not the loop's: a callback that samples, a loss that calls the model a second time, a separate evaluator.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run = weakref.proxy(run)
         self.expected = ""
-        """What the model's next call is for: `train`, `eval`, or nothing that is reported."""
+        """The kind of the model's next call: `train`, `eval`, or empty if it is not reported."""
         self.is_computing = False
-        """Whether the loss is being computed: a backward meanwhile is not the step's."""
+        """Whether the loss is being computed. A backward during that time is not the step's."""
         self.inputs: Any = None
-        """What `training_step` was given."""
+        """The inputs of `training_step`."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.install(True, self._begins)
         self._after = Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Listen to the model's outputs, or not."""
+        """Register the hook for the model's outputs, or remove it."""
         self._after.install(has_listeners, self._ends)
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer trains on a microbatch."""
+        """Wrap `training_step`: expect a call of the model for training."""
         self.expected, self.inputs = "train", args[1] if len(args) > 1 else kwargs.get("inputs")
         try:
             return method(*args, **kwargs)
@@ -72,7 +72,7 @@ class ForwardHooks(NotCopied):
             self.expected, self.inputs = "", None
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer computes a loss. A loss may go backward itself meanwhile, through parts of it, to keep their gradients."""
+        """Wrap `compute_loss`. A cached loss calls backward on its parts meanwhile, which must not be taken for the step's backward."""
         self.is_computing = True
         try:
             return method(*args, **kwargs)
@@ -80,7 +80,7 @@ class ForwardHooks(NotCopied):
             self.is_computing = False
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer evaluates a batch, or predicts, which is not reported."""
+        """Wrap `prediction_step`: in an evaluation, expect a call of the model. Predictions are not reported."""
         if not self._run.eval_driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"
@@ -90,7 +90,7 @@ class ForwardHooks(NotCopied):
             self.expected = ""
 
     def begin_without_forward(self) -> None:
-        """A backward begins in a `training_step` in which the model was not called with gradients, as with a cached loss."""
+        """Begin a microbatch at its backward, if the model was not called with gradients before, as with a cached loss."""
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
@@ -131,7 +131,7 @@ class ForwardHooks(NotCopied):
             return batch
         if parts["forward"].has_no_listeners:
             return ctx.batch
-        driver.end("microbatch")  # of an earlier one whose end the Trainer has not reported: its fields are closed with it
+        driver.end("microbatch")  # closes the fields of an earlier one whose end the Trainer has not reported
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")
@@ -168,18 +168,18 @@ class ForwardHooks(NotCopied):
         return outputs
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self._before.remove()
         self.listen(False)
 
 
 class StepWatch(BackwardWatch):
-    """A `BackwardWatch` for losses that call the model within their backward alone, such as `CachedMultipleNegativesRankingLoss`."""
+    """A `BackwardWatch` for losses that call the model only within their backward, such as `CachedMultipleNegativesRankingLoss`."""
 
     hooks: ForwardHooks
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """See `BackwardWatch`; begin the microbatch first, if no forward has."""
+        """Begin the microbatch, if no forward has begun it, and do as `BackwardWatch`."""
         if self.hooks.is_computing:
             return False
         if self.hooks.expected and self._listens and not loss.dim():
@@ -191,7 +191,7 @@ class StepWatch(BackwardWatch):
 
 
 def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """What an evaluation found, without the prefix that the Trainer gave the names, and without how long it took."""
+    """Return the results of an evaluation without the Trainer's prefix, and without its timings."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float)) and name != "epoch"}
     found = {name.removeprefix(f"{prefix}_").removeprefix("eval_"): value for name, value in numbers.items()}
     return {name: value for name, value in found.items() if name not in SPEEDS}

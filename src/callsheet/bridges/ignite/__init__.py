@@ -1,4 +1,4 @@
-"""The Ignite bridge: callsheet's callbacks attached to an Engine, and Ignite's handlers as callbacks here."""
+"""The Ignite bridge: callsheet's callbacks attached to an Engine, and Ignite's handlers as callbacks of callsheet."""
 
 from __future__ import annotations
 
@@ -46,31 +46,33 @@ def host(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:
-    """The callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
+    """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
-    A run is one `trainer.run()`. Steps and epochs are told from the engine's events, the forward from the model, the loss from `backward`,
-    the optimizer's step from the optimizer. A stop that a callback asks for is `trainer.terminate()`. A run of an evaluator within that of
-    the trainer is an evaluation, with the evaluator's metrics as its results.
+    A run is one `trainer.run()`. Steps and epochs come from the engine's events, the forward from the model, the loss from `backward`, the
+    optimizer's step from the optimizer. If a callback asks for a stop, the host calls `trainer.terminate()`. A run of an evaluator during
+    the trainer's run is an evaluation, with the evaluator's metrics as its results.
 
     Args:
-        model: what the trainer's function calls; in DDP's wrapper, callbacks see the module inside.
-        optimizer: what it steps.
-        scheduler: shown to callbacks.
-        gradient_accumulation_steps: how many iterations it takes for one step of the optimizer.
-        scaler: the `torch.amp.GradScaler` by which it scales the loss.
-        evaluators: by the name of the dataset, such as `{"validation": evaluator}`; those that are run one after the other are one
-            evaluation, which is over with the last of them, or when the trainer goes on.
-        evaluate: runs them, called without arguments when a callback asks for an evaluation.
-        log_interval: how often a record is made; a whole number means batches.
-        run_name, runs_folder: of the run and its folder.
-        config: the program's settings, for the run's record.
-        preempt_signals: which ask the run to save and make way; this needs a checkpoint handler, see `IgniteHost.attach`.
-        timeout_seconds: until a rank that does not answer fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        model: the model that the trainer's process function calls. With DDP, callbacks see the module inside the wrapper.
+        optimizer: the optimizer that it steps.
+        scheduler: the scheduler, for callbacks to read.
+        gradient_accumulation_steps: how many iterations the trainer uses for one optimizer step.
+        scaler: the `torch.amp.GradScaler` that scales the loss.
+        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other are one
+            evaluation, which ends with the last of them, or when the trainer continues.
+        evaluate: runs the evaluators; called without arguments when a callback asks for an evaluation.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
+        config: the program's settings, stored with the run.
+        preempt_signals: the signals that make the run save a checkpoint and end as preempted. They need a checkpoint handler, see
+            `IgniteHost.attach`.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
         NotSupported: when training begins, or after the first step; see `strict`.
     """
     if (
@@ -80,7 +82,7 @@ def host(
     ):
         raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
     if evaluate is not None and not evaluators:
-        raise ConfigError("evaluate= runs evaluators; name them with evaluators=, for their results to be told")
+        raise ConfigError("evaluate= runs evaluators; give them with evaluators=, so that callbacks get their results")
     if "train" in (evaluators or {}):
         raise ConfigError("evaluators={'train': ...}: train/loss is the loss of the steps; give that dataset another name")
     check_model(model)

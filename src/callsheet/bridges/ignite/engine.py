@@ -1,4 +1,4 @@
-"""What Ignite's handlers are attached to here: an engine that runs nothing, and is told what callsheet's loop tells."""
+"""The engine that Ignite's handlers are attached to in callsheet. It runs nothing: callsheet's loop fires its events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from callsheet.context import Context
 from callsheet.errors import NotSupported
 
 NO_GUESTS: Mapping[str, str] = {
-    "BasicTimeProfiler": "it measures the engine that runs the loop, which is not Ignite's here; callsheet's cost report does that",
-    "HandlersTimeProfiler": "it measures the engine that runs the loop, which is not Ignite's here; callsheet's cost report does that",
-    "FastaiLRFinder": "it runs the trainer by itself",
+    "BasicTimeProfiler": "it measures Ignite's loop, and callsheet runs its own; use callsheet's cost report",
+    "HandlersTimeProfiler": "it measures Ignite's loop, and callsheet runs its own; use callsheet's cost report",
+    "FastaiLRFinder": "it runs the trainer itself",
 }
-"""Handlers of Ignite's that cannot work here, and why."""
+"""Ignite's handlers that cannot be guests, and why."""
 
 ALLOWED = frozenset(
     {
@@ -27,11 +27,11 @@ ALLOWED = frozenset(
         *("fire_event", "terminate", "state_dict_user_keys"),
     }
 )
-"""What a handler may call of its engine; beside them it may read `state`, `last_event_name`, `should_terminate` and `logger`."""
+"""The methods of its engine that a handler may call. It may also read `state`, `last_event_name`, `should_terminate` and `logger`."""
 
 
 class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
-    """Ignite's state, but for the data and the seed, which the loop does not have by that name. Handlers keep their own in it."""
+    """Ignite's state without `dataloader` and `seed`, which callsheet's loop does not have. Handlers may add attributes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,56 +46,59 @@ class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
-    """In the place of a trainer, for handlers to be attached to; it does not run, it is told. See `ALLOWED` for what they may call.
+    """Replaces a trainer for handlers that are attached to it. Handlers may call the methods in `ALLOWED`.
 
-    `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` is a request that training
-    stop.
+    `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` asks the run to stop.
 
     Args:
-        output: what `engine.state.output` is at the end of a step: the step's loss, a tensor, if nothing else is said.
+        output: returns the value of `engine.state.output` at the end of a step. The default is the step's loss, a tensor.
     """
 
     def __init__(self, output: Callable[[Context], Any] = lambda ctx: ctx.loss) -> None:
         super().__init__(_runs_nothing)
-        self._at: dict[int, tuple[Any, list[Any]]] = {}  # an event and who is attached at it, by the event's identity
+        self._at: dict[int, tuple[Any, list[Any]]] = {}  # by the id of an event: the event and its handlers
         self.state = GuestState()
         self.output = output
         self.evaluators: dict[str, GuestEngine] = {}
         self.ctx: Context | None = None
-        """Where the loop is, once training has begun."""
+        """The context of the latest event. None before training has begun."""
         self.is_taken = False
-        """It is a guest."""
-        self.told: frozenset[str] | None = None
-        """The events that are told, once training has begun."""
+        """Whether a guest uses this engine."""
+        self.fired_events: frozenset[str] | None = None
+        """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """The engine in the place of that which evaluates a dataset, the same for the same name.
+        """Return the engine that replaces the evaluator of a dataset. The same name returns the same engine.
 
-        Its `state.output` is what the model gave, with the targets where the batch is a pair, as `create_supervised_evaluator` gives
-        them; its `state.metrics` at the end are the results, and what metrics of Ignite's have found.
+        Its `state.output` is the model's output, or a tuple of output and targets if the batch is a pair, as with
+        `create_supervised_evaluator`. Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
         """
         if name not in self.evaluators:
             self.evaluators[name] = _GuestEvaluator(output or _outputs_and_targets)
         return self.evaluators[name]
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As Ignite's own. Raises NotSupported for a handler that cannot work here, and within training for an event that is not told."""
+        """Add a handler, as Ignite does.
+
+        Raises:
+            NotSupported: the handler cannot be a guest, or training has begun and the event is not fired in this run.
+        """
         reject_handler(handler)
         name = getattr(event_name, "name", "")
-        if self.told is not None and name in Events.__members__ and name not in self.told:
+        if self.fired_events is not None and name in Events.__members__ and name not in self.fired_events:
             raise NotSupported(
-                f"{label_of_handler(handler)} wants to hear {name} of Ignite from now on: attach it before training begins"
+                f"{label_of_handler(handler)} was attached to {name} of Ignite during training: attach it before training begins"
             )
         self._at.clear()
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        """As Ignite's own."""
+        """Remove a handler, as Ignite does."""
         self._at.clear()
         super().remove_event_handler(handler, event_name)
 
     def _fire_event(self, event_name: Any, *event_args: Any) -> None:
-        """As Ignite's own, but for a log line each time, and for the hash of the event, which is written in Python."""
+        """Fire an event as Ignite does, but faster: without the log line, and without the event's hash, which is computed in Python."""
         known = self._at.get(id(event_name))
         if known is None:
             known = self._at[id(event_name)] = event_name, self._event_handlers[event_name]
@@ -110,22 +113,24 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Ask that training stop; what the loop tells from then on is not passed on, but for the end."""
+        """Ask the run to stop. From then on, only the events of the end are fired."""
         if self.ctx is None:
-            raise NotOnTheList("an Ignite engine can be terminated here only once training has begun")
+            raise NotOnTheList("an Ignite engine can be terminated here only after training has begun")
         super().terminate(skip_completed)
         self.ctx.control.stop("a guest has terminated the engine")
 
     def listens_to(self, event: Events) -> bool:
-        """Whether anybody is attached at this event."""
+        """Return whether the event has handlers."""
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:
-        """Who is attached, each once: of a method its object."""
+        """Return the attached handlers, each once. For a method, return its object."""
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
-                handler = handler._parent() if hasattr(handler, "_parent") else handler  # it stands behind a filter
+                handler = (
+                    handler._parent() if hasattr(handler, "_parent") else handler
+                )  # Ignite has wrapped it in an event filter
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
         return list(found.values())
@@ -139,7 +144,7 @@ class _GuestEvaluator(GuestEngine):
 def _rejected(name: str) -> Callable[..., None]:
     def reject(self: GuestEngine, *args: Any, **kwargs: Any) -> None:
         raise NotOnTheList(
-            f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED))}; run it at home for the rest"
+            f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED))}; for the rest, run the handler in Ignite"
         )
 
     return reject
@@ -151,7 +156,7 @@ for _name in dir(Engine):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those metrics that are one number."""
+    """Return the metrics that are a single number."""
     return {
         str(name): float(value)
         for name, value in metrics.items()
@@ -168,14 +173,14 @@ def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
 def reject_handler(handler: Any) -> None:
-    """Raise `NotSupported` where it is one of those that cannot be a guest."""
+    """Raise NotSupported if the handler cannot be a guest."""
     why = NO_GUESTS.get(label_of_handler(handler))
     if why is not None:
         raise NotSupported(f"{label_of_handler(handler)} cannot be a guest: {why}")
 
 
 def label_of_handler(handler: Any) -> str:
-    """The name of its class, or of the function; of whom it belongs to where it is a method."""
+    """Return the name of the handler: of the function, or of the class of the object."""
     handler = handler._parent() if hasattr(handler, "_parent") else handler
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__

@@ -17,7 +17,7 @@ from callsheet.errors import RegistrationError
 from callsheet.sheet import Handler
 from callsheet.time import TimeUnit
 
-TOLD: Mapping[str, tuple[str, ...]] = {
+GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("STARTED",),
     "on_epoch_start": ("EPOCH_STARTED",),
     "on_fetch_start": ("GET_BATCH_STARTED",),
@@ -32,18 +32,18 @@ TOLD: Mapping[str, tuple[str, ...]] = {
     "on_eval_step_end": ("evaluator_iteration_completed",),
     "on_eval_all_end": ("evaluators_completed",),
 }
-"""Our events, and those of Ignite's that a trainer is told at each; for evaluators, the moments at which several are."""
+"""By our event: the trainer's Ignite events that are fired then, or for evaluators, a name in `EVALUATOR_EVENTS`."""
 
-OF_EVALUATORS: Mapping[str, tuple[Events, ...]] = {
+EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_started": (Events.STARTED, Events.EPOCH_STARTED),
     "evaluator_iteration_started": (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED),
     "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
     "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
 }
-"""Those moments, and what is told of an evaluator then."""
+"""By those names: the evaluator's Ignite events that are fired together."""
 
-NEVER_OF_EVALUATORS = ("TERMINATE", "EXCEPTION_RAISED")
-"""Events that are told of a trainer alone."""
+TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
+"""Events that are fired for a trainer, and never for an evaluator."""
 
 
 def guest(
@@ -55,23 +55,22 @@ def guest(
     phase: str = "measure",
     strict: bool = True,
 ) -> Callback:
-    """Handlers of Ignite's as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
+    """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
-    What needs more than that is attached to a `GuestEngine` as it would be to a trainer, and that engine is the guest.
-
-    The states of handlers that have a `state_dict` are saved and loaded with ours.
+    For several handlers, or other arguments of `attach`, attach them to a `GuestEngine` as to a trainer, and give that engine. The states
+    of handlers that have a `state_dict` are saved and loaded with our checkpoints.
 
     Args:
-        foreign: a handler with an `attach` that takes the engine alone; a handler that is called at `event`; or a `GuestEngine`.
+        foreign: a handler whose `attach` takes only the engine; a handler that is called at `event`; or a `GuestEngine`.
         event: an event of Ignite's, with or without filter, or several of them, joined by `|`.
-        to_save: what else is to be saved, by name, such as the model of an `EMAHandler`.
-        name: under which the state is kept; else that of the handler's class.
-        phase: where in each event's order it stands.
-        strict: whether it is an error that it hears something which is never told here; else a warning.
+        to_save: further objects to save, by name, such as the model of an `EMAHandler`.
+        name: the key of the state in checkpoints. Empty: the name of the handler's class.
+        phase: its place in the order of each event.
+        strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
 
     Raises:
-        NotSupported: the handler cannot work here, or hears what is never told; the message names it.
-        RegistrationError: what is given is no handler, or its engine is another guest already.
+        NotSupported: the handler cannot be a guest, or listens to an event that is never fired. The message names it.
+        RegistrationError: `foreign` is no handler, or its engine belongs to another guest.
 
     Example:
         >>> from ignite.handlers import Timer
@@ -89,7 +88,7 @@ def guest(
     elif hasattr(foreign, "attach"):
         foreign.attach(trainer)
     else:
-        raise RegistrationError(f"{foreign!r} has no attach(engine): say at which event it is called, guest(handler, event)")
+        raise RegistrationError(f"{foreign!r} has no attach(engine): give the event at which it is called, guest(handler, event)")
     return IgniteGuest(trainer, to_save=to_save, name=name or type(foreign).__name__, phase=phase, strict=strict)
 
 
@@ -97,7 +96,7 @@ class IgniteGuest(Guest):
     """See `guest`. `foreign` is the engine to which the handlers are attached."""
 
     FRAMEWORK: ClassVar[str] = "Ignite"
-    EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = TOLD
+    EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = GUEST_EVENTS
     OWN: ClassVar[Mapping[str, str]] = {"on_train_start": "_begin"}
     NEVER: ClassVar[tuple[str, ...]] = ("DATALOADER_STOP_ITERATION", "TERMINATE_SINGLE_EPOCH", "INTERRUPT")
 
@@ -105,7 +104,7 @@ class IgniteGuest(Guest):
 
     def __init__(self, foreign: GuestEngine, *, to_save: Mapping[str, Any] | None, **options: Any) -> None:
         if foreign.is_taken:
-            raise RegistrationError("this engine is a guest already: attach to it what is to be told, and give it once")
+            raise RegistrationError("this engine belongs to a guest already: attach all handlers to it, and give it once")
         self._engines = [foreign, *foreign.evaluators.values()]
         self._has_metrics = any(isinstance(owner, Metric) for owner in foreign.owners())
         super().__init__(foreign, **options)
@@ -113,23 +112,23 @@ class IgniteGuest(Guest):
         self._to_save = dict(to_save or {})
 
     def listens_to(self, theirs: str) -> bool:
-        """Whether a handler is attached for it."""
-        if theirs in OF_EVALUATORS:
-            events = OF_EVALUATORS[theirs]
-            if theirs == "evaluator_iteration_started":  # which counts
-                events += OF_EVALUATORS["evaluator_iteration_completed"]
+        """Return whether a handler is attached for it."""
+        if theirs in EVALUATOR_EVENTS:
+            events = EVALUATOR_EVENTS[theirs]
+            if theirs == "evaluator_iteration_started":  # it counts the iterations for the other one
+                events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
         return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """The methods below have Ignite's names for its events."""
+        """Return the guest's own method for the event. Those methods are named after Ignite's events."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 
     def _reject(self, never: list[str], strict: bool) -> None:
         listeners: dict[str, list[str]] = {}
         for engine in self._engines:
-            for event in (*self.NEVER, *(() if engine is self.foreign else NEVER_OF_EVALUATORS)):
+            for event in (*self.NEVER, *(() if engine is self.foreign else TRAINER_ONLY)):
                 for handler, _, _ in engine._event_handlers[Events[event]]:
                     listeners.setdefault(label_of_handler(handler), []).append(event)
         for listener, events in listeners.items():
@@ -148,10 +147,10 @@ class IgniteGuest(Guest):
             state.max_iters = int(longest.value)
         for each in self._engines:
             each.should_terminate = False
-            each.told = frozenset(event.name for event in Events if each.listens_to(event))
+            each.fired_events = frozenset(event.name for event in Events if each.listens_to(event))
 
-    def _at(self, ctx: Context) -> Any:
-        """The engine's state, where the loop is; None once a guest has terminated it."""
+    def _update(self, ctx: Context) -> Any:
+        """Update the engine's state and return it, or None if a handler has terminated the engine."""
         engine = self.foreign
         if engine.should_terminate:
             return None
@@ -160,24 +159,24 @@ class IgniteGuest(Guest):
         state.iteration, state.epoch = ctx.step, ctx.epoch
         return state
 
-    def _tell(self, event: Events, ctx: Context) -> None:
-        if self._at(ctx) is not None:
+    def _fire(self, event: Events, ctx: Context) -> None:
+        if self._update(ctx) is not None:
             self.foreign._fire_event(event)
 
     def _started(self, ctx: Context) -> None:
-        self._tell(Events.STARTED, ctx)
+        self._fire(Events.STARTED, ctx)
 
     def _epoch_started(self, ctx: Context) -> None:
-        self._tell(Events.EPOCH_STARTED, ctx)
+        self._fire(Events.EPOCH_STARTED, ctx)
 
     def _get_batch_started(self, ctx: Context) -> None:
-        state = self._at(ctx)
+        state = self._update(ctx)
         if state is not None and (state.epoch_length is None or ctx.state.timestamp.batch_in_epoch < state.epoch_length):
             state.batch = None
             self.foreign._fire_event(Events.GET_BATCH_STARTED)
 
     def _get_batch_completed(self, ctx: Context) -> None:
-        state = self._at(ctx)
+        state = self._update(ctx)
         if state is not None and ctx.batch is not None:
             state.batch = ctx.batch
             self.foreign._fire_event(Events.GET_BATCH_COMPLETED)
@@ -185,7 +184,7 @@ class IgniteGuest(Guest):
                 ctx.batch = state.batch
 
     def _iteration_started(self, ctx: Context) -> None:
-        state = self._at(ctx)
+        state = self._update(ctx)
         if state is not None:
             state.batch, state.output = ctx.batch, None
             self.foreign._fire_event(Events.ITERATION_STARTED)
@@ -195,14 +194,14 @@ class IgniteGuest(Guest):
                 )
 
     def _iteration_completed(self, ctx: Context) -> None:
-        state = self._at(ctx)
+        state = self._update(ctx)
         if state is not None:
             state.batch, state.output = ctx.batch, self.foreign.output(ctx)
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # else it is left in its midst, which Ignite tells nobody
-            self._tell(Events.EPOCH_COMPLETED, ctx)
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # otherwise the epoch is partial, for which Ignite fires no event
+            self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
     def _terminate(self, ctx: Context) -> None:
@@ -218,10 +217,12 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # to let it pass is to raise it again, in Ignite; here it passes by itself
+            if (
+                raised is not ctx.exception
+            ):  # in Ignite, a handler raises the error again to let it pass; callsheet does that itself
                 raise
 
-    # --- the evaluators' ---
+    # --- the evaluators' events ---
 
     def _evaluator_started(self, ctx: Context) -> None:
         engine = self.foreign.evaluators.get(ctx.eval_name)
@@ -261,18 +262,18 @@ class IgniteGuest(Guest):
                 engine._fire_event(Events.COMPLETED)
 
     def _log(self, ctx: Context, engine: GuestEngine, family: str, *, known: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """What metrics of Ignite's have found goes into the record."""
+        """Log the values of Ignite's metrics."""
         if found := {name: value for name, value in numbers(engine.state.metrics).items() if name not in known}:
             ctx.log({f"{family}/{name}": value for name, value in found.items()})
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of the handlers that have one, by their class's name, and of `to_save`."""
+        """Return the states of the handlers that have one, by class name, and of `to_save`."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give them back."""
+        """Load the states."""
         for name, part in self._parts().items():
             if name in state:
                 part.load_state_dict(state[name])

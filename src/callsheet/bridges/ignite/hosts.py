@@ -30,7 +30,7 @@ logger = logging.getLogger("callsheet")
 
 
 class IgniteHost(GivesUp):
-    """See `host`. In the `to_save` of an Ignite `Checkpoint`, it is the callbacks' states."""
+    """See `host`. In the `to_save` of an Ignite `Checkpoint`, it saves the callbacks' states."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class IgniteHost(GivesUp):
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._model = model
         self._settings = settings
-        self._accumulate = gradient_accumulation_steps
+        self._iterations_per_step = gradient_accumulation_steps
         self._scaler = scaler
         self._evaluators = evaluators
         self._runs_evaluators = evaluate
@@ -55,45 +55,45 @@ class IgniteHost(GivesUp):
         self._trainer: Engine | None = None
         self._checkpoint: Checkpoint | None = None
         self._files: set[str] = set()
-        """Those that the checkpoint handler has written before."""
+        """The files that the checkpoint handler has written."""
         self._run: HostedRun | None = None
         self._last: HostedRun | None = None
         self._loaded: Mapping[str, Any] | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._has_given_up = False
         self._listens_to_microbatch = False
-        self._is_first = True  # the step
-        self._microbatches = 0  # of it
+        self._is_first = True  # no step has ended yet
+        self._microbatches = 0  # of the current step
         self._in_epoch = False
-        self._is_waiting = False  # for what is evaluated of the epoch
-        self._dataset = ""  # that is being evaluated
-        self._told: set[str] = set()  # what has been evaluated since the last step, or the epoch's end
-        self._evaluates = self._saves = False  # because a callback has asked for it
-        self._is_due_fired = False  # and nothing has been trained or saved since
+        self._is_waiting = False  # the epoch has ended, and its boundary waits for its evaluation
+        self._dataset = ""  # the dataset that is being evaluated
+        self._evaluated: set[str] = set()  # the datasets evaluated since the last step, or since the epoch's end
+        self._evaluates = self._saves = False  # a callback has asked for the evaluation or checkpoint that is being made
+        self._is_due_fired = False  # on_checkpoint_due was fired, and nothing has been trained or saved since
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
-        """Hear the trainer, and the evaluators.
+        """Attach the host to the trainer and the evaluators.
 
         Args:
-            trainer: the engine whose function trains the model.
-            checkpoint: writes the checkpoints that callbacks ask for; it may be attached to an engine itself. What it writes is told.
+            trainer: the engine whose process function trains the model.
+            checkpoint: writes the checkpoints that callbacks ask for. It may also be attached to an engine. All its checkpoints are reported.
 
         Raises:
-            ConfigError: a `ModelCheckpoint`, which does not know what to save, or no handler where a signal asks for a checkpoint;
-                or the host is attached already.
+            ConfigError: `checkpoint` is a `ModelCheckpoint`, which does not know what to save; it is missing, and `preempt_signals` were
+                given; or the host is attached already.
         """
         if self._trainer is not None:
-            raise ConfigError("this host is attached to an engine; make another for another")
+            raise ConfigError("this host is attached to an engine already: make another host for another engine")
         if isinstance(checkpoint, ModelCheckpoint):
-            raise ConfigError("a ModelCheckpoint is told what to save only when it is called: give a Checkpoint")
+            raise ConfigError("a ModelCheckpoint gets what it saves only when it is called: give a Checkpoint")
         if self._settings["signals"] and checkpoint is None:
-            raise ConfigError("preempt_signals= ask for a checkpoint before the run makes way: attach(trainer, checkpoint=...)")
+            raise ConfigError("preempt_signals= needs a handler that writes the checkpoint: attach(trainer, checkpoint=...)")
         self._trainer, self._checkpoint = trainer, checkpoint
         for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
-        # Before a handler that raises the exception again, also one that was attached earlier: those behind it are not called.
+        # Move our handler to the front: a handler that raises the exception again keeps Ignite from calling the handlers after it.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
@@ -111,11 +111,11 @@ class IgniteHost(GivesUp):
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        if self._run is not None:  # one that was interrupted, and is not gone on with
+        if self._run is not None:  # a run that was interrupted, and is not continued
             self._release()
-        self._forget()
+        self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
-        me = weakref.proxy(self)  # the run has to be forgotten with the engine and its handlers
+        me = weakref.proxy(self)  # the run must not keep the engine and its handlers alive
         self._run = self._last = run = HostedRun(
             self.manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
@@ -129,9 +129,9 @@ class IgniteHost(GivesUp):
         run.signals.__enter__()
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, model)
-        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, model)
+        self._eval_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
-        hooks = [watch, self._model_hooks, self._judging_hooks, self._optimizer_hooks]
+        hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader
         run.fails_by(self._leave)
@@ -141,15 +141,15 @@ class IgniteHost(GivesUp):
             NOT_FIRED + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
         )
         run.reject(never, strict=self._strict, logger=logger)
-        run.begin()  # training is told with its first epoch: what is evaluated before stands on its own
+        run.begin()  # training starts with its first epoch: an evaluation before that is standalone
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:
-        state, batches = trainer.state, self._accumulate
+        state, batches = trainer.state, self._iterations_per_step
         if state.epoch_length is not None and state.epoch_length % batches:
             raise NotSupported(
-                f"a step of gradient_accumulation_steps={batches} iterations reaches over the end of an epoch of {state.epoch_length}, where callbacks"
-                " are told that all steps are over; give the engine an epoch_length that it divides"
+                f"an epoch of {state.epoch_length} iterations does not end with a whole step of gradient_accumulation_steps={batches}; give the engine"
+                f" an epoch_length that is a multiple of {batches}"
             )
         if state.max_iters is not None:
             return f"{state.max_iters // batches}ba"
@@ -159,21 +159,21 @@ class IgniteHost(GivesUp):
     def _completed(self, trainer: Engine) -> None:
         run = self._run
         if run is not None:
-            self._go_on(run)
-            run.driver.start("round")  # if there was no epoch to train
+            self._continue_training(run)
+            run.driver.start("round")  # in case there was no epoch to train
             self._leave_step(run)
             run.finish()
             self._release()
 
     @observing
     def _interrupt(self, trainer: Engine) -> None:
-        """The run may be gone on with; if it is not, this is how it ended."""
+        """Record that the run was interrupted. It may be continued; if it is not, this is its outcome."""
         if self._run is not None:
             self._run.lifetime.outcome = Outcome.INTERRUPTED
 
     @observing
     def _terminate(self, trainer: Engine) -> None:
-        """Somebody has stopped the training, or it has made all of its `max_iters`."""
+        """Record a stop, unless training has made all of its `max_iters`."""
         run, state = self._run, trainer.state
         if run is None:
             return
@@ -183,7 +183,7 @@ class IgniteHost(GivesUp):
             self._completed(trainer)
 
     def _exception_raised(self, error: BaseException) -> None:
-        """Without the engine: Ignite finds it no more when an interrupted run is thrown away with it."""
+        """Fail the run. The method takes no engine, since Ignite may have deleted it together with an interrupted run."""
         run, trainer = self._run, self._trainer
         assert trainer is not None
         if run is not None:
@@ -192,12 +192,12 @@ class IgniteHost(GivesUp):
             else:
                 run.fail(error)
             self._release()
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # nobody else would have kept it from coming out
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without our handler, Ignite would have raised it
             raise error
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # what it knew is not of the checkpoints that follow
+        self._last = None  # its state is older than the checkpoints that follow
 
     def _stop_if_asked(self, run: HostedRun) -> None:
         if run.control.stop_requested is not None or run.boundaries.is_making_way:
@@ -210,7 +210,7 @@ class IgniteHost(GivesUp):
     def _epoch_started(self, trainer: Engine) -> None:
         run = self._run
         if run is not None:
-            self._go_on(run)
+            self._continue_training(run)
             if not trainer.should_terminate:
                 self._in_epoch = True
                 run.driver.start("epoch")
@@ -220,8 +220,8 @@ class IgniteHost(GivesUp):
             run = self._run
             if run is None or self._microbatches:  # within a step
                 return
-            if self._told or self._is_waiting:
-                self._go_on(run)
+            if self._evaluated or self._is_waiting:
+                self._continue_training(run)
             self._is_due_fired = False
             driver = run.driver
             if driver.listen():
@@ -255,7 +255,9 @@ class IgniteHost(GivesUp):
             driver, ctx, watch = run.driver, run.ctx, self._watch
             watch.is_on = True
             is_first = not self._microbatches
-            if is_first and trainer.state.dataloader is None:  # the function makes its own
+            if (
+                is_first and trainer.state.dataloader is None
+            ):  # the process function makes its own data, so no batch event is fired
                 self._get_batch_started(trainer)
                 self._get_batch_completed(trainer)
             self._microbatches += 1
@@ -281,7 +283,7 @@ class IgniteHost(GivesUp):
             if run is None or not self._microbatches:
                 return
             self._watch.is_on = False
-            if trainer.state.iteration % self._accumulate:
+            if trainer.state.iteration % self._iterations_per_step:
                 run.driver.end("microbatch")
                 return
             self._microbatches = 0
@@ -298,12 +300,13 @@ class IgniteHost(GivesUp):
 
     def _check_first(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # it leaves steps out until it has found its scale
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             elif self._strict:
+                count = self._iterations_per_step
                 raise NotSupported(
-                    f"the engine has not stepped the optimizer in its first {f'{self._accumulate} iterations' if self._accumulate > 1 else 'iteration'};"
-                    " say with gradient_accumulation_steps= how many it takes for a step, and give host the optimizer that it steps"
+                    f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
+                    " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
                 )
         run.check_supported(strict=self._strict, logger=logger)
 
@@ -312,7 +315,7 @@ class IgniteHost(GivesUp):
         run = self._run
         if run is None or not self._in_epoch:
             return
-        self._go_on(run)
+        self._continue_training(run)
         self._in_epoch = False
         self._leave_step(run)
         if metrics := numbers(trainer.state.metrics):
@@ -323,13 +326,13 @@ class IgniteHost(GivesUp):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """The engine goes on without the iterations that the step in hand would still take; the narrator ends it."""
+        """Prepare the end of a step whose remaining iterations the engine leaves out. The driver ends the step later."""
         if self._microbatches:
             self._microbatches, self._watch.is_on = 0, False
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """The boundary after an epoch, which waits for what is evaluated of it."""
+        """Reach the boundary after an epoch, if it has waited for the epoch's evaluation."""
         if self._is_waiting:
             self._is_waiting = False
             run.boundaries.reach("epoch")
@@ -338,20 +341,20 @@ class IgniteHost(GivesUp):
 
     @observing
     def _terminate_single_epoch(self, trainer: Engine, iter_counter: int) -> None:
-        """The engine counts an epoch that it leaves as one that it has made."""
+        """End the epoch. Ignite counts an epoch that was terminated as a whole one."""
         self._epoch_completed(trainer)
 
-    def _go_on(self, run: HostedRun) -> None:
-        """The trainer does: what was evaluated is, and anew what is evaluated next."""
+    def _continue_training(self, run: HostedRun) -> None:
+        """End the evaluation and reach the waiting boundary, since the trainer continues."""
         if run.eval_driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
         self._is_due_fired = False
-        if self._told:
-            self._told = set()
+        if self._evaluated:
+            self._evaluated = set()
 
-    def _process_lane_messages(self) -> None:
-        """Another handler of the event that the trainer, or an evaluator, is telling comes before the host's own: be there first."""
+    def _handle_current_event(self) -> None:
+        """Handle the engine's current event now, because another handler of this event needs its result before the host's turn."""
         trainer, name = self._trainer, self._dataset
         if self._run is None or trainer is None:
             return
@@ -365,7 +368,7 @@ class IgniteHost(GivesUp):
     # --- evaluations ---
 
     def _evaluate(self) -> dict[str, Any]:
-        """A callback has asked for it; the evaluators tell it themselves."""
+        """Run the evaluators because a callback has asked for it. Their own events report the results, so return none."""
         assert self._runs_evaluators is not None
         assert self._run is not None
         self._evaluates = True
@@ -379,13 +382,13 @@ class IgniteHost(GivesUp):
 
     @observing
     def _evaluation_started(self, evaluator: Engine, name: str) -> None:
-        self._process_lane_messages()
+        self._handle_current_event()
         run = self._run
-        if run is None or name in self._told or (self._told and not run.eval_driver.is_open("eval_all")):
-            return  # between two steps there is one evaluation, and this is another
+        if run is None or name in self._evaluated or (self._evaluated and not run.eval_driver.is_open("eval_all")):
+            return  # the lifecycle has only one evaluation between two steps, and this is a second one
         self._dataset = name
-        self._told.add(name)
-        self._judging_hooks.listen(run.listens_to_outputs("eval"))
+        self._evaluated.add(name)
+        self._eval_hooks.listen(run.listens_to_outputs("eval"))
         run.begin_evaluation(name, standalone=not run.driver.is_open("train"))
 
     @observing
@@ -405,20 +408,20 @@ class IgniteHost(GivesUp):
         if run is None or self._dataset != name:
             return
         self._dataset = ""
-        self._judging_hooks.remove()
+        self._eval_hooks.remove()
         run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
         run.end_dataset(name, numbers(evaluator.state.metrics))
-        if self._told == self._evaluators.keys():
+        if self._evaluated == self._evaluators.keys():
             self._end_evaluation(run)
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.end_evaluation()
-        if self._evaluates:  # who asked tells the rest
+        if self._evaluates:  # the boundary that has asked for it does the rest
             return
         run.records.tally.settle(run.state)
         run.records.tell(run.ctx)
         if self._is_waiting:
-            run.control.done("evaluate")  # what a callback has asked for meanwhile is made
+            run.control.done("evaluate")  # this evaluation answers requests that were made since
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
@@ -428,7 +431,7 @@ class IgniteHost(GivesUp):
     # --- checkpoints ---
 
     def _save(self) -> None:
-        """A callback has asked for it."""
+        """Write a checkpoint because a callback has asked for it."""
         assert self._checkpoint is not None
         self._saves = True
         try:
@@ -438,7 +441,7 @@ class IgniteHost(GivesUp):
 
     @observing
     def _saved(self, engine: Engine) -> None:
-        """A checkpoint handler of this engine has written a file: tell it, if it is the one that was given."""
+        """Report a checkpoint, if the checkpoint handler of this host has written it."""
         assert self._checkpoint is not None
         files = {file for _, file in self._checkpoint.state_dict()["_saved"]}
         written, self._files = files - self._files, files
@@ -447,12 +450,14 @@ class IgniteHost(GivesUp):
             return
         self._is_due_fired = False
         folder = getattr(self._checkpoint.save_handler, "dirname", "")
-        run.fire_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # our part was in it
+        run.fire_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # the handler has written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:
-        """The callbacks' states, and how far the run is: for the `to_save` of a `Checkpoint`, beside the model, the optimizer and the
-        trainer."""
-        self._process_lane_messages()
+        """Return the callbacks' states and the run's progress.
+
+        Put the host into the `to_save` of a `Checkpoint`, with the model, the optimizer and the trainer.
+        """
+        self._handle_current_event()
         if self._run is not None:
             self._reach(self._run)
         run = self._last
@@ -461,7 +466,7 @@ class IgniteHost(GivesUp):
         return own_state(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next run goes on from there; the trainer has to be given its own state from the same checkpoint."""
+        """Make the next run resume from this state. Load the trainer's state from the same checkpoint, too."""
         self._loaded = state or None
 
     def _load(self) -> CheckpointInfo | None:
@@ -469,23 +474,23 @@ class IgniteHost(GivesUp):
         assert run is not None
         assert trainer is not None
         self._loaded = None
-        step, epoch = trainer.state.iteration // self._accumulate, trainer.state.epoch
+        step, epoch = trainer.state.iteration // self._iterations_per_step, trainer.state.epoch
         if loaded is None:
             if step:
-                logger.warning("%s goes on from step %d, and was given no state of callbacks", run.host, step)
+                logger.warning("%s resumes from step %d, and no callbacks' states were loaded", run.host, step)
                 go_on_without(run, step, epoch)
             return None
         take_back(run, loaded)
         if run.state.timestamp.batch != step:
             raise CheckpointError(
-                f"the callbacks' states are of step {run.state.timestamp.batch}, and the engine goes on from {step}: load both from one"
+                f"the callbacks' states are of step {run.state.timestamp.batch}, and the engine resumes from step {step}: load both from one"
                 ' checkpoint, Checkpoint.load_objects({"trainer": trainer, "callsheet": host, ...}, path)'
             )
         return CheckpointInfo("", step, epoch, "periodic")
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Also when the program ends, or the engine is forgotten in the midst of a run."""
+    """Remove the hooks and end the run, if it has not ended. Called also when the program ends or the engine is deleted during a run."""
     for hook in hooks:
         hook.remove()
     run.signals.__exit__(None, None, None)

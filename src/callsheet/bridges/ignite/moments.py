@@ -1,4 +1,4 @@
-"""Which of Ignite's events tells which of ours, where callsheet's callbacks are attached to an engine."""
+"""Which of our events are fired at which event of Ignite's, if callsheet's callbacks are attached to an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRED_AT: Mapping[Events, tuple[str, ...]] = {
     Events.COMPLETED: ("on_round_end", "on_train_end", "on_run_end"),
     Events.EXCEPTION_RAISED: ("on_exception", "on_run_end"),
 }
-"""The trainer's events, and what is told at each; what stands between a step's start and its end is heard from PyTorch."""
+"""By the trainer's event: our events that are fired there. Hooks in PyTorch report the events inside a step."""
 
 FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.STARTED: ("on_eval_all_start", "on_eval_start"),
@@ -34,14 +34,14 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.ITERATION_COMPLETED: ("on_eval_step_end",),
     Events.COMPLETED: ("on_eval_end", "on_eval_all_end"),
 }
-"""The same for an evaluator's."""
+"""The same for an evaluator's events."""
 
 NOT_FIRED = (
     *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
     *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
     "on_predict_end",
 )
-"""Events that Ignite has no moment for."""
+"""Events that this host never fires."""
 
 OF_EVALUATIONS = (
     *(
