@@ -462,7 +462,7 @@ def test_steps_inside_steps_are_rejected() -> None:
     with attach(model=model, optimizer=optimizer, callbacks=[], strict=False) as run:
         outer = run.steps(data)
         next(outer)
-        with pytest.raises(RequestRejected, match="an epoch has to be over"):
+        with pytest.raises(RequestRejected, match="an epoch has to end"):
             next(run.steps(data))
 
 

@@ -393,7 +393,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
             host([], model=setup.model, optimizer=setup.optimizer, gradient_accumulation_steps=accumulate)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="train/loss is the loss of the steps; give that dataset another name"):
         setup.host([], evaluators={"train": setup.evaluator})
-    with pytest.raises(ConfigError, match="name them with evaluators="):
+    with pytest.raises(ConfigError, match="give them with evaluators="):
         setup.host([], evaluators=None)
     with pytest.raises(ConfigError, match=r"attach\(trainer, checkpoint=...\)"):
         setup.host([], saves=False, preempt_signals=["SIGTERM"])

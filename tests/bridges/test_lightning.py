@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from callsheet import Callback, Context, NotSupported
-from callsheet.bridges.lightning import TOLD_FROM, host
+from callsheet.bridges.lightning import FIRED_AT, host
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -268,7 +268,7 @@ def test_a_checkpoint_without_our_states_is_said_to_be_so(tmp_path: Path, caplog
     trainer.save_checkpoint(tmp_path / "bare.ckpt")
     recorder = Recorder()
     fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "bare.ckpt")
-    assert "no state of callbacks was found" in caplog.text
+    assert "no callbacks' states were found" in caplog.text
     assert recorder.told[-1].batch == 12
 
 
@@ -493,8 +493,8 @@ def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
 
 
 def test_what_it_is_told_from_are_hooks_of_lightning() -> None:
-    assert TOLD_FROM.keys() <= set(EVENTS)
-    assert all(callable(getattr(LightningCallback, hook)) for hook in TOLD_FROM.values())
+    assert FIRED_AT.keys() <= set(EVENTS)
+    assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 
 
 class OneAsks(Callback):

@@ -35,14 +35,14 @@ except ImportError:
     with needed_by(__name__):
         from pytorch_lightning import Callback as LightningCallback
 
-__all__ = ["NOT_FIRED", "TOLD_FROM", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
+__all__ = ["FIRED_AT", "NOT_FIRED", "LightningGuest", "LightningHost", "fabric", "guest", "host"]
 
 logger = logging.getLogger("callsheet")
 
 NOT_FIRED: tuple[str, ...] = ()
-"""Events that Lightning has no moment for: none."""
+"""Events that this host never fires: none."""
 
-TOLD_FROM: Mapping[str, str] = {
+FIRED_AT: Mapping[str, str] = {
     "on_run_start": "on_train_start",
     "on_train_start": "on_train_start",
     "on_epoch_start": "on_train_epoch_start",
@@ -70,8 +70,8 @@ TOLD_FROM: Mapping[str, str] = {
     "on_exception": "on_exception",
     "on_run_end": "on_train_end",
 }
-"""Our events, and the hooks of Lightning's that they are told at; the rest comes from the model, `backward`, the optimizer and
-`save_checkpoint`, and from what the narrator knows of the order."""
+"""By our event: the Lightning hook at which it is fired. The other events come from hooks in the model, `backward`, the optimizer and
+`save_checkpoint`, or the lifecycle driver synthesizes them."""
 
 
 def host(
@@ -80,16 +80,18 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> LightningHost:
-    """The callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+    """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one `trainer.fit`, and one `validate`, `test` or `predict`. Its folder is `trainer.log_dir`; records are made every
-    `log_every_n_steps`, and what the LightningModule logs is in them as `lightning/<name>`. A stop or an evaluation that a callback asks
-    for is the Trainer's to carry out; a checkpoint is written with `trainer.save_checkpoint`, and those that Lightning writes are told.
-    The callbacks' states are saved in all of them, and loaded where `fit` goes on from one. The sanity check is not told.
+    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. Metrics records are made every
+    `log_every_n_steps`, and values that the LightningModule logs are in them as `lightning/<name>`. The Trainer carries out a stop or an
+    evaluation that a callback asks for. A checkpoint that a callback asks for is written with `trainer.save_checkpoint`. Checkpoints that
+    Lightning writes are reported, too. The callbacks' states are saved in all of them, and loaded when `fit` resumes from one. The sanity
+    check fires no events.
 
     Args:
-        strict: whether it is an error that somebody hears an event which is not told; else a warning.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder; then `RunInUseError` is raised.
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
 
     Raises:
         NotSupported: in the first step; see `strict`.
@@ -106,15 +108,15 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._run: Any = None  # HostedRun, between the first hook of a run and its last
-        self._trained: HostedRun | None = None  # the latest `fit`: checkpoints may be written after it, too
+        self._run: Any = None  # a HostedRun between the first and the last hook of a run
+        self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may be written after its end, too
         self._loaded: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, **options: Any) -> HostedRun:
-        """A run around what Lightning is about to do."""
+        """Begin a run for a call of `fit`, `validate`, `test` or `predict`."""
         self._has_given_up = False
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -131,7 +133,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         )
         self._steps = StepHooks(run.eval_driver, run.eval_ctx, module)
         self._hooks = [self._steps]
-        self._is_first = self._is_first_judged = True
+        self._is_first_step = self._is_first_eval_step = True
         self._fault: Exception | None = None
         run.fails_by(self._leave)
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
@@ -150,7 +152,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         self._hooks = []
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training, or whatever it was, is left: by an error, by Ctrl-C, or since SIGTERM has come."""
+        """End the run because of an error, Ctrl-C or SIGTERM."""
         run = self._run
         if run is None:
             return
@@ -161,7 +163,10 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         self._release()
 
     def _preempt(self, run: HostedRun) -> None:
-        """Lightning leaves between two batches; alone, a checkpoint can be written now: of other ranks nobody knows where they are."""
+        """End the run as preempted. Lightning stops between two batches.
+
+        Save a checkpoint only if there is one rank: other ranks may be at another step.
+        """
         run.manager.fire("on_preempt", run.ctx)
         if run.eval_driver.is_open("eval"):
             run.end_dataset(run.eval_ctx.eval_name, {})
@@ -174,7 +179,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         run.lifetime.end(Outcome.PREEMPTED)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lightning is done; also where it has left the loop in a way of its own, as its tuner does."""
+        """End a run that has not ended: Lightning's tuner leaves the loop without calling `on_train_end`, for example."""
         if self._run is not None:
             self._run.lifetime.end(Outcome.STOPPED)
             self._release()
@@ -183,7 +188,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
 
     @observing
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run: everything is there, and loaded."""
+        """Begin a run. Model, optimizers and data exist, and the checkpoint is loaded."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
         evaluates = trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None
         self._cadence = cadence = Cadence(trainer)
@@ -203,44 +208,44 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         )
         run.evaluation.asks = cadence.ask
         self._may_fire_save = False
-        self._is_moving = False  # the optimizer's step has begun
+        self._has_begun_optimizer_step = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._fired_save)]
+        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report)]
         self._hooks += [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
         self._resume(trainer, run)
         batches = trainer.num_training_batches
         self._length = int(batches) if batches != float("inf") else None
-        self._tell_length(trainer)
+        self._set_epoch_length(trainer)
         run.driver.start("round")
         self._stop_if_asked(trainer, run)
 
-    def _tell_length(self, trainer: Any) -> None:
+    def _set_epoch_length(self, trainer: Any) -> None:
         if self._length is not None:
             self._run.state.epoch_batches = -(-self._length // trainer.accumulate_grad_batches)
 
     @observing
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         if self._run is not None:
             self._start_epoch(trainer)
 
     def _start_epoch(self, trainer: Any) -> None:
-        """Also without the hook, which Lightning leaves out where it goes on within an epoch."""
+        """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
         run = self._run
         state, control = run.state, run.control
         while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
             state.timestamp = state.timestamp.next_epoch()
         run.driver.start("epoch")
-        if control.accumulation is not None:  # only between epochs can Lightning change it
+        if control.accumulation is not None:  # Lightning can change it only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
-            self._tell_length(trainer)
+            self._set_epoch_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A batch, on the device, of a step that may take several."""
+        """Start a microbatch, and the step if it is the first. The batch is on the device already."""
         run = self._run
         if run is None:
             return
@@ -264,7 +269,8 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 if not parts["fetch"].has_no_listeners:
                     driver.tell("fetch")
                 driver.start_step()
-                watch.total, self._is_moving, run.step_skipped, self._may_fire_save = None, False, True, False
+                watch.total, run.step_skipped = None, True
+                self._has_begun_optimizer_step, self._may_fire_save = False, False
             watch.is_on, self._before_batch = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
@@ -276,15 +282,15 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The gradients are there, unscaled, and not yet clipped."""
+        """Start the clipping: the gradients are computed and unscaled."""
         if self._run is None:
             return
         try:
             watch = self._watch
-            if self._is_moving:  # again in this step: a closure that the optimizer evaluates several times, or another optimizer
+            if self._has_begun_optimizer_step:  # the optimizer evaluates its closure again, or this is another optimizer
                 self._keep_last_loss(watch)
                 return
-            self._is_moving, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
+            self._has_begun_optimizer_step, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
             if not self._run.driver.parts["clip_gradients"].has_no_listeners:
                 self._run.driver.start("clip_gradients")
             self._last_loss, watch.total = watch.total, None
@@ -294,7 +300,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             self._leave(error)
 
     def _keep_last_loss(self, watch: BackwardWatch) -> None:
-        """Of the evaluations of a closure, the last one's."""
+        """Keep the loss of the closure's last evaluation."""
         if watch.total is not None:
             self._last_loss = watch.total if self._before_batch is None else self._before_batch + watch.total
             watch.total = None
@@ -316,17 +322,17 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     def _stepped(self, *_: Any) -> None:
         run = self._run
         try:
-            if run is not None and self._is_moving and run.step_skipped:
+            if run is not None and self._has_begun_optimizer_step and run.step_skipped:
                 run.step_skipped = False
                 if not run.driver.parts["optimizer_step"].has_no_listeners:
                     run.driver.end("optimizer_step")
         except Exception as error:
             if is_for_user(error):
                 self._leave(error)
-            self._fault = error  # torch is iterating over the hooks that giving up removes
+            self._fault = error  # giving up removes hooks, and torch is iterating over them now
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is through, and with it perhaps the step."""
+        """End the microbatch, and the step if it is the last."""
         run = self._run
         if run is None:
             return
@@ -335,7 +341,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 raise self._fault
             driver, watch = run.driver, self._watch
             watch.is_on = watch.is_in_closure = False
-            if self._is_moving:
+            if self._has_begun_optimizer_step:
                 self._keep_last_loss(watch)
                 watch.total = self._last_loss
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
@@ -347,9 +353,9 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 self._log(trainer)
             run.end_step()
             self._may_fire_save = True
-            if self._is_first:
-                self._is_first = False
-                if not self._is_moving:  # optimized by hand, over several batches
+            if self._is_first_step:
+                self._is_first_step = False
+                if not self._has_begun_optimizer_step:  # manual optimization that steps only after several batches
                     driver.synthesized -= {"clip_gradients", "optimizer_step"}
                 run.check_supported(strict=self._strict, logger=logger)
             if run.control.pending:
@@ -359,7 +365,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
 
     @observing
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The epoch is over, or left."""
+        """End the epoch, which may be partial."""
         run = self._run
         if run is None or not run.driver.is_open("epoch"):
             return
@@ -384,12 +390,12 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             trainer.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """What the LightningModule has logged, for the next record."""
-        if logged := {f"lightning/{name}": value.detach() for name, value in self._news(trainer).items()}:
+        """Log what the LightningModule has logged since the last call."""
+        if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 
-    def _news(self, trainer: Any) -> dict[str, Tensor]:
-        """The numbers that Lightning knows now, and did not when this was last asked: it makes a new tensor each time."""
+    def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
+        """Return Lightning's metrics that have changed since the last call. Lightning makes a new tensor for each value."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 
@@ -397,7 +403,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
 
     @observing
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """An evaluation begins, in training or by hand; its datasets are told as their batches come."""
+        """Begin an evaluation, within training or standalone. Further datasets begin with their first batches."""
         if trainer.sanity_checking or (self._has_given_up and trainer.state.fn == "fit"):
             return
         run = self._run
@@ -422,7 +428,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A batch of an evaluation, perhaps the first of its dataset."""
+        """Start a step of an evaluation, and its dataset if it is the first."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return
@@ -436,7 +442,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """It is through."""
+        """End the step."""
         if not trainer.sanity_checking:
             self._end_batch("eval_step")
 
@@ -445,13 +451,13 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         if run is None:
             return
         run.eval_driver.end(step)
-        if self._is_first_judged:
-            self._is_first_judged = False
+        if self._is_first_eval_step:
+            self._is_first_eval_step = False
             run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """The evaluation is over, and what it found is known."""
+        """End the evaluation. Its results are available."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return
@@ -468,33 +474,33 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         self._stop_if_asked(trainer, run)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
-        """What an evaluation has come to, by plain names."""
-        return {plain_name(name, prefix): float(value) for name, value in self._news(trainer).items()}
+        """Return the results of an evaluation by plain names."""
+        return {plain_name(name, prefix): float(value) for name, value in self._new_metrics(trainer).items()}
 
     # --- test and prediction ---
 
     @observing
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """A run of its own."""
-        self._begin_apart(trainer, pl_module, "test")
+        """Begin a run for the test."""
+        self._begin_standalone(trainer, pl_module, "test")
 
     @observing
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-        """A batch of the test, or of a prediction."""
+        """Start a step of the test or the prediction."""
         if self._run is not None:
             self._run.eval_ctx.batch = batch
             self._run.eval_driver.start("test_step" if trainer.testing else "predict_step")
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
-        """It is through."""
+        """End the step."""
         self._end_batch("test_step" if trainer.testing else "predict_step")
 
     on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
 
     @observing
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """The test is over, and what it found is known."""
+        """End the test. Its results are available."""
         run, found = self._run, self._found(trainer, "test")
         if run is None:
             return
@@ -506,17 +512,17 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
 
     @observing
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """A run of its own."""
-        self._begin_apart(trainer, pl_module, "predict")
+        """Begin a run for the prediction."""
+        self._begin_standalone(trainer, pl_module, "predict")
 
     @observing
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """All is predicted."""
+        """End the prediction."""
         if self._run is not None:
             self._run.eval_driver.end("predict")
             self._finish()
 
-    def _begin_apart(self, trainer: Any, module: Any, what: str) -> None:
+    def _begin_standalone(self, trainer: Any, module: Any, what: str) -> None:
         run = self._begin(trainer, module, able=())
         self._listen(run, what, what)
         run.eval_driver.start(what)
@@ -524,13 +530,13 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
     # --- checkpoints ---
 
     def _save(self, trainer: Any) -> None:
-        """A callback has asked for a checkpoint."""
+        """Write a checkpoint because a callback has asked for it."""
         run = self._run
         self._may_fire_save = True
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
-    def _fired_save(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
-        """Lightning writes a checkpoint; of several at one boundary the first is told."""
+    def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
+        """Write a checkpoint through Lightning and report it. Of several at one boundary, only the first is reported."""
         run = self._trained
         if run is None or not self._may_fire_save:
             return save(path, *args, **given)
@@ -553,18 +559,18 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                 save(path, *args, **given)
 
     def state_dict(self) -> dict[str, Any]:
-        """The callbacks' states, each rank's own: a collective, as saving is."""
+        """Return the callbacks' states of all ranks. All ranks have to call this, as they do to save."""
         run = self._trained
         if run is None:
             return dict(self._loaded or {})
-        if self._has_given_up:  # what the run knew then is not of this checkpoint
+        if self._has_given_up:  # the run's state is older than this checkpoint
             distributed.gather({})
             return {}
         own = own_state(run)
         return {"state": own.pop("state"), "ranks": distributed.gather(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Taken back when training begins."""
+        """Keep the state; it is restored when training begins."""
         self._loaded = state_dict or None
 
     def _resume(self, trainer: Any, run: HostedRun) -> None:
@@ -575,5 +581,5 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
             take_back(run, {"state": loaded["state"], **own})
         elif trainer.global_step:
             if trainer.ckpt_path is not None:
-                logger.warning("%s goes on from %s, in which no state of callbacks was found", run.host, trainer.ckpt_path)
+                logger.warning("%s resumes from %s, in which no callbacks' states were found", run.host, trainer.ckpt_path)
             go_on_without(run, trainer.global_step, trainer.current_epoch)

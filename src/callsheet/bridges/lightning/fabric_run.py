@@ -1,4 +1,4 @@
-"""Loops that are written with Lightning's Fabric: callbacks are attached, as to any loop written by hand."""
+"""Attach callbacks to loops written with Lightning's Fabric."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from callsheet.manager import CallbackManager
 def fabric(
     loop: Any, *, model: Any, optimizer: Any, callbacks: CallbackManager | Callback | Iterable[Callback], **options: Any
 ) -> Iterator[AttachedRun]:
-    """Have a loop of Fabric's tell the lifecycle: `with fabric(fabric_, model=model, optimizer=optimizer, callbacks=[...]) as run`.
+    """Attach callbacks to a Fabric loop: `with fabric(fabric_, model=model, optimizer=optimizer, callbacks=[...]) as run`.
 
-    The loss is heard from `fabric.backward`, with its scale taken off. What the loop logs with `fabric.log` and `fabric.log_dict` is also
-    in the records, as `fabric/<name>`. For the rest it is `callsheet.attach`, whose `run.steps` hands out the batches.
+    The loss comes from `fabric.backward`, without its scale. Values that the loop logs with `fabric.log` and `fabric.log_dict` are also in
+    the metrics records, as `fabric/<name>`. Otherwise this is `callsheet.attach`, and the loop iterates over `run.steps`.
 
     Args:
         loop: the `lightning.fabric.Fabric`, launched.
-        model, optimizer: what `fabric.setup` has given; callbacks see what is inside of them.
-        options: as `callsheet.attach` takes them, such as `gradient_accumulation_steps`, `max_duration`, `run_name`, `resume`.
+        model, optimizer: the return values of `fabric.setup`. Callbacks see the objects inside these wrappers.
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        options: further arguments of `callsheet.attach`, such as `gradient_accumulation_steps`, `max_duration`, `run_name`, `resume`.
 
     Raises:
         ConfigError, NotSupported: as `callsheet.attach` does.

@@ -1,4 +1,4 @@
-"""What Lightning's callbacks are given as guests, in the place of the Trainer and of what hangs on it."""
+"""The facades that Lightning's callbacks receive as the Trainer and its parts when they are guests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """One that looks things up in the guest's context."""
+    """A facade that reads the guest's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """A logger, of which there is one: what is given to it goes into the next record, as `lightning/<name>`."""
+    """The only logger. Its values are in the next metrics record as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -47,58 +47,58 @@ class LoggerFacade(OfGuest):
     log_dir = root_dir = save_dir
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Numbers by name; the step is the record's."""
+        """Log numbers by name. `step` has no effect: the record has its own."""
         self._ctx.log({f"lightning/{name}": value for name, value in metrics.items()})
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """The settings, for our loggers."""
+        """Pass the settings to our loggers."""
         self._ctx.log_hyperparameters(dict(params))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Our loggers hear of our checkpoints alone."""
+        """Do nothing: our loggers handle only our own checkpoints."""
 
     def save(self) -> None:
-        """Our loggers write by themselves."""
+        """Do nothing: our loggers write on their own."""
 
     def finalize(self, status: str) -> None:
-        """They also end by themselves."""
+        """Do nothing: our loggers end with the run."""
 
 
 class StrategyFacade(OfGuest):
-    """How the ranks agree."""
+    """The strategy: collectives over the ranks."""
 
     OF = "Lightning's Strategy"
 
     @property
     def root_device(self) -> torch.device:
-        """The model's."""
+        """The model's device."""
         return torch.device(self._ctx.run.device)
 
     @property
     def is_global_zero(self) -> bool:
-        """This is the first process of all."""
+        """Whether this is the process of rank 0."""
         return self._ctx.run.is_world_process_zero
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say yes, or any: a collective, as the other methods are."""
+        """Return whether `decision` is true on all ranks, or on any. All ranks have to call this, as the other methods."""
         votes = [bool(vote) for vote in self._ctx.gather(bool(decision))]
         return min(votes) if all else max(votes)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the rank `src` says."""
+        """Return the object of rank `src`."""
         return self._ctx.gather(obj)[src]
 
     def barrier(self, name: str | None = None) -> None:
-        """All ranks have come here."""
+        """Wait until all ranks have called this."""
         self._ctx.gather(None)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Tensor:
-        """The ranks' mean, or their sum."""
+        """Return the mean over the ranks, or the sum."""
         stacked = torch.stack([torch.as_tensor(each, device=self.root_device) for each in self._ctx.gather(tensor)])
         return stacked.sum(0) if str(reduce_op).lower() == "sum" else stacked.float().mean(0)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """A file that `save_checkpoint` has written goes again."""
+        """Remove a file that `save_checkpoint` has written."""
         if self.is_global_zero:
             self._guest.checkpoint_io.remove_checkpoint(filepath)
 
@@ -109,7 +109,7 @@ class AcceleratorFacade(OfGuest):
     OF = "Lightning's Accelerator"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """What Lightning's own accelerator says of it."""
+        """Return the device's stats from Lightning's own accelerator."""
         accelerators = self._guest.package.accelerators
         kind = accelerators.CUDAAccelerator if torch.device(device).type == "cuda" else accelerators.CPUAccelerator
         stats: dict[str, Any] = kind().get_device_stats(device)
@@ -117,52 +117,52 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """What Lightning's own callbacks ask: whether it is time to log."""
+    """The logger connector. Lightning's own callbacks ask it whether it is time to log."""
 
     OF = "Lightning's logger connector"
 
     @property
     def should_update_logs(self) -> bool:
-        """At the step, or the batch of an evaluation, that ends `log_every_n_steps` of them; and when a stop is asked for."""
+        """Whether to log now: after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested."""
         guest, trainer = self._guest, self._guest.trainer
-        number = guest.judged if trainer.evaluating or trainer.predicting else guest.steps_before + 1
+        number = guest.eval_batches if trainer.evaluating or trainer.predicting else guest.steps_before + 1
         return bool(trainer.log_every_n_steps) and (number % trainer.log_every_n_steps == 0 or trainer.should_stop)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """To the logger."""
+        """Pass the metrics to the logger."""
         self._guest.logger.log_metrics(metrics, step)
 
 
 class _ProgressFacade(OfGuest):
-    """How far the loop is; also the loop itself, and its parts."""
+    """The progress of the loop. It also replaces the loop and its parts."""
 
     OF = "Lightning's loop"
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
-        """The same."""
+        """The facade itself."""
         return self
 
     batch_progress = total = current = epoch_loop
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch in hand is the epoch's last, where the length is known."""
+        """Whether the current batch is the last of the epoch. False if the length is not known."""
         return self._ctx.state.epoch_batches == self._ctx.state.timestamp.batch_in_epoch
 
     @property
     def ready(self) -> int:
-        """How many batches the evaluation in hand has begun."""
-        return self._guest.judged
+        """How many batches the current evaluation has begun."""
+        return self._guest.eval_batches
 
     @property
     def batch_idx(self) -> int:
-        """The batch's number in the epoch, from 0."""
+        """The index of the batch in the epoch."""
         return self._guest.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """The batch's number in training, from 0, counted by this process."""
+        """The index of the batch in training, counted by this process."""
         return self._guest.total_batch_idx
 
     @property
@@ -177,7 +177,7 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Lightning's Trainer, of one process that trains as ours does: no sanity check, no limits, evaluation once an epoch."""
+    """Lightning's Trainer with the settings of callsheet's loop: no sanity check, no limits on batches, one evaluation per epoch."""
 
     OF = "Lightning's Trainer"
 
@@ -204,63 +204,63 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """As the guest was told."""
+        """The argument of `guest`."""
         return self._log_every_n_steps
 
-    # --- where it is ---
+    # --- progress ---
 
     @property
     def state(self) -> Any:
-        """What it does: `fn`, `stage` and `status`."""
+        """The state: `fn`, `stage` and `status`."""
         return self._state
 
-    def _does(self, fn: str, stage: str) -> None:
+    def _set_state(self, fn: str, stage: str) -> None:
         states = self._guest.package.trainer.states
         self._state.fn, self._state.stage = states.TrainerFn(fn), states.RunningStage(stage)
 
     @property
     def training(self) -> bool:
-        """It trains."""
+        """Whether it trains."""
         return bool(self._state.stage == "train")
 
     @property
     def validating(self) -> bool:
-        """It evaluates."""
+        """Whether it evaluates."""
         return bool(self._state.stage == "validate")
 
     @property
     def testing(self) -> bool:
-        """It tests."""
+        """Whether it tests."""
         return bool(self._state.stage == "test")
 
     @property
     def predicting(self) -> bool:
-        """It predicts."""
+        """Whether it predicts."""
         return bool(self._state.stage == "predict")
 
     @property
     def evaluating(self) -> bool:
-        """It evaluates or tests."""
+        """Whether it evaluates or tests."""
         return self.validating or self.testing
 
     @property
     def current_epoch(self) -> int:
-        """The epoch in hand, from 0; behind the last one how many there were."""
+        """The index of the current epoch. After the last epoch, the number of epochs."""
         return self._guest.epoch
 
     @property
     def global_step(self) -> int:
-        """How many optimizer steps are done."""
+        """The number of optimizer steps so far."""
         return self._ctx.state.timestamp.batch
 
     @property
     def max_epochs(self) -> int:
-        """-1 where the duration is not in epochs."""
+        """The duration in epochs, or -1 if it is in another unit."""
         return self._longest(TimeUnit.EPOCH)
 
     @property
     def max_steps(self) -> int:
-        """-1 where the duration is not in steps."""
+        """The duration in steps, or -1 if it is in another unit."""
         return self._longest(TimeUnit.BATCH)
 
     def _longest(self, unit: TimeUnit) -> int:
@@ -269,41 +269,41 @@ class TrainerFacade(OfGuest):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Of an epoch, or infinity."""
+        """The number of batches in an epoch, or infinity if it is not known."""
         steps = self._ctx.state.epoch_batches
         return math.inf if steps is None else steps * self._accumulates
 
     @property
     def num_val_batches(self) -> list[float]:
-        """One for each evaluator; how many it has is not known."""
+        """Infinity for each evaluation dataset, since the numbers are not known."""
         return [math.inf] * len(self._ctx.state.evaluators)
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Not known."""
+        """Infinity, since the number is not known."""
         return [math.inf]
 
     num_predict_batches = num_test_batches
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """How many optimizer steps training will take, or infinity."""
+        """The number of optimizer steps of the whole training, or infinity if it is not known."""
         steps, epochs = self._ctx.state.epoch_batches, self.max_epochs
         return self.max_steps if self.max_steps >= 0 else math.inf if steps is None or epochs < 0 else steps * epochs
 
     @property
     def enable_validation(self) -> bool:
-        """There is something to evaluate."""
+        """Whether there are evaluation datasets."""
         return bool(self._ctx.state.evaluators)
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch in hand is the epoch's last, where the length is known."""
+        """Whether the current batch is the last of the epoch. False if the length is not known."""
         return self._progress.is_last_batch
 
     @property
     def fit_loop(self) -> _ProgressFacade:
-        """How far it is."""
+        """The progress of the loop."""
         return self._progress
 
     _evaluation_loop = predict_loop = val_loop = fit_loop
@@ -312,27 +312,27 @@ class TrainerFacade(OfGuest):
 
     @property
     def is_global_zero(self) -> bool:
-        """This is the first process of all."""
+        """Whether this is the process of rank 0."""
         return self._ctx.run.is_world_process_zero
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return self._ctx.run.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """The rank of this process on its node."""
         return self._ctx.run.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine among all."""
+        """The rank of this node."""
         return self._ctx.run.node_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes."""
         return self._ctx.run.world_size
 
     num_devices = world_size
@@ -344,32 +344,32 @@ class TrainerFacade(OfGuest):
 
     log_dir = default_root_dir
 
-    # --- what it has ---
+    # --- its parts ---
 
     @property
     def callbacks(self) -> list[Any]:
-        """The guest's own."""
+        """The guest's callback alone."""
         return [self._guest.foreign]
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The guest itself, if it is one."""
+        """The guest's callback, if it is a progress bar."""
         foreign = self._guest.foreign
         return foreign if isinstance(foreign, self._guest.package.callbacks.ProgressBar) else None
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """One, that stands for ours."""
+        """One facade for all of our loggers."""
         return [self._guest.logger]
 
     @property
     def logger(self) -> LoggerFacade:
-        """That one."""
+        """The same facade."""
         return self._guest.logger
 
     @property
     def strategy(self) -> StrategyFacade:
-        """How the ranks agree."""
+        """The strategy."""
         return self._strategy
 
     @property
@@ -379,7 +379,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's plainest."""
+        """Lightning's default precision plugin."""
         return self._guest.package.plugins.precision.Precision()
 
     @property
@@ -395,19 +395,19 @@ class TrainerFacade(OfGuest):
 
     @property
     def optimizers(self) -> list[Any]:
-        """One, or none."""
+        """The optimizer, if there is one."""
         return [self._ctx.optimizer] if self._ctx.has("optimizer") and self._ctx.optimizer is not None else []
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The scheduler, which is stepped after each optimizer step."""
+        """The scheduler, if there is one. It is stepped after each optimizer step."""
         scheduler = self._ctx.scheduler if self._ctx.has("scheduler") else None
         kind = self._guest.package.utilities.types.LRSchedulerConfig
         return [] if scheduler is None else [kind(scheduler, interval="step")]
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest numbers, by our names and in Lightning's manner: `validation/loss` and `val_loss`, `train/loss` and `train_loss`."""
+        """The latest metrics, by our names and by Lightning's: `validation/loss` and `val_loss`, `train/loss` and `train_loss`."""
         return self._guest.metrics()
 
     logged_metrics = callback_metrics
@@ -417,42 +417,42 @@ class TrainerFacade(OfGuest):
         """What the callback has logged for the progress bar."""
         return self._guest.progress
 
-    # --- what may be asked of it ---
+    # --- requests ---
 
     @property
     def should_stop(self) -> bool:
-        """Somebody has asked for a stop; setting it asks for one, and nothing takes it back."""
+        """Whether a stop was requested. Setting it to True requests one, which cannot be withdrawn."""
         return self._ctx.control.stop_requested is not None
 
     @should_stop.setter
     def should_stop(self, value: Any) -> None:
-        """Ask for a stop."""
+        """Request a stop."""
         if value and not self.should_stop:
             self._ctx.control.stop(f"{type(self._guest.foreign).__name__} has set trainer.should_stop")
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """What was set here, or 1; setting it acts from the next step on."""
+        """The value that was set here, or 1. A new value takes effect at the next step."""
         return self._accumulates
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        """Ask for so many."""
+        """Request this many batches per step."""
         if value != self._accumulates:
             self._ctx.control.set_gradient_accumulation(value)
             self._accumulates = value
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Write a file in Lightning's manner, on the first rank, beside our checkpoints; see `LightningGuest.checkpoint`."""
+        """Write a checkpoint in Lightning's format on the first rank; see `LightningGuest.checkpoint`."""
         if any(type(parameter).__name__ == "DTensor" for parameter in self._ctx.model.parameters()):
             raise NotSupported(
-                "the model is sharded, and no rank can write it into one file; let callsheet's CheckpointSaver save it"
+                "the model is sharded, so that no rank can write it into one file; save it with callsheet's CheckpointSaver"
             )
         if self.is_global_zero:
             self._guest.checkpoint_io.save_checkpoint(self._guest.checkpoint(weights_only=bool(weights_only)), filepath)
         self._strategy.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """On the first rank."""
+        """Print on the first rank."""
         if self.is_global_zero:
             print(*args, **kwargs)

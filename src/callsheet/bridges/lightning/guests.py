@@ -30,28 +30,28 @@ REJECTED: Mapping[str, str] = {
     "ModelPruning": "prunes the modules of a LightningModule, and rewrites Lightning's checkpoints",
     "BasePredictionWriter": "writes what Lightning's own predict loop has collected",
 }
-"""Lightning's callbacks that cannot be guests, and what each of them does that nothing here can stand for."""
+"""Lightning's callbacks that cannot be guests, and what each of them does that callsheet cannot offer."""
 
 
 def guest(
     foreign: Any, *, name: str = "", phase: str = "measure", log_every_n_steps: int = 50, strict: bool = True
 ) -> LightningGuest:
-    """A `lightning.pytorch.Callback` (or one of `pytorch_lightning`) as one of ours.
+    """Return a `lightning.pytorch.Callback` (or one of `pytorch_lightning`) as a callback of callsheet.
 
-    It hears Lightning's hooks in Lightning's order: an epoch's end comes after the evaluation at that end, `on_train_batch_end` once a
-    batch. Instead of Trainer and LightningModule it is given facades. It may stop training, set how many batches make a step, write
-    Lightning's checkpoints, log, and change the model's weights.
+    Its hooks are called in Lightning's order: the end of an epoch comes after the evaluation at that end, and `on_train_batch_end` once per
+    batch. It receives facades as Trainer and LightningModule. It may stop training, set gradient accumulation, write Lightning's
+    checkpoints, log, and change the model's weights.
 
     Args:
         foreign: the callback, an instance.
-        name: under which its state is kept; else that of its class.
-        phase: where in each event's order it stands; one that puts other weights in for an evaluation wants `change`.
-        log_every_n_steps: how often a callback that logs by itself does so; Lightning's own default.
-        strict: whether it is an error that it hears what is never told here, or is known not to work; else a warning.
+        name: the key of its state in checkpoints. Empty: the name of its class.
+        phase: its place in the order of each event. Give `change` to a callback that swaps the weights for an evaluation.
+        log_every_n_steps: the Trainer's `log_every_n_steps` that the callback sees. The default is Lightning's.
+        strict: whether to raise an error if it overrides a hook that is never called, or is known not to work; else log a warning.
 
     Raises:
-        NotSupported: with `strict`; and where it asks a facade for what that does not have.
-        RegistrationError: no instance of Lightning's Callback.
+        NotSupported: with `strict`; and if it uses an attribute that a facade does not have.
+        RegistrationError: `foreign` is not an instance of Lightning's Callback.
     """
     return LightningGuest(foreign, name=name, phase=phase, log_every_n_steps=log_every_n_steps, strict=strict)
 
@@ -85,22 +85,22 @@ class LightningGuest(Guest):
         "on_exception": ("on_exception",),
     }
     OWN = {
-        "on_train_start": "_fit_starts",
-        "on_epoch_start": "_epoch_starts",
-        "on_microbatch_start": "_batch_comes",
-        "on_microbatch_end": "_batch_goes",
-        "on_train_step_end": "_step_ends",
-        "on_log": "_learns",
-        "on_epoch_end": "_epoch_ends",
-        "on_train_end": "_fit_ends",
-        "on_eval_all_start": "_judging_starts",
-        "on_eval_start": "_dataset_starts",
-        "on_eval_step_start": "_judges",
-        "on_eval_all_end": "_has_judged",
-        "on_test_start": "_test_starts",
-        "on_test_step_start": "_judges",
-        "on_predict_start": "_prediction_starts",
-        "on_predict_step_start": "_judges",
+        "on_train_start": "_start_fit",
+        "on_epoch_start": "_start_epoch",
+        "on_microbatch_start": "_start_microbatch",
+        "on_microbatch_end": "_end_microbatch",
+        "on_train_step_end": "_end_step",
+        "on_log": "_note_record",
+        "on_epoch_end": "_end_epoch",
+        "on_train_end": "_end_fit",
+        "on_eval_all_start": "_start_evaluation",
+        "on_eval_start": "_start_dataset",
+        "on_eval_step_start": "_count_eval_batch",
+        "on_eval_all_end": "_end_evaluation",
+        "on_test_start": "_start_test",
+        "on_test_step_start": "_count_eval_batch",
+        "on_predict_start": "_start_prediction",
+        "on_predict_step_start": "_count_eval_batch",
     }
     NEVER = ("on_before_zero_grad",)
 
@@ -114,35 +114,35 @@ class LightningGuest(Guest):
         self._reject_known(strict)
         self._starts_batch = foreign.on_train_batch_start if self.listens_to("on_train_batch_start") else None
         self._ends_batch = foreign.on_train_batch_end if self.listens_to("on_train_batch_end") else None
-        self._leave_out()
+        self._remove_unneeded_handlers()
         self.ctx: Any = None
-        """The context of the event in hand, or of the last."""
+        """The context of the current event, or of the last one."""
         self.progress: dict[str, float] = {}
-        """What it has logged for the progress bar."""
+        """What the callback has logged for the progress bar."""
         self.epoch = 0
-        """The epoch in hand, from 0; behind the last one how many there were."""
+        """The index of the current epoch. After the last epoch, the number of epochs."""
         self.batch_idx = self.total_batch_idx = -1
-        self.judged = 0
-        """How many batches of the dataset in hand have begun to be evaluated."""
+        self.eval_batches = 0
+        """How many batches of the current dataset have begun to be evaluated."""
         self.steps_before = 0
-        """How many steps were over before the batch in hand."""
+        """How many steps had ended when the current batch began."""
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NONE, None, 0
         self._dataset = -1
-        self._is_epoch_over = False  # and not yet told
+        self._is_epoch_end_due = False  # the epoch has ended, and on_train_epoch_end has not been called yet
         self._metrics: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
 
     def _reject_known(self, strict: bool) -> None:
         for kind in type(self.foreign).__mro__:
             if kind.__name__ in REJECTED and kind.__module__.startswith(_PACKAGES):
-                message = f"{type(self.foreign).__name__} {REJECTED[kind.__name__]}, which nothing in callsheet stands for"
+                message = f"{type(self.foreign).__name__} {REJECTED[kind.__name__]}, which callsheet does not support"
                 if strict:
-                    raise NotSupported(f"{message}; leave the callback out, or pass strict=False to see how far it comes")
+                    raise NotSupported(f"{message}; leave the callback out, or pass strict=False to try it anyway")
                 logger.warning("%s", message)
 
-    def _leave_out(self) -> None:
-        """Who hears no batch need not be told of any."""
+    def _remove_unneeded_handlers(self) -> None:
+        """Remove the guest's own handlers of batches if the callback overrides no hook of batches."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
@@ -152,16 +152,16 @@ class LightningGuest(Guest):
     # --- Lightning's hooks ---
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """What calls it with what Lightning gives to each."""
+        """Return a handler that calls the hook with Lightning's arguments."""
         if theirs == "on_train_epoch_end":
-            return self._fired_epoch_end(method)
+            return self._epoch_end_handler(method)
         if theirs == "teardown":
-            return self._fired_teardown(method)
+            return self._teardown_handler(method)
         if theirs.endswith("_batch_start"):
-            return lambda ctx: method(self.trainer, self.module, ctx.batch, *self._place(ctx))
+            return lambda ctx: method(self.trainer, self.module, ctx.batch, *self._batch_position(ctx))
         if theirs.endswith("_batch_end"):
-            return lambda ctx: method(self.trainer, self.module, _of(ctx, "outputs"), ctx.batch, *self._place(ctx))
-        if (field := _GIVEN.get(theirs)) is not None:
+            return lambda ctx: method(self.trainer, self.module, _of(ctx, "outputs"), ctx.batch, *self._batch_position(ctx))
+        if (field := _FIELD_OF_HOOK.get(theirs)) is not None:
 
             def with_field(ctx: Context) -> None:
                 self.ctx = ctx
@@ -169,35 +169,35 @@ class LightningGuest(Guest):
 
             return with_field
 
-        def told(ctx: Context) -> None:
+        def handle(ctx: Context) -> None:
             self.ctx = ctx
             method(self.trainer, self.module)
 
-        return told
+        return handle
 
-    def _fired_epoch_end(self, method: Callable[..., Any]) -> Handler:
-        """Behind the evaluation at the epoch's end, as soon as it is known that there is none to wait for."""
+    def _epoch_end_handler(self, method: Callable[..., Any]) -> Handler:
+        """Call the hook after the evaluation at the epoch's end, or at the first event that shows that there is none."""
 
-        def told(ctx: Context) -> None:
-            if not self._is_epoch_over:
+        def handle(ctx: Context) -> None:
+            if not self._is_epoch_end_due:
                 return
             if ctx.event == "on_epoch_end" and ctx.state.evaluators:
                 return
             if ctx.event == "on_checkpoint_due" and ctx.boundary == "before_eval":
                 return
-            self._is_epoch_over = False
+            self._is_epoch_end_due = False
             self.ctx = ctx
-            self.trainer._does("fit", "train")
+            self.trainer._set_state("fit", "train")
             method(self.trainer, self.module)
 
-        return told
+        return handle
 
-    def _fired_teardown(self, method: Callable[..., Any]) -> Handler:
-        def told(ctx: Context) -> None:
-            if not ctx.has("standalone") or ctx.standalone:  # an evaluation in training is no end
+    def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
+        def handle(ctx: Context) -> None:
+            if not ctx.has("standalone") or ctx.standalone:  # after an evaluation within training, there is no teardown
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 
-        return told
+        return handle
 
     def _call(self, hook: str, *args: Any, **given: Any) -> None:
         if self.listens_to(hook):
@@ -205,10 +205,10 @@ class LightningGuest(Guest):
 
     # --- training ---
 
-    def _fit_starts(self, ctx: Context) -> None:
+    def _start_fit(self, ctx: Context) -> None:
         self.ctx = ctx
         self.epoch = ctx.state.timestamp.epoch
-        self.trainer._does("fit", "train")
+        self.trainer._set_state("fit", "train")
         self._call("setup", stage=self.trainer.state.fn)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -218,15 +218,15 @@ class LightningGuest(Guest):
                 self._call("on_load_checkpoint", given | weights | dict(loaded["checkpoint"]))
             super().load_state_dict(loaded["own"])
 
-    def _epoch_starts(self, ctx: Context) -> None:
+    def _start_epoch(self, ctx: Context) -> None:
         self.ctx = ctx
         self.epoch, self.batch_idx = ctx.epoch - 1, -1
-        self.trainer._does("fit", "train")
+        self.trainer._set_state("fit", "train")
 
-    def _batch_comes(self, ctx: Context) -> None:
+    def _start_microbatch(self, ctx: Context) -> None:
         batch = ctx.batch
         if batch is self._batch:
-            return  # another part of it
+            return  # another microbatch of the same batch
         self.ctx = ctx
         if self._batch is not _NONE:
             self.is_step_over = False
@@ -239,10 +239,10 @@ class LightningGuest(Guest):
         if self._starts_batch is not None:
             self._starts_batch(self.trainer, self.module, batch, self.batch_idx)
 
-    def _batch_goes(self, ctx: Context) -> None:
+    def _end_microbatch(self, ctx: Context) -> None:
         self._loss = _of(ctx, "loss")
 
-    def _step_ends(self, ctx: Context) -> None:
+    def _end_step(self, ctx: Context) -> None:
         self.ctx, self.is_step_over = ctx, True
         self._end_batch(_of(ctx, "loss") if self._batches == 1 else self._loss)
         self._batch, self._loss, self._batches = _NONE, None, 0
@@ -252,54 +252,56 @@ class LightningGuest(Guest):
             outputs = {"loss": loss.detach()} if loss is not None else {}
             self._ends_batch(self.trainer, self.module, outputs, self._batch, self.batch_idx)
 
-    def _epoch_ends(self, ctx: Context) -> None:
-        self._is_epoch_over = True
+    def _end_epoch(self, ctx: Context) -> None:
+        self._is_epoch_end_due = True
 
-    def _fit_ends(self, ctx: Context) -> None:
+    def _end_fit(self, ctx: Context) -> None:
         self.ctx, self.epoch = ctx, ctx.epoch
 
     # --- evaluation, test and prediction ---
 
-    def _judging_starts(self, ctx: Context) -> None:
+    def _start_evaluation(self, ctx: Context) -> None:
         self.ctx, self._dataset = ctx, -1
-        self.trainer._does("validate" if ctx.standalone else "fit", "validate")
+        self.trainer._set_state("validate" if ctx.standalone else "fit", "validate")
         if ctx.standalone:
             self._call("setup", stage=self.trainer.state.fn)
 
-    def _dataset_starts(self, ctx: Context) -> None:
+    def _start_dataset(self, ctx: Context) -> None:
         self._dataset += 1
-        self.judged = 0
+        self.eval_batches = 0
 
-    def _judges(self, ctx: Context) -> None:
+    def _count_eval_batch(self, ctx: Context) -> None:
         self.ctx = ctx
-        self.judged += 1
+        self.eval_batches += 1
 
-    def _place(self, ctx: Context) -> tuple[int, ...]:
-        """The batch's number, and where there are several datasets that of the dataset."""
+    def _batch_position(self, ctx: Context) -> tuple[int, ...]:
+        """Return the index of the batch, and with several datasets also the index of the dataset."""
         return (
-            (self.judged - 1, self._dataset) if len(ctx.state.evaluators) > 1 and self.trainer.validating else (self.judged - 1,)
+            (self.eval_batches - 1, self._dataset)
+            if len(ctx.state.evaluators) > 1 and self.trainer.validating
+            else (self.eval_batches - 1,)
         )
 
-    def _has_judged(self, ctx: Context) -> None:
+    def _end_evaluation(self, ctx: Context) -> None:
         self.ctx = ctx
         for name, found in ctx.eval_results.items():
             for metric, value in found.items():
                 self._put(f"{name}/{metric}", value)
 
-    def _test_starts(self, ctx: Context) -> None:
-        self._apart(ctx, "test")
+    def _start_test(self, ctx: Context) -> None:
+        self._start_standalone(ctx, "test")
 
-    def _prediction_starts(self, ctx: Context) -> None:
-        self._apart(ctx, "predict")
+    def _start_prediction(self, ctx: Context) -> None:
+        self._start_standalone(ctx, "predict")
 
-    def _apart(self, ctx: Context, what: str) -> None:
-        self.ctx, self.judged = ctx, 0
-        self.trainer._does(what, what)
+    def _start_standalone(self, ctx: Context, what: str) -> None:
+        self.ctx, self.eval_batches = ctx, 0
+        self.trainer._set_state(what, what)
         self._call("setup", stage=self.trainer.state.fn)
 
     # --- numbers ---
 
-    def _learns(self, ctx: Context) -> None:
+    def _note_record(self, ctx: Context) -> None:
         for name, value in ctx.record.values.items():
             self._put(name, value)
 
@@ -311,13 +313,13 @@ class LightningGuest(Guest):
             self._metrics[f"{'val' if family == 'validation' else family}_{metric}"] = tensor
 
     def metrics(self) -> dict[str, Tensor]:
-        """The latest of every number; the loss is the one in hand, where there is one."""
+        """Return the latest value of each metric. The loss is the current step's, if there is one."""
         if self.ctx.has("loss"):
             self._put("train/loss", self.ctx.loss)
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """What the callback logs."""
+        """Log a number of the callback's."""
         self._metrics[name] = tensor = torch.as_tensor(value).detach()
         if prog_bar:
             self.progress[name] = tensor.item()
@@ -328,11 +330,11 @@ class LightningGuest(Guest):
 
     @property
     def checkpoint_io(self) -> Any:
-        """Writes and removes Lightning's files."""
+        """The object that writes and removes Lightning's checkpoint files."""
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """A checkpoint as Lightning's Trainer would make it, of what there is here: no loops, and of callbacks the guest alone."""
+        """Return a checkpoint in Lightning's format, but without the state of loops, and with the state of this callback alone."""
         made = self._counts()
         if not weights_only:
             own = self.foreign.state_dict()
@@ -351,7 +353,7 @@ class LightningGuest(Guest):
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The callback's own, and what it adds to a checkpoint; the model's weights among that are left to our checkpoint."""
+        """Return the callback's own state, and what it adds to a checkpoint. Our checkpoint holds the model's weights already."""
         if self._loaded is not None:
             return self._loaded
         state = {"own": dict(super().state_dict()), "checkpoint": {}, "weights": []}
@@ -365,12 +367,12 @@ class LightningGuest(Guest):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Given to the callback when training begins, behind its `setup`."""
+        """Keep the state. The callback gets it when training begins, after its `setup`."""
         self._loaded = state or None
 
 
-_GIVEN = {"on_before_backward": "loss", "on_before_optimizer_step": "optimizer", "on_exception": "exception"}
-"""The field of the context that Lightning gives to a hook."""
+_FIELD_OF_HOOK = {"on_before_backward": "loss", "on_before_optimizer_step": "optimizer", "on_exception": "exception"}
+"""By hook: the field of the context that Lightning passes to it."""
 
 
 def _of(ctx: Context, field: str) -> Any:
@@ -378,7 +380,7 @@ def _of(ctx: Context, field: str) -> Any:
 
 
 def _package_of(foreign: Any) -> Any:
-    """The package whose Callback it is: Lightning is published under two names, which know nothing of each other."""
+    """Return the package whose Callback it is. Lightning is published under two names, with separate classes."""
     for kind in type(foreign).__mro__:
         package, _, rest = kind.__module__.partition(".callbacks.")
         if kind.__name__ == "Callback" and package in _PACKAGES and rest == "callback":

@@ -1,4 +1,4 @@
-"""What Lightning's callbacks are given as guests, in the place of the LightningModule."""
+"""The facade that Lightning's callbacks receive as the LightningModule when they are guests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 
 
 class ModuleFacade(OfGuest):
-    """A LightningModule, which stands for the model. It says that it is one, and that it overrides nothing."""
+    """Replaces a LightningModule and forwards to the model. For `isinstance` it is a LightningModule, one that overrides no hook."""
 
     OF = "a LightningModule"
 
@@ -22,12 +22,12 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # object's may also be set
     def __class__(self) -> Any:
-        """`isinstance` is what Lightning's `is_overridden` asks first."""
+        """LightningModule, since Lightning's `is_overridden` checks `isinstance` first."""
         return self._guest.package.LightningModule
 
     @property
     def configure_model(self) -> Any:
-        """Lightning's own, as the three that follow."""
+        """Lightning's own, as the next three methods."""
         return self._inherited("configure_model")
 
     @property
@@ -57,37 +57,37 @@ class ModuleFacade(OfGuest):
 
     @property
     def logger(self) -> LoggerFacade:
-        """The logger that stands for ours."""
+        """The facade for our loggers."""
         return self._guest.logger
 
     @property
     def current_epoch(self) -> int:
-        """As the Trainer's."""
+        """See the Trainer."""
         return self._guest.trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """As the Trainer's."""
+        """See the Trainer."""
         return self._guest.trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """As the Trainer's."""
+        """See the Trainer."""
         return self._ctx.run.rank
 
     @property
     def device(self) -> torch.device:
-        """The run's."""
+        """The run's device."""
         return torch.device(self._ctx.run.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter."""
+        """The dtype of the first parameter."""
         return next((parameter.dtype for parameter in self._model.parameters()), torch.get_default_dtype())
 
     @property
     def training(self) -> bool:
-        """The model is in training mode."""
+        """Whether the model is in training mode."""
         return self._model.training
 
     @property
@@ -96,11 +96,11 @@ class ModuleFacade(OfGuest):
         return dict(self._ctx.run.config)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
-        """A number, for the next record as `lightning/<name>`, and among the callback metrics."""
+        """Log a number into the next metrics record as `lightning/<name>`, and into the callback metrics."""
         self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Several."""
+        """Log several numbers."""
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
@@ -120,7 +120,7 @@ class ModuleFacade(OfGuest):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self._model, memo)  # an average of the weights begins as a copy
+        return copy.deepcopy(self._model, memo)  # callbacks that average weights copy the model first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
@@ -164,5 +164,5 @@ class ModuleFacade(OfGuest):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the model."""
+        """Load the state into the model."""
         return self._model.load_state_dict(state_dict, strict=strict, assign=assign)

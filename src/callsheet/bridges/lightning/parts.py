@@ -1,4 +1,4 @@
-"""Parts of the host in Lightning's Trainer: what is replaced in module and Trainer while somebody hears it, and what things are called."""
+"""Parts of the host in Lightning's Trainer: wrappers around methods of the module and the Trainer, and the names of datasets and metrics."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ _STEPS: Mapping[str, str] = {"validation_step": "eval", "test_step": "test", "pr
 
 
 class Methods:
-    """Methods of one object, each with another in its place until `put_back`."""
+    """Replaces methods of one object until `put_back`."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._restores: list[Callable[[], None]] = []
 
     def replace(self, name: str, around: Callable[..., Any]) -> None:
-        """`around` is called in the method's place, with the method before its arguments."""
+        """Call `around(method, *args, **kwargs)` instead of the method."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # by which Lightning knows whether it was overridden, and what it takes
+        @functools.wraps(method)  # Lightning reads from it whether the method was overridden, and its parameters
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
         self._restores.append(replace(self._owner, name, called))
 
     def put_back(self) -> None:
-        """Leave the object as it was."""
+        """Restore the methods."""
         while self._restores:
             self._restores.pop()()
 
 
 class StepHooks(NotCopied):
-    """Tells the forward of a LightningModule, or of its only child, where its steps call that; and its outputs, which may be replaced.
+    """Reports the forward of a LightningModule within its steps, and its outputs, which a callback may replace.
 
-    Lightning gives no hook around a step, and under DDP it calls the module itself to get into one, so the steps are replaced.
+    If the module has a single child with parameters, a call of that child counts, too. The steps are replaced, because Lightning has no
+    hook around a step, and under DDP it calls the module itself to enter a step.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module) -> None:
         self._driver, self._ctx, self._module = driver, ctx, module
         self._methods = Methods(module)
         self._removals: list[Callable[[], None]] = []
-        self._is_inside = False  # of a step
-        self._caller: nn.Module | None = None  # the module whose call is told
+        self._is_inside = False  # a step
+        self._caller: nn.Module | None = None  # the module whose call is being reported
         self.replaced: Any = None
-        """What a callback has put into the place of the step's batch, in a list."""
+        """A list with the batch that a callback has set instead of the step's, or None."""
 
     def listen(self, name: str, has_listeners: bool) -> None:
-        """Stand around the step of this name and in the model, or leave both as they were."""
+        """Wrap the step of this name and register the hooks in the model, or remove both."""
         if has_listeners and not self._removals:
             self._kind = _STEPS.get(name, "")
             self._methods.replace(name, self._step)
@@ -70,7 +71,7 @@ class StepHooks(NotCopied):
             self.remove()
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:  # also where an optimizer evaluates its closure again
+        if self.replaced is not None:  # not reset, since an optimizer may evaluate its closure again
             (batch,) = self.replaced
         self._is_inside = True
         try:
@@ -112,7 +113,7 @@ class StepHooks(NotCopied):
         return outputs
 
     def remove(self) -> None:
-        """Leave the module as it was."""
+        """Remove the wrappers and the hooks from the module."""
         self._methods.put_back()
         while self._removals:
             self._removals.pop()()
@@ -120,7 +121,7 @@ class StepHooks(NotCopied):
 
 
 class ClipHook:
-    """Tells that gradients are clipped, behind the LightningModule's own clipping."""
+    """Calls `clipped` after the LightningModule has clipped the gradients."""
 
     def __init__(self, module: nn.Module, clipped: Callable[[], None]) -> None:
         self._methods = Methods(module)
@@ -128,7 +129,7 @@ class ClipHook:
         self.is_on = False
 
     def listen(self, has_listeners: bool) -> None:
-        """Stand around the clipping, or leave it as it was."""
+        """Wrap the clipping, or remove the wrapper."""
         if has_listeners is not self.is_on:
             self.is_on = has_listeners
             if has_listeners:
@@ -137,7 +138,7 @@ class ClipHook:
                 self._methods.put_back()
 
     def remove(self) -> None:
-        """Leave it as it was."""
+        """Remove the wrapper."""
         self.listen(False)
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -147,39 +148,39 @@ class ClipHook:
 
 
 class Saves:
-    """Hears `trainer.save_checkpoint` while training runs."""
+    """Wraps `trainer.save_checkpoint` while training runs."""
 
-    def __init__(self, trainer: Any, told: Any) -> None:
+    def __init__(self, trainer: Any, around: Any) -> None:
         self._methods = Methods(trainer)
-        self._methods.replace("save_checkpoint", told)
+        self._methods.replace("save_checkpoint", around)
 
     def remove(self) -> None:
-        """Leave the Trainer as it was."""
+        """Remove the wrapper."""
         self._methods.put_back()
 
 
 class Cadence:
-    """How often Lightning evaluates, with another cadence in its place while it is asked for an evaluation."""
+    """Makes Lightning evaluate soon by changing how often it evaluates, and restores its setting afterwards."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._own: tuple[Any, Any] | None = None
 
     def ask(self) -> None:
-        """Have it evaluate behind the step in hand, or the next."""
+        """Make it evaluate after the current step or the next one."""
         trainer = self._trainer
         if self._own is None:
             self._own = trainer.val_check_batch, trainer.check_val_every_n_epoch
             trainer.val_check_batch = trainer.check_val_every_n_epoch = 1
 
     def remove(self) -> None:
-        """As it was."""
+        """Restore Lightning's own setting."""
         if self._own is not None:
             (self._trainer.val_check_batch, self._trainer.check_val_every_n_epoch), self._own = self._own, None
 
 
 def duration_of(trainer: Any) -> str | None:
-    """How long `fit` will train: by whichever of Lightning's two limits comes first, as far as that is known."""
+    """Return how long `fit` will train: the limit of steps or epochs that comes first. If that is not known, return the limit of steps."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     has_epochs = epochs is not None and epochs >= 0
     batches = trainer.num_training_batches
@@ -191,7 +192,7 @@ def duration_of(trainer: Any) -> str | None:
 
 
 def dataset_names(loaders: Any) -> list[str]:
-    """The datasets' names: those of a dictionary, numbers where there are several, else `validation`."""
+    """Return the datasets' names: the keys of a dictionary, `validation_<index>` for a list of several, else `validation`."""
     if isinstance(loaders, Mapping):
         return [str(name).replace("/", "_") for name in loaders]
     if isinstance(loaders, (list, tuple)) and len(loaders) > 1:
@@ -200,6 +201,6 @@ def dataset_names(loaders: Any) -> list[str]:
 
 
 def plain_name(name: str, prefix: str) -> str:
-    """`loss` of `val_loss`, `val/loss`, `validation_loss` and `val_loss/dataloader_idx_1`."""
+    """Return `loss` for `val_loss`, `val/loss`, `validation_loss` and `val_loss/dataloader_idx_1`."""
     name = re.sub(r"/dataloader_idx_\d+$", "", name) if prefix == "val" else name
     return re.sub(r"^(val|valid|validation)[_/.-]" if prefix == "val" else rf"^{prefix}[_/.-]", "", name) or name
