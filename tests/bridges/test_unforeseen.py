@@ -754,7 +754,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
         lambda *_: setattr(run._optimizer_hooks, "_own", None)
     ),
     "place": lambda run: setattr(
-        run if hasattr(run, "_taken") else run._place, "_taken" if hasattr(run, "_taken") else "taken", None
+        run if hasattr(run, "_taken") else run._position, "_taken" if hasattr(run, "_taken") else "taken", None
     ),
     "end of the step": lambda run: setattr(run._run, "counted", None),
 }
