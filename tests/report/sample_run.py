@@ -90,8 +90,8 @@ def fit(folder: Path, *callbacks: Callback, steps: int = 120, loggers: Sequence[
         folder = Path(str(trainer.run.folder))
         (folder / "call_sheet.txt").write_text(f"{trainer.callbacks.call_sheet()}\n")
         results = {"validation/loss": 0.25, f"{HOSTILE}, bigram": float("inf")}
-        told = {"step": steps, "unit": "nats", "results": results, "samples": ["it wrote this", HOSTILE]}
-        (folder / "results.json").write_text(json_text(told))
+        content = {"step": steps, "unit": "nats", "results": results, "samples": ["it wrote this", HOSTILE]}
+        (folder / "results.json").write_text(json_text(content))
         (folder / "config.yaml").write_text("batch_size: 8\nmodel: two layers\n")
     return folder
 

@@ -39,18 +39,18 @@ def run_of(records: list[MetricsRecord]) -> RunFolder:
 
 
 def test_a_short_run_is_drawn_whole() -> None:
-    told = curves(run_of([MetricsRecord(step, {"train/loss": 1 / step}, elapsed_seconds=step * 2.0) for step in range(1, 1001)]))
-    curve = told["curves"]["train/loss"]
+    drawn = curves(run_of([MetricsRecord(step, {"train/loss": 1 / step}, elapsed_seconds=step * 2.0) for step in range(1, 1001)]))
+    curve = drawn["curves"]["train/loss"]
     assert curve["x"] == list(range(1, 1001))
     assert curve["y"] == [float(f"{1 / step:.9g}") for step in range(1, 1001)]
-    assert (told["axis"]["step"], told["axis"]["seconds"]) == (curve["x"], [step * 2.0 for step in curve["x"]])
-    assert told["axis"]["tokens"] == []
+    assert (drawn["axis"]["step"], drawn["axis"]["seconds"]) == (curve["x"], [step * 2.0 for step in curve["x"]])
+    assert drawn["axis"]["tokens"] == []
 
 
 def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
     values = {12_345: 99.0, 54_321: math.nan}
-    told = curves(run_of([MetricsRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
-    curve = told["curves"]["train/loss"]
+    drawn = curves(run_of([MetricsRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
+    curve = drawn["curves"]["train/loss"]
     drawn = dict(zip(curve["x"], curve["y"], strict=True))
     assert len(drawn) <= MOST_POINTS
     assert (drawn[12_345], drawn[54_321], drawn[99_999]) == (99.0, None, 1.0)
@@ -60,10 +60,10 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
 def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
     names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
     records = [MetricsRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
-    told = curves(run_of(records))["curves"]
-    assert len(told["train/loss"]["x"]) == 1500
-    assert 100 < len(told["l2_norm/grad/layer.5"]["x"]) < 300
-    assert sum(len(curve["x"]) for curve in told.values()) <= 510_000
+    drawn = curves(run_of(records))["curves"]
+    assert len(drawn["train/loss"]["x"]) == 1500
+    assert 100 < len(drawn["l2_norm/grad/layer.5"]["x"]) < 300
+    assert sum(len(curve["x"]) for curve in drawn.values()) <= 510_000
 
 
 def charts(names: list[str], splits: list[str] = SPLITS) -> dict[str, list[tuple[str, list[str]]]]:
@@ -110,26 +110,26 @@ def test_families() -> None:
 
 
 def test_the_speed_of_a_device_stands_with_that_of_all_and_not_twice() -> None:
-    def told(scale: float) -> list[list[str]]:
+    def drawn(scale: float) -> list[list[str]]:
         values = {"throughput/samples_per_second": 8.0, "throughput/device/samples_per_second": 8.0 * scale, "throughput/a": 1.0}
         (family,) = curves(run_of([MetricsRecord(1, values)]))["families"]
         return [[curve["name"] for curve in chart["curves"]] for chart in family["charts"]]
 
-    assert told(1.0) == [["throughput/a"], ["throughput/samples_per_second"]]
-    assert told(0.5) == [["throughput/a"], ["throughput/samples_per_second", "throughput/device/samples_per_second"]]
+    assert drawn(1.0) == [["throughput/a"], ["throughput/samples_per_second"]]
+    assert drawn(0.5) == [["throughput/a"], ["throughput/samples_per_second", "throughput/device/samples_per_second"]]
 
 
 def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
     record = MetricsRecord(1, {"train/loss": 1.0}, samples_per_second=5.0, tokens_per_second=7.0, memory_bytes=11)
-    told = curves(run_of([record]))["curves"]
-    assert told["throughput/samples_per_second"]["y"] == [5.0]
-    assert told["memory/process"]["y"] == [11.0]
+    drawn = curves(run_of([record]))["curves"]
+    assert drawn["throughput/samples_per_second"]["y"] == [5.0]
+    assert drawn["memory/process"]["y"] == [11.0]
     monitored = MetricsRecord(
         1, {"throughput/samples_per_second": 6.0, "memory/resident": 1.0}, samples_per_second=5.0, memory_bytes=11
     )
-    told = curves(run_of([monitored]))["curves"]
-    assert told["throughput/samples_per_second"]["y"] == [6.0]
-    assert "memory/process" not in told
+    drawn = curves(run_of([monitored]))["curves"]
+    assert drawn["throughput/samples_per_second"]["y"] == [6.0]
+    assert "memory/process" not in drawn
 
 
 @pytest.mark.parametrize("is_monitored", [True, False])

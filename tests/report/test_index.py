@@ -259,7 +259,7 @@ def test_what_belongs_to_somebody_else_is_left_alone(folder: Path) -> None:
         other.executescript("CREATE TABLE runs (secret TEXT); INSERT INTO runs VALUES ('kept')")
     found = runs_in(folder)
     assert repr(found.rows) == before
-    assert "a database of something else" in found.note
+    assert "the database of another program" in found.note
     with closing(sqlite3.connect(folder / INDEX)) as other:
         assert other.execute("SELECT * FROM runs").fetchall() == [("kept",)]
 

@@ -21,7 +21,7 @@ def html(folder: Path) -> str:
     return page(RunFolder.read(folder))
 
 
-def told(html: str) -> dict[str, Any]:
+def embedded(html: str) -> dict[str, Any]:
     """What the page draws from."""
     found = re.search(r'<script type="application/json" id="told">(.*?)</script>', html, re.DOTALL)
     assert found is not None
@@ -37,21 +37,21 @@ def own(html: str) -> str:
 
 def test_what_is_drawn_is_what_was_recorded(html: str, folder: Path) -> None:
     run = RunFolder.read(folder)
-    curve = told(html)["data"]["curves"]["train/loss"]
+    curve = embedded(html)["data"]["curves"]["train/loss"]
     recorded = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
     assert curve["x"] == [step for step, _ in recorded]
     assert curve["y"] == pytest.approx([value for _, value in recorded], rel=1e-8)
-    assert told(html)["data"]["run"]["outcome"] == "finished"
-    assert {row["callback"]: row["of_step"] > 0.05 for row in told(html)["data"]["costs"]["rows"]}["Slow"]
+    assert embedded(html)["data"]["run"]["outcome"] == "finished"
+    assert {row["callback"]: row["of_step"] > 0.05 for row in embedded(html)["data"]["costs"]["rows"]}["Slow"]
 
 
 def test_the_results_of_a_recipe_are_in_the_page(html: str) -> None:
     rows = [["validation/loss", 0.25], [f"{HOSTILE}, bigram", None]]
-    assert told(html)["data"]["results"] == {"step": 120, "unit": "nats", "rows": rows, "samples": ["it wrote this", HOSTILE]}
+    assert embedded(html)["data"]["results"] == {"step": 120, "unit": "nats", "rows": rows, "samples": ["it wrote this", HOSTILE]}
 
 
 def test_images_are_in_the_page(html: str) -> None:
-    pixels = told(html)["pixels"]
+    pixels = embedded(html)["pixels"]
     assert len(pixels) == 12
     assert all(uri.startswith("data:image/png;base64,iVBOR") for uri in pixels.values())
 
@@ -71,7 +71,7 @@ def test_the_page_asks_the_network_for_nothing(html: str) -> None:
 def test_what_a_run_says_stays_text(html: str) -> None:
     assert html.count("<script") == 3  # outside of plotly's own text there are the data, plotly and the page's
     assert HOSTILE not in html
-    assert f"hostile/{HOSTILE}" in told(html)["data"]["curves"]
+    assert f"hostile/{HOSTILE}" in embedded(html)["data"]["curves"]
 
 
 def test_a_name_with_half_a_character_can_be_written(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_a_name_with_half_a_character_can_be_written(tmp_path: Path) -> None:
 
 def test_a_live_page_may_ask_its_own_server_and_holds_no_images(folder: Path) -> None:
     html = page(RunFolder.read(folder), live=Live("the-token", nonce="abc", no_acts="it has ended"))
-    assert told(html)["pixels"] == {}
-    assert told(html)["live"] == {
+    assert embedded(html)["pixels"] == {}
+    assert embedded(html)["live"] == {
         "token": "the-token",
         "poll": "data.json",
         "act": "act",

@@ -53,13 +53,13 @@ def test_every_slice_of_every_window_is_there(events: list[dict[str, Any]], fold
 def test_metrics_and_what_happened_lie_over_the_same_time(events: list[dict[str, Any]], folder: Path) -> None:
     run = RunFolder.read(folder)
     loss = [event for event in events if event["ph"] == "C" and event["name"] == "train/loss"]
-    told = [
+    logged = [
         (moment, record.values["train/loss"])
         for record, moment in zip(run.records, run.times, strict=True)
         if "train/loss" in record.values
     ]
-    assert [event["args"]["value"] for event in loss] == [value for _, value in told]
-    assert [event["ts"] / 1e6 for event in loss] == pytest.approx([moment - run.started for moment, _ in told], abs=1e-5)
+    assert [event["args"]["value"] for event in loss] == [value for _, value in logged]
+    assert [event["ts"] / 1e6 for event in loss] == pytest.approx([moment - run.started for moment, _ in logged], abs=1e-5)
     assert [event["name"] for event in events if event["ph"] == "i"] == [event["event"] for event in run.events]
 
 
@@ -76,8 +76,8 @@ def test_numbers_that_no_clock_shows_leave_a_trace(huge: str, tmp_path: Path) ->
             f'{{{good}, "slices": [["forward", 0.25, 0.5, 1, ""]]}}',
         ],
     }
-    for name, told in lines.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in told))
+    for name, logged in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in logged))
     events = json.loads(trace_json(RunFolder.read(tmp_path)))["traceEvents"]
     slices = [event for event in events if event.get("cat") == "span"]
     assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [("forward", 0.25e6, 0.5e6)]

@@ -36,7 +36,7 @@ def test_of_an_eventful_run_the_gravest_come_first(folder: Path) -> None:
     assert "the server at 10.0.0.1 does not answer" in off.detail
     assert by_title["Values that are not finite, of 1 metric"].detail == "odd/sometimes: once, first NaN at step 25"
     assert by_title["An earlier attempt failed: ValueError at step 52"].detail == "a bad step\nin the span train_step"
-    assert "9 records dropped: steps 43 to 51 were done again" in by_title
+    assert "9 records dropped: steps 43 to 51 were repeated" in by_title
     assert any(problem.title.startswith("Slow takes") and problem.level == "warning" for problem in found)
 
 
@@ -65,8 +65,8 @@ def test_logs_that_warn_and_memory_that_ran_out() -> None:
         Path(), "run", outcome=Outcome.FINISHED, records=records, times=[0.0], logs={"logs/rank-0.log": log}, torn_lines=3
     )
     assert titles(run) == [
-        ("warning", "The device's memory ran out of memory twice"),
-        ("note", "2 lines of logs/rank-0.log warn"),
+        ("warning", "The device ran out of memory twice"),
+        ("note", "Warnings or errors in 2 lines of logs/rank-0.log"),
         ("note", "3 lines could not be read"),
     ]
 
@@ -87,8 +87,8 @@ def test_failures_and_what_lanes_dropped_are_summed_over_processes() -> None:
         ("warning", "A failed twice"),
         ("warning", "The lane of A dropped 1 event"),
         ("warning", "The lane of B dropped 3 events"),
-        ("warning", "The lane of B had not told 2 events at the end"),
-        ("warning", "The lane of D had not told 1 event at the end"),
+        ("warning", "The lane of B had not delivered 2 events at the end"),
+        ("warning", "The lane of D had not delivered 1 event at the end"),
     ]
     assert [problem.detail for problem in found[:2]] == ["last: gone", "last: again"]
 

@@ -161,7 +161,7 @@ def test_the_version_changes_with_what_is_there(crafted: Path) -> None:
     assert reader.read().version == reader.version()
 
 
-def test_running_and_lost_are_told_by_the_last_write(crafted: Path) -> None:
+def test_running_and_lost_depend_on_the_last_write(crafted: Path) -> None:
     write(crafted, "events.jsonl", {"event": "run_start", "step": 0, "time": 1e9, "run": "named"})
     run = RunFolder.read(crafted)
     assert (run.outcome, run.name) == ("running", "named")
@@ -184,7 +184,7 @@ def test_a_slow_run_is_given_time(crafted: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder of a run"):
+    with pytest.raises(FileNotFoundError, match="not the folder of a run"):
         RunFolder.read(tmp_path / "nothing")
 
 

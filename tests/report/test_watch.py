@@ -1,4 +1,4 @@
-"""The live page: who may see it, what is served, and a real job that is watched and asked for things in a real browser."""
+"""The live page: access, what is served, and a real job that is watched and controlled in a real browser."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def serve() -> Iterator[Callable[[Path], WatchServer]]:
 
 
 class Client:
-    """A browser without pages: it keeps the cookie, and says exactly what it is told to."""
+    """A browser without pages: it keeps the cookie and sends exactly the given headers."""
 
     def __init__(self, server: WatchServer, *, enters: bool = True) -> None:
         self.server = server
@@ -122,10 +122,10 @@ class Client:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             connection.putrequest(method, path, skip_host=True)
-            told = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
+            sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
             for name, value in ({"Content-Length": str(len(body))} if body is not None else {}).items():
-                told.setdefault(name, value)
-            for name, text in told.items():
+                sent.setdefault(name, value)
+            for name, text in sent.items():
                 if text is not None:
                     connection.putheader(name, text)
             connection.endheaders(body)
@@ -138,8 +138,8 @@ class Client:
         return self.ask("GET", path, None, **headers)[0]
 
     def act(self, act: str, **headers: str | None) -> tuple[int, str]:
-        told: dict[str, str | None] = {"Origin": f"http://{self.headers['Host']}", "X-Callsheet-Token": self.server.form_token}
-        status, _, body = self.ask("POST", "/act", json.dumps({"act": act}).encode(), **(told | headers))
+        sent: dict[str, str | None] = {"Origin": f"http://{self.headers['Host']}", "X-Callsheet-Token": self.server.form_token}
+        status, _, body = self.ask("POST", "/act", json.dumps({"act": act}).encode(), **(sent | headers))
         return status, body.decode()
 
 
@@ -189,8 +189,8 @@ def test_with_the_token_one_comes_in_and_stays(ended: Path, serve: Callable[[Pat
 def test_an_ordinary_client_is_served(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     server = serve(ended)
     origin = f"http://127.0.0.1:{server.server_address[1]}"
-    told = Request(f"{origin}/data.json", headers={"Cookie": f"{server.cookie}={server.token}"})
-    with build_opener().open(told, timeout=30) as answer:
+    sent = Request(f"{origin}/data.json", headers={"Cookie": f"{server.cookie}={server.token}"})
+    with build_opener().open(sent, timeout=30) as answer:
         assert json.load(answer)["run"]["name"] == "run"
 
 
@@ -272,11 +272,11 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
     for method in ("HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "BREW"):
         assert visitor.ask(method, "/act")[0] == 501
     for path in ("/", "/data.json", "/acts", "/act/", "/images/x.png"):
-        told: dict[str, str | None] = {
+        sent: dict[str, str | None] = {
             "Origin": f"http://{visitor.headers['Host']}",
             "X-Callsheet-Token": visitor.server.form_token,
         }
-        assert visitor.ask("POST", path, b'{"act": "stop"}', **told)[0] == 404
+        assert visitor.ask("POST", path, b'{"act": "stop"}', **sent)[0] == 404
     assert not (going / "trigger").exists()
 
 
@@ -301,8 +301,8 @@ def test_what_is_no_request_is_rejected(
 ) -> None:
     visitor = Client(serve(going))
     headers = {"Origin": f"http://{visitor.headers['Host']}", "X-Callsheet-Token": visitor.server.form_token}
-    told = headers | ({} if length is None else {"Content-Length": length})
-    assert visitor.ask("POST", "/act", body, **told)[0] == status
+    sent = headers | ({} if length is None else {"Content-Length": length})
+    assert visitor.ask("POST", "/act", body, **sent)[0] == status
     assert not (going / "trigger").exists()
     assert visitor.get("/data.json") == 200  # and the others are served on
 
@@ -500,7 +500,7 @@ def eventually(ask: Callable[[], Any], *, seconds: float = 60.0) -> Any:
 
 def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job may need the processor: after a reading, the next is put off."""
-    monkeypatch.setattr(live_run, "_SHARE", 1e-9)
+    monkeypatch.setattr(live_run, "_MAX_CORE_SHARE", 1e-9)
     run = LiveRun(going)
     first = json.loads(run.news("") or b"")
     line = (going / "metrics.jsonl").read_text().splitlines()[-1]
@@ -511,11 +511,11 @@ def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pyt
     assert run.news(first["version"]) is not None
 
 
-def test_a_folder_that_is_set_aside_is_told(going: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_a_folder_that_is_set_aside_is_reported(going: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(going))
     going.rename(going.with_name("run.1"))
-    told = json.loads(visitor.ask("GET", "/data.json?since=x")[2])
-    assert told["no_acts"] == f"the folder {going} is gone"
+    sent = json.loads(visitor.ask("GET", "/data.json?since=x")[2])
+    assert sent["no_acts"] == f"the folder {going} is gone"
     assert visitor.act("stop") == (409, f"the folder {going} is gone\n")
     assert visitor.get("/") == 200
 
@@ -523,11 +523,11 @@ def test_a_folder_that_is_set_aside_is_told(going: Path, serve: Callable[[Path],
 # --- what may be asked ---
 
 
-def test_a_button_leaves_a_wish(going: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_a_button_writes_a_request(going: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(going))
     for act in ("save", "evaluate", "stop", "save"):
         status, text = visitor.act(act)
-        assert (status, json.loads(text)["message"].startswith(f"{act}: asked for")) == (200, True)
+        assert (status, json.loads(text)["message"].startswith(f"{act}: requested through")) == (200, True)
     assert sorted((going / "trigger").read_text().splitlines()) == [
         f"{act} asked for in the browser" for act in ("evaluate", "save", "stop")
     ]
@@ -551,12 +551,12 @@ def test_what_came_too_late_is_taken_back(going: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sheet", "told", "why"),
+    ("sheet", "listeners", "why"),
     [
         (SHEET, '{"SaveOnTrigger": "trigger"}', ""),
         ("", '{"SaveOnTrigger": "trigger"}', ""),
         (SHEET.replace("SaveOnTrigger", "on demand"), '{"on demand": "trigger"}', ""),  # under another name
-        (SHEET, '{"SaveOnTrigger": 3, "other SaveOnTrigger": "x", "SaveOnTrigger ": "/x"}', "looks at '/x'"),
+        (SHEET, '{"SaveOnTrigger": 3, "other SaveOnTrigger": "x", "SaveOnTrigger ": "/x"}', "reads '/x'"),
         (SHEET, '{"of an earlier job": "trigger"}', "SaveOnTrigger does not listen"),  # which was killed
         (SHEET, "", "SaveOnTrigger does not listen"),
         ("", "", "the run has no SaveOnTrigger"),
@@ -565,7 +565,7 @@ def test_what_came_too_late_is_taken_back(going: Path) -> None:
         (
             SHEET,
             '{"SaveOnTrigger": "/elsewhere/trigger"}',
-            "looks at '/elsewhere/trigger', outside its folder: write to it by hand",
+            "reads '/elsewhere/trigger', outside its folder: write to it by hand",
         ),
         (SHEET, '{"SaveOnTrigger": "../trigger"}', "write to it by hand"),
         (SHEET, '{"SaveOnTrigger": ".."}', "write to it by hand"),
@@ -573,9 +573,9 @@ def test_what_came_too_late_is_taken_back(going: Path) -> None:
         (SHEET, '{"SaveOnTrigger": ""}', "write to it by hand"),
     ],
 )
-def test_the_page_says_why_nothing_can_be_asked(going: Path, sheet: str, told: str, why: str) -> None:
+def test_the_page_says_why_nothing_can_be_asked(going: Path, sheet: str, listeners: str, why: str) -> None:
     (going / "call_sheet.txt").write_text(sheet)
-    (going / LISTENERS).write_text(told)
+    (going / LISTENERS).write_text(listeners)
     run = LiveRun(going)
     said = json.loads(run.news("") or b"")["no_acts"]
     assert (why in said) if why else said == ""
@@ -592,7 +592,7 @@ def test_a_trigger_of_another_name_is_found(going: Path) -> None:
 
 
 class Asks(Callback):
-    """At one step, what somebody who watches is told."""
+    """Returns, at one step, the message that a watcher sees."""
 
     def __init__(self, *, has_sheet: bool) -> None:
         self.has_sheet = has_sheet
@@ -613,11 +613,11 @@ class Asks(Callback):
 @pytest.mark.parametrize(
     ("file", "name", "said", "steps"),
     [
-        ("", "", "asked for in {folder}/run/trigger", 2),
-        ("", "my own", "asked for in {folder}/run/trigger", 2),
-        ("{folder}/run/ask-me", "", "asked for in {folder}/run/ask-me", 2),
-        ("{folder}/elsewhere", "", "looks at '{folder}/elsewhere', outside its folder", 6),
-        ("{folder}/elsewhere", "my own", "looks at '{folder}/elsewhere', outside its folder", 6),
+        ("", "", "requested through {folder}/run/trigger", 2),
+        ("", "my own", "requested through {folder}/run/trigger", 2),
+        ("{folder}/run/ask-me", "", "requested through {folder}/run/ask-me", 2),
+        ("{folder}/elsewhere", "", "reads '{folder}/elsewhere', outside its folder", 6),
+        ("{folder}/elsewhere", "my own", "reads '{folder}/elsewhere', outside its folder", 6),
     ],
 )
 def test_what_a_script_s_own_trigger_looks_at_is_known(
@@ -653,12 +653,12 @@ def test_a_run_that_has_fallen_silent_is_asked_nothing(going: Path) -> None:
     assert b"the run has not written anything for a long time" in (LiveRun(going).news("") or b"")
 
 
-def test_a_wish_that_nobody_takes_is_spoken_of(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_run_does_not_read_is_reported(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LiveRun(going)
     run.ask("save")
     assert json.loads(run.news("") or b"")["no_acts"] == ""
-    monkeypatch.setattr(live_run, "_WAITING_SECONDS", 0.0)
-    assert "still waits in" in json.loads(run.news("") or b"")["no_acts"]
+    monkeypatch.setattr(live_run, "_PENDING_WARN_SECONDS", 0.0)
+    assert "still pending in" in json.loads(run.news("") or b"")["no_acts"]
     (going / "trigger").unlink()
     assert json.loads(run.news("") or b"")["no_acts"] == ""
 
@@ -675,7 +675,7 @@ def test_the_token_is_in_no_log(
         visitor.act("save")
     said = caplog.text + "".join(capfd.readouterr())
     assert "GET /" in said
-    assert "save was asked for" in said
+    assert "requested save" in said
     assert f"?token={visitor.server.token}" not in said
 
 
@@ -807,7 +807,7 @@ def test_a_run_is_watched_and_asked_in_a_browser(
         wait_until_after(before + 20)
         assert page.query_selector("#checkpoints") is None
         page.click("#act-save")
-        page.wait_for_selector("#said:has-text('asked for')")
+        page.wait_for_selector("#said:has-text('requested through')")
         page.wait_for_selector("#checkpoints")  # without loading the page again
         (saved,) = find_checkpoints(folder / "checkpoints").checkpoints
         assert saved.step > before

@@ -1,4 +1,4 @@
-"""A run to look at: one HTML page of its folder, and a trace beside it."""
+"""Read a run's folder, and show it as one HTML page and a trace."""
 
 from callsheet.report.page import Live, data, page, write_report
 from callsheet.report.run_folder import RunFolder, RunReader, image_bytes

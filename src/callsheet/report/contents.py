@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.costs import Window
-from callsheet.report.costs import costs_told
+from callsheet.report.costs import costs_table
 from callsheet.report.curves import curves, memory, rates
 from callsheet.report.lines import number, whole
 from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
 _MOST_WINDOWS, _MOST_SLICES = 40, 80_000
-_MOST_MARKS, _MOST_EVENTS, _MOST_ROWS, _MOST_TELLINGS = 10_000, 400, 500, 60
+_MOST_MARKS, _MOST_EVENTS, _MOST_ROWS, _MOST_TABLE_ENTRIES = 10_000, 400, 500, 60
 _MOST_IMAGE_STEPS, _MOST_IMAGES = 120, 64
 _MOST_SAMPLES = 40
 _LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
 
 
 def contents(run: RunFolder) -> dict[str, Any]:
-    """Every part of the page; numbers may still be NaN."""
+    """Return every part of the page. Numbers may still be NaN."""
     evaluations = [each for each in run.evaluations if not each["is_undone"]]
     return {
         "version": run.version,
@@ -37,12 +37,12 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "marks": _marks(run, evaluations),
         "windows": [_window(window) for window in _chosen(run.windows)],
         "windows_left_out": len(run.windows) - len(_chosen(run.windows)),
-        "costs": costs_told(run.costs),
+        "costs": costs_table(run.costs),
         "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
         "checkpoints": [_checkpoint(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
         "images": _images(run),
-        "tables": {name: _table(tellings) for name, tellings in run.tables.items()},
+        "tables": {name: _table(entries) for name, entries in run.tables.items()},
         "call_sheet": run.call_sheet[:_LONGEST_TEXT],
         "config": run.config_text[:_LONGEST_TEXT],
         "hyperparameters": [(name, text) for name, text in flattened(run.hyperparameters) if text][: 4 * _MOST_ROWS],
@@ -53,7 +53,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (dotted name, text), in their order."""
+    """Return nested settings as (dotted name, text), in their order."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 20:
@@ -89,7 +89,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
 
 
 def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures at the top: a label, a value with its unit's kind, and a line on it."""
+    """Return the figures at the top of the page: each has a label, a value, the kind of its unit, and one line of detail."""
     tiles: list[dict[str, Any]] = []
     trained = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
     if trained:
@@ -107,7 +107,7 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """The speed of the whole run, and that of the last record, which is where the chart ends."""
+    """Yield the speed of the whole run, and that of the last record, where the chart ends."""
     for name in ("token", "sample"):
         counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
         curve = [value for value in rates(run, name) if math.isfinite(value)]
@@ -123,7 +123,7 @@ def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """The highest value of the curve that says most of it; the chart shows the same one."""
+    """Yield the highest value of the memory curve that `memory` chooses; the chart shows the same curve."""
     name, values = memory(run)
     finite = [value for value in values if math.isfinite(value)]
     if finite:
@@ -131,7 +131,7 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is marked on the axis of steps."""
+    """Return the marks on the axis of steps."""
     saved = [{"step": each["step"], "kind": _cell(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
@@ -141,7 +141,7 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
-    """As many windows as a page has room for, the first and the last among them."""
+    """Return as many windows as fit into a page, the first and the last among them."""
     most = _MOST_WINDOWS
     while most > 2 and sum(len(window.slices) for window in _spread(windows, most)) > _MOST_SLICES:
         most = most * 3 // 4
@@ -149,14 +149,14 @@ def _chosen(windows: list[Window]) -> list[Window]:
 
 
 def _spread(items: list[Any], most: int) -> list[Any]:
-    """At most `most` of the items, evenly, the first and the last among them."""
+    """Return at most `most` items, evenly spaced, the first and the last among them."""
     if len(items) <= most:
         return items
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Names once, and slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
+    """Return each name once, and slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
     names: dict[str, int] = {}
     slices = [
         [
@@ -180,7 +180,7 @@ def _window(window: Window) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row an evaluation, one column a result."""
+    """Return one row for each evaluation, and one column for each result."""
     names = [f"{dataset}/{name}" for each in evaluations for dataset, values in each["results"].items() for name in values]
     columns = list(dict.fromkeys(names))[:40]
     rows = []
@@ -190,12 +190,12 @@ def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
-def _final_results(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe wrote to `results.json`: its table's rows, and what the model has written."""
-    rows, samples = told.get("results"), told.get("samples")
+def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a recipe wrote to `results.json`: the rows of its table, and the samples that the model generated."""
+    rows, samples = content.get("results"), content.get("samples")
     return {
-        "step": whole(told.get("step")),
-        "unit": _cell(told.get("unit")),
+        "step": whole(content.get("step")),
+        "unit": _cell(content.get("unit")),
         "rows": [(_cell(name), number(value)) for name, value in rows.items()][:_MOST_ROWS] if isinstance(rows, dict) else [],
         "samples": [_cell(sample) for sample in samples[:_MOST_SAMPLES]] if isinstance(samples, list) else [],
     }
@@ -228,19 +228,19 @@ def _checkpoint(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
 def _images(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for each in run.images:
-        tellings = found.setdefault(each["name"], [])
-        earlier = next((telling for telling in reversed(tellings) if telling["step"] == each["step"]), None)
+        entries = found.setdefault(each["name"], [])
+        earlier = next((entry for entry in reversed(entries) if entry["step"] == each["step"]), None)
         if earlier is None:
             earlier = {"step": each["step"], "time": each["time"], "files": []}
-            tellings.append(earlier)
+            entries.append(earlier)
         earlier["files"] = list(dict.fromkeys([*earlier["files"], *each["files"]]))[:_MOST_IMAGES]
-    for tellings in found.values():
-        tellings.sort(key=lambda telling: telling["step"])
-    return {name: _spread(tellings, _MOST_IMAGE_STEPS) for name, tellings in found.items()}
+    for entries in found.values():
+        entries.sort(key=lambda entry: entry["step"])
+    return {name: _spread(entries, _MOST_IMAGE_STEPS) for name, entries in found.items()}
 
 
-def _table(tellings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tellings of a table, the latest first."""
+def _table(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what was logged to a table, the latest first."""
     return [
         {
             "step": each["step"],
@@ -249,12 +249,12 @@ def _table(tellings: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "rows": [[_plain_cell(cell) for cell in row] for row in each["rows"][:_MOST_ROWS]],
             "in_all": len(each["rows"]),
         }
-        for each in reversed(tellings[-_MOST_TELLINGS:])
+        for each in reversed(entries[-_MOST_TABLE_ENTRIES:])
     ]
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:
-    """An event and a line that says what it was about."""
+    """Return an event with a line of text that describes it."""
     known = {
         "exception": _exception_text,
         "checkpoint": _checkpoint_text,
@@ -262,8 +262,8 @@ def _event(event: dict[str, Any]) -> dict[str, Any]:
         "run_start": _start_text,
         "run_end": _end_text,
     }
-    tell = known.get(event["event"], _other_text)
-    return {"event": event["event"], "time": event.get("time"), "step": event.get("step"), "text": tell(event)}
+    describe = known.get(event["event"], _other_text)
+    return {"event": event["event"], "time": event.get("time"), "step": event.get("step"), "text": describe(event)}
 
 
 def _exception_text(event: dict[str, Any]) -> str:
@@ -273,10 +273,10 @@ def _exception_text(event: dict[str, Any]) -> str:
 
 def _checkpoint_text(event: dict[str, Any]) -> str:
     info = event.get("checkpoint")
-    told = info if isinstance(info, dict) else {}
-    losses = told.get("val_losses")
+    fields = info if isinstance(info, dict) else {}
+    losses = fields.get("val_losses")
     measured = [f"{name} {number(value):.5g}" for name, value in losses.items()] if isinstance(losses, dict) else []
-    return ", ".join(filter(None, [_cell(told.get("kind")), _last_part(str(told.get("path") or "")), *measured[:10]]))
+    return ", ".join(filter(None, [_cell(fields.get("kind")), _last_part(str(fields.get("path") or "")), *measured[:10]]))
 
 
 def _evaluation_text(event: dict[str, Any]) -> str:
@@ -287,7 +287,7 @@ def _evaluation_text(event: dict[str, Any]) -> str:
 
 def _start_text(event: dict[str, Any]) -> str:
     resumed = event.get("resumed_from")
-    began = f"went on from {_last_part(str(resumed))}" if resumed else "began"
+    began = f"resumed from {_last_part(str(resumed))}" if resumed else "began"
     ranks = f"{_cell(event['world_size'])} ranks" if number(event.get("world_size")) > 1 else ""
     return ", ".join(filter(None, [began, _cell(event.get("device")), ranks, _cell(event.get("host"))]))
 
@@ -300,8 +300,8 @@ def _end_text(event: dict[str, Any]) -> str:
 
 
 def _other_text(event: dict[str, Any]) -> str:
-    told = {name: value for name, value in event.items() if name not in ("event", "time", "step", "epoch")}
-    return ", ".join(f"{name} {text}" for name, text in flattened(told)[:30] if text)
+    fields = {name: value for name, value in event.items() if name not in ("event", "time", "step", "epoch")}
+    return ", ".join(f"{name} {text}" for name, text in flattened(fields)[:30] if text)
 
 
 def _last_part(path: str) -> str:
@@ -313,7 +313,7 @@ def _plain_cell(cell: Any) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """A value as a person reads it, cut where it is long."""
+    """Return a value as readable text, cut if it is long."""
     if value is None or value == [] or value == {}:
         return ""
     if isinstance(value, (list, tuple)) and all(isinstance(each, (str, int, float)) for each in value):

@@ -1,4 +1,4 @@
-"""What the callbacks cost in all processes of a run, as rows of a table."""
+"""The time that callbacks took in all processes of a run, as rows of a table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from callsheet.costs import CostReport
 
 
 def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
-    """One row a callback, the costliest first, each with `events` of the same columns.
+    """Return one row for each callback, the costliest first, each with `events`: rows with the same columns for its events.
 
-    `calls`, `seconds`, `worst` are of what was timed; `of_step` is the share of a step that the events of every step take, `per_step`
-    the seconds of it; `of_run` the share of the whole that the other events take. Where every telling is timed, all is `of_run`.
+    `calls`, `seconds` and `worst` count only the timed calls. `of_step` is the share of a step that events of every step take, and
+    `per_step` the same in seconds. `of_run` is the share of the run that all other events take. Where every call is timed, all of
+    it is in `of_run`.
     """
     window_seconds = sum(report.window_seconds for report in reports)
     window_steps = sum(report.window_steps for report in reports)
@@ -31,14 +32,14 @@ def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
                 row["of_run"] += cost.seconds / seconds if seconds else 0.0
     rows = []
     for callback, events in by_event.items():
-        told = sorted(events.values(), key=lambda row: -row["seconds"])
-        whole = {name: sum(row[name] for row in told) for name in _empty()}
-        rows.append({**whole, "callback": callback, "worst": max(row["worst"] for row in told), "events": told})
+        inner = sorted(events.values(), key=lambda row: -row["seconds"])
+        whole = {name: sum(row[name] for row in inner) for name in _empty()}
+        rows.append({**whole, "callback": callback, "worst": max(row["worst"] for row in inner), "events": inner})
     return sorted(rows, key=lambda row: (-row["of_step"] - row["of_run"], -row["seconds"]))
 
 
-def costs_told(reports: Sequence[CostReport]) -> dict[str, Any]:
-    """The rows, and what they are shares of."""
+def costs_table(reports: Sequence[CostReport]) -> dict[str, Any]:
+    """Return the rows of the table, and the totals that their shares refer to."""
     return {
         "mode": ", ".join(sorted({report.mode for report in reports})),
         "processes": len(reports),

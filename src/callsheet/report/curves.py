@@ -1,4 +1,4 @@
-"""The curves of a run: one for each metric, thinned to what a screen can show, and put together into charts."""
+"""The curves of a run: one for each metric, thinned to what a screen can show, and grouped into charts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from callsheet.context import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
-"""Of one curve."""
-_POINTS_IN_ALL = 500_000  # of all curves: a page of some megabytes
+"""The most points that one curve has."""
+_POINTS_IN_ALL = 500_000  # of all curves together, which makes a page of some megabytes
 _FEWEST_POINTS = 16
-_MOST_ODD = 50  # places of NaN and infinite values that are marked, of one curve
+_MOST_ODD = 50  # NaN and infinite values that one curve marks
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _TOGETHER = ("lr", "memory")
-"""Families whose metrics share a unit, and so a chart."""
+"""Families whose metrics share a unit, and therefore a chart."""
 _APART = ("alloc_retries", "ooms")
 _PER_DEVICE = "per device"
 _MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
-"""Curves of memory, the one that a run is measured by first."""
+"""Curves of memory, the preferred one first."""
 _FIRST = ("", "throughput", "lr", "memory")
-"""Families in their order; others follow by name. The empty one is what training and evaluations say of the model."""
+"""Families in the order of the page; others follow by name. The empty family holds the metrics of training and evaluations."""
 OTHERS = "others"
-"""Where metrics stand whose family has one chart."""
+"""The family that collects metrics whose own family would have only one chart."""
 _LAST = (OTHERS, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
-    """`axis`: where the seconds and tokens stand at each step; `curves` by name; and `families` of `charts` that show them.
+    """Return `axis` (seconds and tokens at each step), `curves` by name, and `families` of `charts` that show them.
 
-    A curve has `x` (steps) and `y` (None where a value is not finite), `count` of the values there were, `odd`, the number of those
-    that are not finite, and `odd_at`, the first of them as (step, what); a chart has curves by name and label.
+    A curve has `x` (steps), `y` (None where a value is not finite), `count` (the number of values before thinning), `odd` (how many
+    are not finite) and `odd_at` (the first of those as (step, name)). A chart lists its curves by name and label.
     """
     points = _points(run)
     most = _shares(points)
@@ -47,13 +47,13 @@ def curves(run: RunFolder) -> dict[str, Any]:
 
 
 def rates(run: RunFolder, name: str) -> list[float]:
-    """Return the curve of each `token` or `sample` per second that the page shows: of the monitor, else of the records themselves."""
+    """Return the curve of `token`s or `sample`s per second that the page shows: the monitor's, else that of the records."""
     monitored = [record.values[metric] for record in run.records if (metric := f"throughput/{name}s_per_second") in record.values]
     return monitored or [rate for record in run.records if (rate := getattr(record, f"{name}s_per_second"))]
 
 
 def memory(run: RunFolder) -> tuple[str, list[float]]:
-    """Return the name and values of the memory curve that counts: the device's peak, else the process's, else what it has now."""
+    """Return the name and values of the preferred memory curve: the device's peak, else the process's, else the current use."""
     for name in _MEMORY:
         if values := [record.values[name] for record in run.records if name in record.values]:
             return name, values
@@ -61,14 +61,16 @@ def memory(run: RunFolder) -> tuple[str, list[float]]:
 
 
 def splits_of(run: RunFolder) -> list[str]:
-    """What stands before the slash where the same quantity is measured on several datasets: `train`, and those that were evaluated."""
+    """Return the prefixes of metrics that measure one quantity on several datasets: `train`, and the evaluated datasets."""
     evaluated = [name for each in run.evaluations for name in each["results"]]
     return list(dict.fromkeys([*_SPLITS, *evaluated]))
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
-    """The places of at most `most` points that look like all: the first and the last, and of each stretch the least, the greatest, and
-    one that is not finite."""
+    """Return the indices of at most `most` points whose curve looks like that of all points.
+
+    They are the first and the last point, and of each stretch the least, the greatest and one that is not finite.
+    """
     if len(xs) <= most:
         return list(range(len(xs)))
     are_finite = all(map(math.isfinite, ys))
@@ -86,7 +88,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Charts by family; metrics of the same name in several splits, and those of a unit, share one."""
+    """Return charts by family. Metrics of the same name in several splits share a chart, and so do metrics of one unit."""
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
@@ -94,9 +96,9 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     single = Counter(family for family, _ in charts)
     found: dict[str, list[dict[str, Any]]] = {}
     for (family, title), members in charts.items():
-        if single[family] == 1 and family == "lr":  # says something of training as a whole
+        if single[family] == 1 and family == "lr":  # a single learning rate belongs beside the loss
             family = ""
-        elif single[family] == 1 and family not in _FIRST:  # alone it is no family
+        elif single[family] == 1 and family not in _FIRST:  # one chart does not need a heading of its own
             family, title = OTHERS, f"{family}/{title}"
         if len(members) > 1 and any(member["label"] == _PER_DEVICE for member in members):
             members = [member if member["label"] == _PER_DEVICE else {**member, "label": "all"} for member in members]
@@ -108,7 +110,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def _points(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of every metric, and of what every record measures, where no metric says the same."""
+    """Return steps and values of every metric, and of the fields of each record that no metric repeats."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step
@@ -126,8 +128,10 @@ def _points(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """The names without those whose curve another one shows: of one rank's speed, where it is that of all, and of what the Trainer says
-    of speed and learning rate, where a monitor says more."""
+    """Return the names without those whose curve another one shows.
+
+    These are the speed of one rank where it equals that of all, and the Trainer's speed and learning rate where a monitor logs them.
+    """
     monitored = {name.partition("/")[0] for name in points}
     doubles = {"train/tokens_per_second"} if "throughput/tokens_per_second" in points else set()
     doubles |= {"train/learning_rate"} if "lr" in monitored else set()
@@ -139,7 +143,7 @@ def _without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def _shares(names: Iterable[str]) -> dict[str, int]:
-    """How many points a curve of each family may have: small families take what they need, large ones share what is left."""
+    """Return how many points a curve of each family may have: small families take what they need, large ones share the rest."""
     sizes = Counter(name.partition("/")[0] for name in names)
     room, found = _POINTS_IN_ALL, {}
     for place, (family, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
@@ -155,8 +159,8 @@ def _add(
     records: Sequence[MetricsRecord],
     value: Callable[[MetricsRecord], float],
 ) -> None:
-    if name not in found and (told := [record for record in records if value(record)]):
-        found[name] = ([record.step for record in told], [float(value(record)) for record in told])
+    if name not in found and (measured := [record for record in records if value(record)]):
+        found[name] = ([record.step for record in measured], [float(value(record)) for record in measured])
 
 
 def _curve(steps: list[int], values: list[float], most: int) -> dict[str, Any]:
@@ -174,22 +178,22 @@ def _curve(steps: list[int], values: list[float], most: int) -> dict[str, Any]:
 
 
 def odd_name(value: float) -> str:
-    """What a value that is not finite is called."""
+    """Return the name of a value that is not finite."""
     return _ODD_NAMES[str(value)]
 
 
 def _short(value: float) -> float | None:
-    """The value to nine digits, which is more than float32 has."""
+    """Return the value with nine digits, more than float32 has; None if it is not finite."""
     return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 def _axis(records: Sequence[MetricsRecord]) -> dict[str, list[float]]:
-    """Steps with the seconds and tokens at them, each once; between them both are a straight line."""
+    """Return each step once, with its seconds and tokens. Between two steps the page interpolates them linearly."""
     at: dict[int, tuple[float, float]] = {}
     tokens = 0.0
     for record in records:
-        told = record.values.get("time/token", tokens)
-        tokens = told if math.isfinite(told) else tokens
+        logged = record.values.get("time/token", tokens)
+        tokens = logged if math.isfinite(logged) else tokens
         at.setdefault(record.step, (record.elapsed_seconds, tokens))  # an evaluation's record comes after the step's own
     steps = sorted(at)
     places = thinned(steps, [at[step][0] for step in steps], MOST_POINTS * 2)
@@ -202,7 +206,7 @@ def _axis(records: Sequence[MetricsRecord]) -> dict[str, list[float]]:
 
 
 def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
-    """Family, chart and label of a metric."""
+    """Return family, chart and label of a metric."""
     family, _, rest = name.partition("/")
     if not rest:
         return "", name, name
@@ -213,13 +217,13 @@ def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
     if rest.startswith("device/") and len(rest) > len("device/"):
         return family, rest.removeprefix("device/"), _PER_DEVICE
     stem, _, last = rest.rpartition("/")
-    if stem and last.isdigit():  # the same thing several times, such as devices
+    if stem and last.isdigit():  # numbered metrics, such as one per device
         return family, stem, last
     return family, rest, rest
 
 
 def _importance(chart: dict[str, Any], splits: Sequence[str]) -> tuple[Any, ...]:
-    """The loss first; then what is measured on several datasets; then the rest."""
+    """Return a sort key: the loss first, then what is measured on several datasets, then the rest."""
     labels = {curve["label"] for curve in chart["curves"]}
     return chart["title"] != "loss", -len(labels & set(splits)), _natural(chart["title"])
 
@@ -235,7 +239,7 @@ def _family_order(family: str) -> tuple[Any, ...]:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Orders `layer.2` before `layer.10`."""
+    """Return a sort key that orders `layer.2` before `layer.10`."""
     parts: list[tuple[int, str]] = []
     digits = ""
     for char in [*text, ""]:

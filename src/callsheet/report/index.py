@@ -1,7 +1,7 @@
-"""The runs in a folder, in an SQLite index of what their folders hold.
+"""An SQLite index of the runs in a folder.
 
-The folders are the truth, and the index is a cache of them: a run whose files have other sizes or times than it knows is read again, and
-an index that is damaged, of another version or deleted is made anew. Where it cannot be written, everything is done in memory.
+The index is only a cache of the runs' folders. A run is read again when the size or time of one of its files has changed. An index
+that is damaged, deleted or of another version is rebuilt. If the index cannot be written, it is kept in memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 2
-_APPLICATION = 0x63737831  # how a file says that it is such an index
-_PATIENCE_SECONDS = 10.0  # for another process that writes it
+_APPLICATION = 0x63737831  # SQLite's application_id, which marks a file as such an index
+_LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait for another process that writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
@@ -47,7 +47,7 @@ PRAGMA user_version = {_VERSION};
 
 @dataclass(slots=True)
 class MetricRow:
-    """One metric of a run: its last value, and the extremes of those that were finite, each with its step; NaN where there is none."""
+    """One metric of a run: its last value and its finite extremes, each with its step. A value that does not exist is NaN."""
 
     last: float = math.nan
     last_step: int = 0
@@ -57,7 +57,7 @@ class MetricRow:
     highest_step: int = 0
 
     def add(self, value: float, step: int) -> None:
-        """A later value."""
+        """Add a later value."""
         self.last, self.last_step = value, step
         if math.isfinite(value):
             if not self.lowest <= value:
@@ -68,9 +68,11 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run: `name` is its folder's, `seconds` of training, `started` and `last_write` in seconds since 1970, NaN where not known.
+    """A run in the index.
 
-    `reason` says why it ended; `best_checkpoint` is the path of the last that was the best so far; empty where there is none.
+    `name` is the name of its folder, and `seconds` its time of training. `started` and `last_write` are in seconds since 1970, and
+    NaN if unknown. `reason` says why it ended. `best_checkpoint` is the path of the last checkpoint that was the best so far, or
+    empty.
     """
 
     name: str
@@ -88,19 +90,19 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a folder, the newest first, and why no index of them is kept; empty where it is."""
+    """The runs of a folder, the newest first. `note` says why no index could be kept, and is empty if one is kept."""
 
     rows: list[RunRow]
     note: str = ""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds what a run writes."""
+    """Return whether the folder holds files that a run writes."""
     return any((folder / mark).exists() for mark in _MARKS)
 
 
 def run_names(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the runs in `folder`; none where it cannot be read."""
+    """Return the names of the runs in `folder`, or an empty list if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(
@@ -111,7 +113,7 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None) -> Runs:
-    """The runs in `folder`, as their folders are now, with these of their metrics, or all of them.
+    """Return the runs in `folder`, as they are now, with the given metrics or with all.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -126,7 +128,7 @@ def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = N
         except sqlite3.DatabaseError as error:
             if not isinstance(error, _Damaged) and not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
                 raise
-            logger.debug("%s is damaged (%s), and is made anew", path / INDEX, error)
+            logger.debug("%s is damaged (%s); it is rebuilt", path / INDEX, error)
             _remove(path / INDEX)
             return Runs(_kept(path, wanted))
     except (sqlite3.Error, OSError) as error:
@@ -135,7 +137,7 @@ def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = N
             with closing(_in_memory(path / INDEX)) as index:
                 return Runs(_refreshed(index, path, wanted), note)
         except sqlite3.DatabaseError as damage:
-            logger.debug("%s is damaged (%s): all runs are read anew", path / INDEX, damage)
+            logger.debug("%s is damaged (%s); all runs are read again", path / INDEX, damage)
             with closing(_empty_in_memory()) as index:
                 return Runs(_refreshed(index, path, wanted), note)
 
@@ -146,17 +148,17 @@ def _kept(folder: Path, wanted: list[str] | None) -> list[RunRow]:
 
 
 def _refreshed(index: sqlite3.Connection, folder: Path, wanted: list[str] | None) -> list[RunRow]:
-    """Read the runs that have changed, put them into the index, and take from it what it knows."""
+    """Read the runs that have changed, write them to the index, and return the rows of all runs."""
     known = {name: (version, outcome) for name, version, outcome in index.execute("SELECT name, version, outcome FROM runs")}
     names = set(run_names(folder))
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        version = reader.version()  # before the reading: what is written meanwhile is read the next time
-        if name not in known or known[name][0] != version or known[name][1] == RUNNING:  # which by now may be lost
+        version = reader.version()  # taken before reading: what the run writes during it is read the next time
+        if name not in known or known[name][0] != version or known[name][1] == RUNNING:  # a running run may be lost by now
             try:
                 changed.append((version, _row(name, reader.read())))
-            except FileNotFoundError:  # deleted in this moment
+            except FileNotFoundError:  # deleted since it was listed
                 names.discard(name)
     gone = known.keys() - names
     if changed or gone:
@@ -212,7 +214,10 @@ def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
 
 
 def _storable(value: object) -> object:
-    """As SQLite can hold it: NaN is stored as NULL by SQLite itself; half a surrogate pair and endless integers are refused by it."""
+    """Return `value` as SQLite can store it.
+
+    SQLite stores NaN as NULL. It rejects half a surrogate pair, and integers of more than 64 bits.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -226,31 +231,30 @@ def _rows(index: sqlite3.Connection, wanted: list[str] | None) -> Iterator[RunRo
     for run, name, *values in index.execute(
         f"SELECT run, name, {', '.join(_METRIC)} FROM metrics {where} ORDER BY name", wanted or ()
     ):
-        metrics.setdefault(run, {})[name] = MetricRow(**_told(_METRIC, values))
+        metrics.setdefault(run, {})[name] = MetricRow(**_named(_METRIC, values))
     for found in index.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY started DESC, name"):
-        told = _told(_COLUMNS, found)
-        yield RunRow(**told, metrics=metrics.get(told["name"], {}))
+        row = _named(_COLUMNS, found)
+        yield RunRow(**row, metrics=metrics.get(row["name"], {}))
 
 
-def _told(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+def _named(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
     return {column: math.nan if value is None else value for column, value in zip(columns, values, strict=True)}
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The index in the file, with its tables; raises sqlite3.Error or OSError where it cannot be that."""
+    """Open the index file and create its tables if needed. Raise sqlite3.Error or OSError if that is impossible."""
     _check_plain_files(path)
-    index = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None)
+    index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        index.execute(
-            "BEGIN IMMEDIATE"
-        )  # whoever cannot write it should know at once; and one process at a time makes the tables
+        # Fails at once if the file cannot be written, and lets only one process at a time create the tables.
+        index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]
             for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         )
         if application != _APPLICATION and (application or tables):
-            raise sqlite3.DatabaseError(f"{path} is a database of something else")
+            raise sqlite3.DatabaseError(f"{path} is the database of another program")
         if (application, version) != (_APPLICATION, _VERSION):
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 index.execute(statement)
@@ -264,7 +268,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 class _Damaged(sqlite3.DatabaseError):
-    """The file says that it is an index of this version, and has other tables, or text that is none."""
+    """The file claims to be an index of this version, but has other tables, or text that is not UTF-8."""
 
 
 def _has_tables(index: sqlite3.Connection) -> bool:
@@ -283,7 +287,7 @@ def _text(content: bytes) -> str:
 
 
 def _check_plain_files(path: Path) -> None:
-    """Raise OSError if SQLite would open something that is no plain file: a named pipe or a device may never answer."""
+    """Raise OSError if SQLite would open something other than a plain file: a named pipe or a device may block forever."""
     for file in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
         try:
             mode = os.lstat(file).st_mode
@@ -294,7 +298,7 @@ def _check_plain_files(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """An index that is not kept, with what the file knows, if it can be read at all."""
+    """Return an index in memory, with the content of the file if it can be read."""
     index = sqlite3.connect(":memory:", isolation_level=None)
     index.text_factory = _text
     try:
@@ -305,7 +309,7 @@ def _in_memory(path: Path) -> sqlite3.Connection:
                 file.backup(index)
                 return index
     except (sqlite3.Error, OSError) as error:
-        logger.debug("%s cannot be read either (%s): all runs are read anew", path, error)
+        logger.debug("%s cannot be read either (%s); all runs are read again", path, error)
     index.close()
     return _empty_in_memory()
 
@@ -317,6 +321,6 @@ def _empty_in_memory() -> sqlite3.Connection:
 
 
 def _remove(path: Path) -> None:
-    """Delete a damaged index, its journal first: it must not be applied to the next one."""
+    """Delete a damaged index. Its journal goes first, so that SQLite cannot apply it to the next index."""
     for file in (path.with_name(f"{path.name}-journal"), path):
         file.unlink(missing_ok=True)

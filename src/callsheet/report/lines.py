@@ -1,4 +1,4 @@
-"""Reading what a run appends to: only what is new, and only what is inside the run's folder."""
+"""Read the files that a run appends to: only new lines, and only files inside the run's folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
-_DEEPEST = 64  # levels of nesting that are read; Python's recursion limit is not far above what a page needs
+_DEEPEST = 64  # levels of nesting that are read: code that descends into a value must stay below Python's recursion limit
 _LATEST = 1e11  # seconds since 1970, in the year 5138
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
-    """The plain file `name` in `folder`, links resolved; None where there is none, or it lies elsewhere."""
+    """Return the path of the plain file `name` in `folder`, links resolved; None if it is missing or outside `folder`."""
     try:
         path = (folder / name).resolve()
         if path.is_relative_to(folder.resolve()) and stat.S_ISREG(path.stat().st_mode):
@@ -28,7 +28,7 @@ def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
 
 
 def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_end: bool = False) -> str:
-    """The text of a file in `folder`, or of its first or last `at_most` bytes; empty where there is none."""
+    """Return the text of the first or last `at_most` bytes of a file in `folder`; empty if there is no such file."""
     path = inside(folder, name)
     if path is None:
         return ""
@@ -37,15 +37,15 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
             if from_end:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - at_most))
             return file.read(at_most).decode("utf-8", "replace")
-    except OSError:  # gone meanwhile, or not ours to read
+    except OSError:  # deleted since, or not readable
         return ""
 
 
 class JsonLines:
-    """A file of JSON lines that is still appended to: `new()` gives the objects since the last call.
+    """A file of JSON lines that may still grow. `new()` yields the objects that were appended since the last call.
 
-    A line that is no JSON object, such as one that a kill has torn, is passed by and counted in `torn`. The last line waits until it
-    is whole.
+    A line that is not a JSON object, such as one cut off by a kill, is skipped and counted in `torn`. An incomplete last line is read
+    once it is complete.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -55,7 +55,7 @@ class JsonLines:
         self.torn = 0
 
     def is_another(self) -> bool:
-        """Whether the file that was read is gone, another one, or shorter now: whoever reads begins anew."""
+        """Return whether the file was deleted, replaced or truncated, so that it must be read from its start."""
         if self._identity is None:
             return False
         path = inside(self._folder, self._name)
@@ -66,13 +66,13 @@ class JsonLines:
         return status is None or (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """The objects that were appended since the last call."""
+        """Yield the objects that were appended since the last call."""
         path = inside(self._folder, self._name)
         if path is None:
             return
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
-        except OSError:  # gone meanwhile, or not ours to read
+        except OSError:  # deleted since, or not readable
             return
         with file:
             status = os.fstat(file.fileno())
@@ -80,12 +80,12 @@ class JsonLines:
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # nobody's line: pass by the rest of it
+                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes so long a line: skip the rest of it
                     while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
-                if found is None and not is_whole:  # still being written, or torn; the next reading will see
+                if found is None and not is_whole:  # still being written, or torn: the next call decides
                     break
                 self._offset = file.tell()
                 if found is not None:
@@ -109,7 +109,7 @@ def _brackets(line: bytes) -> int:
 def is_shallow(value: Any) -> bool:
     """Return whether no list or mapping in `value` is nested so deeply that code that descends into it could fail.
 
-    What stands below the same YAML anchor several times is looked at once.
+    An object that occurs several times, through a YAML anchor, is checked once.
     """
     level = [value]
     for _ in range(_DEEPEST):
@@ -127,7 +127,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """A float; NaN where it is none."""
+    """Return `value` as a float, or NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, (int, float, str)) else math.nan
     except (ValueError, OverflowError):
@@ -141,12 +141,12 @@ def moment(value: Any) -> float:
 
 
 def finite(value: Any) -> float:
-    """A float; 0 where it is none, or not finite."""
+    """Return `value` as a float, or 0 if it is not a finite number."""
     found = number(value)
     return found if math.isfinite(found) else 0.0
 
 
 def whole(value: Any) -> int:
-    """An int; 0 where it is none."""
+    """Return `value` as an int, or 0 if it is not a finite number."""
     found = number(value)
     return int(found) if math.isfinite(found) else 0

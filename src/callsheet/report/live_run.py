@@ -1,4 +1,4 @@
-"""A run while it goes on: what is new of it, and what may be asked of it."""
+"""A running run: its new data for the page, and requests to it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from callsheet.report.run_folder import LOST, RUNNING, RunFolder, RunReader
 
 logger = logging.getLogger("callsheet")
 
-_SHARE = 0.1  # of a core
-_LONGEST_WISHES = 2**20  # bytes
-_WAITING_SECONDS = 30.0  # a wish that waits for longer is spoken of
+_MAX_CORE_SHARE = 0.1  # of one core, for reading
+_MAX_TRIGGER_BYTES = 2**20
+_PENDING_WARN_SECONDS = 30.0  # the page mentions a request that is pending for longer
 
 
 class LiveRun:
     """A run's folder, read again when it has changed. Threads may share it.
 
-    Reading is put off where it would take more than a tenth of a core: the job may need it. What `ask` asks for is left for the job's
-    `SaveOnTrigger`, and taken back when the run ends without having seen it: a resume must not find it.
+    Reading is delayed so that it takes at most a tenth of a core, which the job may need. `ask` writes a request to the trigger file
+    of the job's `SaveOnTrigger`. If the run ends without having seen the request, it is withdrawn: a resumed run must not find it.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -38,14 +38,14 @@ class LiveRun:
         self.folder = folder
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        self._wishes: dict[str, tuple[Path, float]] = {}  # the lines that were left and may still wait, where and since when
+        self._pending: dict[str, tuple[Path, float]] = {}  # by line of a trigger file: the file, and when the line was written
         self._run = self._reader.read()
         self._read_version = self._run.version
         self._body, self._body_version = b"", ""
         self._not_before = 0.0
 
     def news(self, since: str) -> bytes | None:
-        """The page's data as JSON, or None where `since` is their version."""
+        """Return the page's data as JSON, or None if `since` is its version."""
         with self._lock:
             no_acts = self._look()
             if self._run.version == since:
@@ -58,18 +58,18 @@ class LiveRun:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """The whole page; see `Live`."""
+        """Return the whole page as HTML; see `Live`."""
         with self._lock:
             no_acts = self._look()
             return page(self._run, live=Live(token, no_acts=no_acts, nonce=nonce)).encode()
 
     def ask(self, act: str) -> str:
-        """Ask the job to `save`, `evaluate` or `stop`; returns what is to be told about it.
+        """Ask the job to `save`, `evaluate` or `stop`, and return a message for the page.
 
         Raises:
-            ConfigError: no such act.
-            RequestRejected: the run cannot be asked; the message says why.
-            OSError: the wish cannot be written.
+            ConfigError: there is no such act.
+            RequestRejected: the run accepts no requests; the message says why.
+            OSError: the request cannot be written.
         """
         one_of("act", act, WORDS)
         with self._lock:
@@ -77,12 +77,12 @@ class LiveRun:
                 raise RequestRejected(no_acts)
             trigger = trigger_of(self._run)
             line = leave_request(trigger, act, "asked for in the browser")
-            self._wishes[line] = (trigger, time.monotonic())
-        logger.info("callsheet watch: %s was asked for", act)
-        return f"{act}: asked for in {trigger}; the run sees it at the end of a step"
+            self._pending[line] = (trigger, time.monotonic())
+        logger.info("callsheet watch: requested %s", act)
+        return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def _look(self) -> str:
-        """Read what is new, if it is time to; why nothing can be asked, which is part of the version."""
+        """Read what is new if it is time to, and return why the run accepts no requests. That reason is part of the version."""
         is_there = self.folder.is_dir()
         began = time.monotonic()
         if is_there and began >= self._not_before and self._reader.version() != self._read_version:
@@ -90,7 +90,7 @@ class LiveRun:
                 self._run = self._reader.read()
                 self._read_version = self._run.version
                 self._put_off(began)
-            except FileNotFoundError:  # renamed in this moment
+            except FileNotFoundError:  # renamed since the check
                 is_there = False
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
@@ -98,34 +98,36 @@ class LiveRun:
 
     def _put_off(self, began: float) -> None:
         now = time.monotonic()
-        self._not_before = max(self._not_before, now) + (now - began) / _SHARE
+        self._not_before = max(self._not_before, now) + (now - began) / _MAX_CORE_SHARE
 
     def _no_acts(self) -> str:
         if reason := why_not(self._run):
             self._withdraw()
             return reason
-        self._wishes = {line: left for line, left in self._wishes.items() if line in _lines_of(left[0])}
-        for trigger, since in self._wishes.values():
-            if time.monotonic() - since > _WAITING_SECONDS:
-                return f"what was asked for still waits in {trigger}: the run looks there at the end of a step, and has not yet"
+        self._pending = {line: written for line, written in self._pending.items() if line in _lines_of(written[0])}
+        for trigger, since in self._pending.values():
+            if time.monotonic() - since > _PENDING_WARN_SECONDS:
+                return f"a request is still pending in {trigger}: the run reads that file at the end of a step, and has not done so yet"
         return ""
 
     def _withdraw(self) -> None:
-        """The run has ended without having seen them."""
-        for line, (trigger, _) in self._wishes.items():
+        """Withdraw the pending requests, which the run has not seen before its end."""
+        for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)
             except (OSError, ConfigError) as error:
-                logger.warning("callsheet watch: %r may still wait for the next run in %s: %s", line, self.folder, error)
-        self._wishes.clear()
+                logger.warning(
+                    "callsheet watch: the request %r may still be pending for the next run in %s: %s", line, self.folder, error
+                )
+        self._pending.clear()
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    return text_of(trigger.parent, trigger.name, at_most=_LONGEST_WISHES).splitlines()  # none where they were taken
+    return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()  # no lines if the run has read them
 
 
 def why_not(run: RunFolder) -> str:
-    """Why the run cannot be asked for anything, as a sentence; empty where it can, as far as its folder tells."""
+    """Return why the run accepts no requests, as a sentence; empty if, according to its folder, it accepts them."""
     if run.outcome == LOST:
         return "the run has not written anything for a long time"
     if run.outcome != RUNNING:
@@ -138,25 +140,27 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """The file that the run's `SaveOnTrigger` looks at; of several the first whose file is in the run's folder.
+    """Return the trigger file of the run's `SaveOnTrigger`; of several the first that is in the run's folder.
 
     Raises:
-        ConfigError: there is none, or it looks elsewhere. What stands in a folder may not have us write outside of it.
+        ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make us write elsewhere.
     """
-    told = listeners_in(run.path)
-    if run.call_sheet:  # one that is not in it is of an earlier job, which was killed
-        told = {name: file for name, file in told.items() if name in run.call_sheet}
-    if not told:
+    listeners = listeners_in(run.path)
+    if run.call_sheet:  # a listener that the call sheet lacks is left over from an earlier job, which was killed
+        listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
+    if not listeners:
         if "SaveOnTrigger" in run.call_sheet:
             raise ConfigError("the run's SaveOnTrigger does not listen: the run is about to begin, or to end")
         raise ConfigError(
-            "the run has no SaveOnTrigger, which would hear it; add callsheet.callbacks.SaveOnTrigger() to its callbacks"
+            "the run has no SaveOnTrigger to read requests; add callsheet.callbacks.SaveOnTrigger() to its callbacks"
         )
-    for file in told.values():
+    for file in listeners.values():
         path = run.path / file
         try:
             if path.name not in ("", "..") and path.parent.resolve() == run.path.resolve():
                 return path
         except (OSError, ValueError, RuntimeError):  # a zero byte, a loop of links
             continue
-    raise ConfigError(f"the run's SaveOnTrigger looks at {next(iter(told.values()))!r}, outside its folder: write to it by hand")
+    raise ConfigError(
+        f"the run's SaveOnTrigger reads {next(iter(listeners.values()))!r}, outside its folder: write to it by hand"
+    )

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else."""
+"""The page of a run: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _MOST_IMAGE_BYTES = 24 * 2**20  # in one page
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What makes the page a live one, served beside its data.
+    """The settings of a live page, which a server updates.
 
-    The page asks for `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows; the answer is the
-    JSON of `data`, or status 204 or 304 where nothing is new. Images are asked for as `images/<file>`, relative to the page, as the
-    run's folder has them (`image_bytes` reads one). A button sends `POST act` with the JSON `{"act": "save" | "evaluate" | "stop"}`;
-    the answer is JSON with a `message`, or another status with a text. Each request carries `token` in the header `X-Callsheet-Token`,
-    beside the page's cookies. The JSON of `data` may carry `no_acts`, a sentence that says why the buttons are off; it is shown.
-    With a `nonce` the page's scripts carry it, for the header `Content-Security-Policy: script-src 'nonce-...'`; styles are inline.
+    The page requests `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows. The answer is the
+    JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to the page
+    and to the run's folder (`image_bytes` reads one). A button sends `POST act` with the JSON
+    `{"act": "save" | "evaluate" | "stop"}`; the answer is JSON with a `message`, or another status with a text. Each request sends
+    `token` in the header `X-Callsheet-Token`, beside the page's cookies. The JSON of `data` may contain `no_acts`, a sentence that
+    the page shows and that says why the buttons are disabled. If `nonce` is set, the page's scripts carry it, for the header
+    `Content-Security-Policy: script-src 'nonce-...'`. Styles are inline.
     """
 
     token: str
@@ -45,21 +46,21 @@ class Live:
 
 
 def data(run: RunFolder) -> dict[str, Any]:
-    """What the page draws from, as plain data that JSON knows; numbers that are not finite are None."""
-    told: dict[str, Any] = _plain(contents(run))
-    return told
+    """Return the data that the page draws, as plain JSON values. Numbers that are not finite become None."""
+    content: dict[str, Any] = _plain(contents(run))
+    return content
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """The whole page as HTML. Everything it needs is in it, plotly.js (4.8 MB) as well; live, it asks its server for news.
+    """Return the whole page as HTML. It contains everything it needs, plotly.js (4.8 MB) too. With `live` it polls its server.
 
     Raises:
         MissingPackage: plotly is not installed.
     """
-    told = data(run)
+    content = data(run)
     pixels: dict[str, str] = {}
     if live is None:
-        pixels, told["images_left_out"] = _pixels(run, told["images"])
+        pixels, content["images_left_out"] = _pixels(run, content["images"])
     scripts = [
         load("plotly.offline", extra="report", wanted_by="the report's page").get_plotlyjs(),
         "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();\n",
@@ -79,20 +80,21 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
         "TITLE": html.escape(f"{run.name} - callsheet"),
         "STYLE": _asset("page.css"),
         "NONCE": html.escape(live.nonce) if live is not None else "",
-        "DATA": _json_in_html({"data": told, "pixels": pixels, "live": asdict(live) if live is not None else None}),
+        "DATA": _json_in_html({"data": content, "pixels": pixels, "live": asdict(live) if live is not None else None}),
         "PLOTLY": scripts[0],
         "SCRIPT": scripts[1],
     }
     text = _asset("page.html")
-    pieces = text.split("@@")  # text, NAME, text, NAME, ...: what is put in is not looked through again
+    pieces = text.split("@@")  # text, NAME, text, NAME, ...: what is inserted is not searched for names again
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
-    return whole.encode("utf-8", "replace").decode()  # half of a pair of surrogates has no bytes
+    return whole.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page to `report.html` in the run's folder, or to `out`, and the trace beside it; returns the page's path.
+    """Write the page to `report.html` in the run's folder, or to `out`, and the trace beside it. Return the page's path.
 
-    The trace, for Perfetto, is `trace.json`, beside another `out` `<its stem>.trace.json`. Each file appears as a whole or not at all.
+    The trace, for Perfetto, is `trace.json`; if `out` has another name, it is `<stem of out>.trace.json`. Each file is written
+    atomically.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -109,8 +111,8 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
 
 def _pixels(run: RunFolder, images: Mapping[str, Any]) -> tuple[dict[str, str], int]:
-    """The images as data URIs by file, as many as the page has room for, the last ones first; and how many are left out."""
-    turns = [list(reversed(tellings)) for tellings in images.values()]
+    """Return images as data URIs by file, as many as fit into the page, the latest first, and the number of those left out."""
+    turns = [list(reversed(entries)) for entries in images.values()]
     files = [
         file
         for turn in range(max(map(len, turns), default=0))
@@ -131,7 +133,7 @@ def _pixels(run: RunFolder, images: Mapping[str, Any]) -> tuple[dict[str, str], 
 
 
 def _plain(value: Any) -> Any:
-    """`value` without numbers that JSON does not have."""
+    """Return `value` with None for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -142,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def _json_in_html(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot close the script element that contains it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -156,7 +158,7 @@ def _asset(name: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file in one go, so that no reader sees half of it."""
+    """Write a file atomically, so that no reader sees half of it."""
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8", newline="\n") as file:

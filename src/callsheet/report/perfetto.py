@@ -1,4 +1,4 @@
-"""The run as a trace that Perfetto opens, in the Chrome trace event format: windows of steps, metrics, and what happened."""
+"""A run as a trace for Perfetto, in the Chrome trace event format: windows of steps, metrics and events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
 _PROCESS = 1
-_STEPS, _EVENTS = 1, 2  # threads: what nests in windows, and what happened
+_STEPS, _EVENTS = 1, 2  # threads of the trace: nested spans, and events
 _MOST_COUNTERS, _MOST_POINTS = 60, 1_000
 _LONGEST = 2_000
 
 
 def trace(run: RunFolder) -> dict[str, Any]:
-    """The trace as plain data; its times are microseconds since the run began, which `otherData` tells in seconds since 1970."""
+    """Return the trace as plain data. Times are microseconds since the start of the run, which `otherData` has in seconds since 1970."""
     began = min(
         [run.started, *(window.began for window in run.windows)], key=lambda time: time if math.isfinite(time) else math.inf
     )
@@ -29,23 +29,23 @@ def trace(run: RunFolder) -> dict[str, Any]:
         {"ph": "M", "pid": _PROCESS, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}},
         {"ph": "M", "pid": _PROCESS, "tid": _EVENTS, "name": "thread_name", "args": {"name": "events"}},
     ]
-    told = [event for window in run.windows for event in _window(window, began)]
-    told += [*_instants(run, began), *_counters(run, began)]
-    told.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    events = [event for window in run.windows for event in _window(window, began)]
+    events += [*_instants(run, began), *_counters(run, began)]
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
-        "traceEvents": [*named, *told],
+        "traceEvents": [*named, *events],
         "displayTimeUnit": "ms",
         "otherData": {"run": run.name, "outcome": run.outcome, "began_seconds_since_1970": began},
     }
 
 
 def trace_json(run: RunFolder) -> str:
-    """The trace as the text of a file."""
+    """Return the trace as the text of a file."""
     return json.dumps(trace(run), allow_nan=False, separators=(",", ":"))
 
 
 def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
-    """A slice for the window, and those in it; whole nanoseconds, so that what nests still nests."""
+    """Yield a slice for the window, and the slices in it. Times are rounded to whole nanoseconds so that slices stay nested."""
     start = round((window.began - began) * 1e9)
     title = f"steps {window.first_step} to {window.last_step}"
     yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})
@@ -82,7 +82,7 @@ def _instants(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
 
 
 def _counters(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
-    """Metrics over the time at which they were logged."""
+    """Yield the metrics at the times at which they were logged."""
     points: dict[str, tuple[list[float], list[float]]] = {}
     for record, moment in zip(run.records, run.times, strict=True):
         if math.isfinite(moment):

@@ -1,4 +1,4 @@
-"""What a person should know first: what failed, was dropped, or looks wrong."""
+"""The problems of a run: what failed, was dropped, or looks wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY = 0.05  # the share of a step above which a callback is named, as the run itself does
-_NOTICEABLE = 50e-6  # seconds a step below which nobody is
+_COSTLY_SHARE = 0.05  # of a step; above it a callback is reported, as the run itself does
+_COSTLY_SECONDS = 50e-6  # per step; below it a callback is never reported
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600
@@ -25,7 +25,7 @@ _MARKED = re.compile(r"\b(CRITICAL|ERROR|WARNING|WARN)\b|Traceback \(most recent
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to know; `detail` is a line or more of plain text."""
+    """One problem; `detail` is one or more lines of plain text."""
 
     level: Literal["error", "warning", "note"]
     title: str
@@ -33,7 +33,7 @@ class Problem:
 
 
 def problems(run: RunFolder) -> list[Problem]:
-    """Of the whole run, the gravest first."""
+    """Return the problems of the run, the most serious first."""
     found = [
         *_endings(run),
         *_failures(run),
@@ -50,35 +50,35 @@ def problems(run: RunFolder) -> list[Problem]:
 
 def _endings(run: RunFolder) -> Iterator[Problem]:
     last_start = max((place for place, event in enumerate(run.events) if event["event"] == "run_start"), default=0)
-    told = False
+    is_reported = False
     for place, event in enumerate(run.events):
         if event["event"] == "exception":
             title = f"{event.get('type', 'An exception')} at step {event.get('step')}"
             where = f"in the span {event.get('span')}" if event.get("span") else ""
             detail = "\n".join(filter(None, [_cut(event.get("message")), where]))
             if place >= last_start:
-                told = True
+                is_reported = True
                 yield Problem("error", f"The run failed: {title}", detail)
             else:
                 yield Problem("warning", f"An earlier attempt failed: {title}", detail)
         elif event["event"] == "preempt":
-            yield Problem("warning", f"A signal asked the run to make way at step {event.get('step')}")
-    if run.outcome == Outcome.FAILED and not told:
-        yield Problem("error", "The run failed", "What was raised is not told.")
+            yield Problem("warning", f"A signal preempted the run at step {event.get('step')}")
+    if run.outcome == Outcome.FAILED and not is_reported:
+        yield Problem("error", "The run failed", "Its exception was not recorded.")
     if run.outcome == LOST:
         yield Problem(
             "error",
             "The run is lost",
-            f"It has told no end and writes no more; its last step is {run.last_step}. It was killed, or hangs.",
+            f"It has recorded no end and has stopped writing; its last step is {run.last_step}. It was killed, or hangs.",
         )
 
 
 def _failures(run: RunFolder) -> Iterator[Problem]:
-    told: dict[str, list[Failures]] = {}
+    by_callback: dict[str, list[Failures]] = {}
     for report in run.costs:
         for each in report.failures:
-            told.setdefault(each.callback, []).append(each)
-    for name, failures in told.items():
+            by_callback.setdefault(each.callback, []).append(each)
+    for name, failures in by_callback.items():
         count, dropped = sum(each.count for each in failures), sum(each.dropped for each in failures)
         is_off = any(each.is_off for each in failures)
         if count > 0 or is_off:
@@ -86,11 +86,11 @@ def _failures(run: RunFolder) -> Iterator[Problem]:
             last = next((each.last for each in reversed(failures) if each.last), "")
             yield Problem("error" if is_off else "warning", title, f"last: {_cut(last)}" if last else "")
         if dropped > 0:
-            detail = "It could not follow, and the oldest that waited were left out."
+            detail = "It was too slow for its queue, which discarded the oldest events."
             yield Problem("warning", f"The lane of {name} dropped {_several(dropped, 'event')}", detail)
         if (undelivered := sum(each.undelivered for each in failures)) > 0:
-            detail = "It was at work, or stuck, when its time was over."
-            yield Problem("warning", f"The lane of {name} had not told {_several(undelivered, 'event')} at the end", detail)
+            detail = "It was still busy, or stuck, when the time limit was reached."
+            yield Problem("warning", f"The lane of {name} had not delivered {_several(undelivered, 'event')} at the end", detail)
 
 
 def _not_finite(run: RunFolder) -> Iterator[Problem]:
@@ -100,8 +100,8 @@ def _not_finite(run: RunFolder) -> Iterator[Problem]:
             continue
         for name, value in record.values.items():
             if not math.isfinite(value):
-                told = odd.setdefault(name, [record.step, odd_name(value), 0])
-                told[2] += 1
+                counted = odd.setdefault(name, [record.step, odd_name(value), 0])
+                counted[2] += 1
     if odd:
         lines = [f"{name}: {_times(times)}, first {value} at step {step}" for name, (step, value, times) in odd.items()]
         yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _listed(lines, _MOST_NAMES))
@@ -115,26 +115,31 @@ def _not_finite(run: RunFolder) -> Iterator[Problem]:
 
 
 def _memory(run: RunFolder) -> Iterator[Problem]:
-    for name, said in (("memory/ooms", "ran out of memory"), ("memory/alloc_retries", "had to be emptied to find room")):
+    for name, what in (
+        ("memory/ooms", "The device ran out of memory"),
+        ("memory/alloc_retries", "The allocator emptied its cache to find memory"),
+    ):
         most = max((record.values.get(name, 0.0) for record in run.records), default=0.0)
         if 0 < most < math.inf:
-            yield Problem("warning", f"The device's memory {said} {_times(int(most))}", f"as {name} tells")
+            yield Problem("warning", f"{what} {_times(int(most))}", f"counted by {name}")
 
 
 def _resumes(run: RunFolder) -> Iterator[Problem]:
     for resume in run.resumes:
         if resume.dropped:
-            title = f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were done again"
+            title = (
+                f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were repeated"
+            )
             yield Problem("note", title, f"The run was resumed from step {resume.step}.")
 
 
 def _costly(run: RunFolder) -> Iterator[Problem]:
     for row in cost_rows(run.costs):
-        if row["of_step"] > _COSTLY and row["per_step"] > _NOTICEABLE:
+        if row["of_step"] > _COSTLY_SHARE and row["per_step"] > _COSTLY_SECONDS:
             yield Problem(
                 "warning",
                 f"{row['callback']} takes {row['of_step']:.0%} of the step",
-                f"{1000 * row['per_step']:.3g} ms a step; give it an interval, or make it do less at each step.",
+                f"{1000 * row['per_step']:.3g} ms per step; give it an interval, or make it do less at each step.",
             )
 
 
@@ -143,22 +148,28 @@ def _logged(run: RunFolder) -> Iterator[Problem]:
         lines = [line.strip() for line in text.splitlines() if _MARKED.search(line)]
         if lines:
             shown = _listed([_cut(line) for line in lines[-_MOST_LINES:]], _MOST_LINES)
-            yield Problem("note", f"{_several(len(lines), 'line')} of {name} warn", shown)
+            yield Problem("note", f"Warnings or errors in {_several(len(lines), 'line')} of {name}", shown)
 
 
 def _reading(run: RunFolder) -> Iterator[Problem]:
     lost = sum(whole(event.get("lines_lost")) for event in run.events)
     if lost > 0:
         yield Problem(
-            "warning", f"{_several(lost, 'line')} could not be written", "The disk did not take them; they are missing here."
+            "warning",
+            f"{_several(lost, 'line')} could not be written",
+            "Writing to the disk failed; these lines are missing here.",
         )
     if run.torn_lines:
-        yield Problem("note", f"{_several(run.torn_lines, 'line')} could not be read", "A killed process tears its last line.")
+        yield Problem(
+            "note",
+            f"{_several(run.torn_lines, 'line')} could not be read",
+            "A process that is killed may leave its last line incomplete.",
+        )
     if run.records_left_out:
         yield Problem(
             "note",
             f"{run.records_left_out:,} records are not shown",
-            "The run has more values than memory should hold. Metrics with few values are whole, and so is what is not finite.",
+            "The run has more values than fit into memory. Metrics with few values, and values that are not finite, are complete.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The records of a run's folder: those that count, and no more of them than memory has room for."""
+"""The metrics records of a run's folder, without those that a resume has undone, and limited to what fits into memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from callsheet.context import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # of metrics that are held; beyond, records are left out
-_LARGEST_STEP = 2**53  # that JSON's readers can tell from its neighbours
+_MOST_VALUES = 6_000_000  # values of metrics that are held; beyond that, records are left out
+_LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
 _RARE = 2_000  # a metric with no more values than this keeps all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run went on: after `step`; `dropped` records, up to `dropped_to_step`, are of a future that did not happen."""
+    """A resume of a run after `step`. It undid `dropped` records, up to `dropped_to_step`."""
 
     step: int
     time: float
@@ -26,22 +26,22 @@ class Resume:
 
 
 class RecordLines:
-    """The records that count, read line by line."""
+    """The records that no resume has undone, read line by line."""
 
     def __init__(self) -> None:
         self.kept: list[MetricsRecord] = []
         self.times: list[float] = []
         self.resumes: list[Resume] = []
         self.counted = 0
-        self._numbers: list[int] = []  # of those that are kept: the how many-th each is
-        self._names: dict[str, str] = {}  # one string for all records that have it
-        self._rare: set[str] | None = None  # names that few records have, while some are left out
+        self._numbers: list[int] = []  # for each kept record its index among all records
+        self._names: dict[str, str] = {}  # one string object for all records with that name
+        self._rare: set[str] | None = None  # names that few records have; needed once records are left out
         self._values = 0
         self._most_values = _MOST_VALUES
         self._stride = 1
 
     def add(self, line: dict[str, Any]) -> None:
-        """A line of the file: a record, or a resume."""
+        """Add a line of the file: a record, or a resume."""
         if "resumed_from_step" in line:
             self._resume(line)
             return
@@ -92,7 +92,7 @@ class RecordLines:
         return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
 
     def _thin(self) -> None:
-        """Leave out every second of those that are not needed."""
+        """Leave out every second record that is not needed."""
         self._stride *= 2
         self._rare = None
         rare = self._rare_names()
@@ -105,6 +105,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        self._most_values = max(
-            _MOST_VALUES, 2 * self._values
-        )  # where all of it is needed there is no use in trying at every line
+        # If all of the records are needed, trying again at every line would be useless.
+        self._most_values = max(_MOST_VALUES, 2 * self._values)

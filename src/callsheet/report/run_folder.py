@@ -1,4 +1,4 @@
-"""A run's folder, read into one object; nothing in it is trusted, and every part may be missing or torn."""
+"""Read a run's folder into one object. The content is untrusted, and every part may be missing or incomplete."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ from callsheet.report.lines import moment as moment_of
 from callsheet.report.records import RecordLines, Resume
 
 RUNNING, LOST = "running", "lost"
-"""What a run that has told no end is called, by when it wrote last."""
+"""The outcome of a run that has recorded no end: `running` if it wrote recently, else `lost`."""
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
 _TEXTS = ("hyperparameters.json", "config.yaml", "call_sheet.txt", "results.json")
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
-_MOST_TABLES, _TABLE_TELLINGS, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-_SILENT_SECONDS, _SILENT_GAPS = 300.0, 10  # a run that has not written for so long, or for so many of its own pauses, is lost
+_MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
+_LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (
+    300.0,
+    10,
+)  # a run is lost after this time without a write, or after so many of its own median gaps
 _LARGEST_IMAGE = 16 * 2**20
-_LARGEST_STEP = 2**53  # that JSON's readers can tell from its neighbours
+_LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(slots=True)
 class RunFolder:
-    """What a run's folder holds. Times are in seconds since 1970, and NaN where they are not known.
+    """The content of a run's folder. Times are in seconds since 1970, and NaN if unknown.
 
-    `records` are those that count, the futures that resumes left behind dropped, and `times` their times; of a run that would not fit
-    into memory some records are left out (`records_left_out`), none that has the few values of a rare metric or one that is not
-    finite. `checkpoints` and `evaluations` carry `is_undone` where a resume went back behind them. `costs` are the last line of each
-    process, `windows` in the order of their steps. `outcome` is what the run told last, or `running` or `lost`; `reason` says why it ended. `version` changes
-    whenever something else would be read.
+    `records` are the metrics records that no resume has undone, and `times` their times. If a run does not fit into memory, some
+    records are left out (`records_left_out`), but none with a rare metric or a value that is not finite. `checkpoints` and
+    `evaluations` have `is_undone`, true if the run was later resumed from before them. `costs` has the last report of each process,
+    and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running` or `lost`; `reason`
+    says why it ended. `version` changes whenever reading the folder would give something else.
     """
 
     path: Path
@@ -78,7 +81,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The run in the folder `path`, finished or not. For many readings of one run, a `RunReader` reads only what is new.
+        """Read the run in the folder `path`, finished or not. To read one run repeatedly, use a `RunReader`: it reads only what is new.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -92,7 +95,7 @@ class RunFolder:
 
     @property
     def last_step(self) -> int:
-        """The last step that anything tells of."""
+        """The step of the last record or event."""
         steps = [record.step for record in self.records[-1:]]
         steps += [whole(event.get("step")) for event in self.events[-1:]]
         return max(steps, default=0)
@@ -101,16 +104,16 @@ class RunFolder:
     def seconds(self) -> float:
         """The seconds of training."""
         ends = [number(event.get("seconds")) for event in self.events[-1:] if event.get("event") == "run_end"]
-        told = [record.elapsed_seconds for record in self.records[-1:]] + [end for end in ends if math.isfinite(end)]
-        return max(told, default=math.nan)
+        seconds = [record.elapsed_seconds for record in self.records[-1:]] + [end for end in ends if math.isfinite(end)]
+        return max(seconds, default=math.nan)
 
     def start_event(self) -> dict[str, Any]:
-        """What the run told when it began, or went on, last: device, world size, versions."""
+        """Return the last `run_start` event, of the first start or of a resume: device, world size, versions."""
         return next((event for event in reversed(self.events) if event.get("event") == "run_start"), {})
 
 
 class RunReader:
-    """Reads a run's folder again and again, each time only what was appended; for one that is still written. Threads may share it."""
+    """Reads the folder of a run that is still written, repeatedly, each time only what was appended. Threads may share it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -118,22 +121,22 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """What `RunFolder.version` would be now; looks at sizes and times alone, and reads nothing."""
+        """Return what `RunFolder.version` would be now. Only the sizes and times of the files are checked; nothing is read."""
         with self._lock:
             return self._version(self._state())
 
     def read(self) -> RunFolder:
-        """What the folder holds now.
+        """Return the current content of the folder.
 
         Raises:
             FileNotFoundError: there is no such folder.
         """
         if not self._path.is_dir():
-            raise FileNotFoundError(f"{self._path} is no folder of a run")
+            raise FileNotFoundError(f"{self._path} is not the folder of a run")
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            state = self._state()  # what is appended while we read is another version
+            state = self._state()  # taken before reading: what the run appends during it makes another version
             self._add_new()
             return self._run(self._version(state))
 
@@ -167,15 +170,15 @@ class RunReader:
             files = line.get("files")
             if isinstance(files, list):
                 names = [file for file in files if isinstance(file, str)]
-                self._images.append(_telling(line) | {"name": str(line.get("name")), "files": names})
+                self._images.append(_step_and_time(line) | {"name": str(line.get("name")), "files": names})
         for path in self._table_files():
             for line in self._new(path):
                 columns, rows, name = line.get("columns"), line.get("rows"), line.get("name")
                 if isinstance(columns, list) and isinstance(rows, list):
                     plain = [row for row in rows if isinstance(row, list)]
                     name = name if isinstance(name, str) else path.removeprefix("tables/").removesuffix(".jsonl")
-                    tellings = self._tables.setdefault(name, deque(maxlen=_TABLE_TELLINGS))
-                    tellings.append(_telling(line) | {"columns": [str(column) for column in columns], "rows": plain})
+                    entries = self._tables.setdefault(name, deque(maxlen=_TABLE_ENTRIES))
+                    entries.append(_step_and_time(line) | {"columns": [str(column) for column in columns], "rows": plain})
 
     def _table_files(self) -> list[str]:
         found = (path.relative_to(self._path).as_posix() for path in sorted((self._path / "tables").rglob("*.jsonl")))
@@ -202,12 +205,12 @@ class RunReader:
             records_left_out=records.counted - len(records.kept),
             resumes=list(records.resumes),
             events=events,
-            evaluations=[_telling(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
+            evaluations=[_step_and_time(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
                          for event in _of("evaluation", events, records.resumes)],
             checkpoints=[_checkpoint(event) for event in _of("checkpoint", events, records.resumes)],
-            files=[_telling(event) | {"name": str(event.get("name")), "path": str(event.get("path"))} for event in _of("file", events, records.resumes)],
+            files=[_step_and_time(event) | {"name": str(event.get("name")), "path": str(event.get("path"))} for event in _of("file", events, records.resumes)],
             images=list(self._images),
-            tables={name: list(tellings) for name, tellings in self._tables.items() if tellings},
+            tables={name: list(entries) for name, entries in self._tables.items() if entries},
             costs=list(self._costs.values()),
             windows=sorted(self._windows, key=lambda window: window.began),
             logs={name: text_of(path, name, at_most=_LOG_TAIL, from_end=True) for name in self._log_files()},
@@ -224,10 +227,10 @@ class RunReader:
             run.ended = ends[0] if ends else run.last_write
         return run
 
-    # --- how it stands ---
+    # --- outcome and version ---
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
-        """What is read, and what a living run writes besides."""
+        """Yield the files that are read, and those that only show that the run is alive."""
         names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), "heartbeat.json", "checkpoints"]
         for name in names:
             try:
@@ -248,7 +251,7 @@ class RunReader:
     def _is_silent(self) -> bool:
         times = [moment for moment in self._records.times[-20:] if math.isfinite(moment)]
         gaps = [after - before for before, after in pairwise(times)]
-        patience = max(_SILENT_SECONDS, _SILENT_GAPS * statistics.median(gaps)) if gaps else _SILENT_SECONDS
+        patience = max(_LOST_AFTER_SECONDS, _LOST_AFTER_GAPS * statistics.median(gaps)) if gaps else _LOST_AFTER_SECONDS
         return not time.time() - self._last_write() <= patience
 
     def _outcome(self) -> str:
@@ -261,27 +264,27 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """The PNG file that `images.jsonl` calls `file`; None where it is no PNG below the folder's `images`, or too large to show."""
+    """Return the PNG `file` that `images.jsonl` names; None if it is not a PNG below the folder's `images`, or too large to show."""
     path = inside(Path(folder), file)
     if path is None or not path.is_relative_to((Path(folder) / "images").resolve()):
         return None
     try:
         content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
-    except OSError:  # gone meanwhile
+    except OSError:  # deleted since
         return None
     return content if content.startswith(_PNG) else None
 
 
-# --- what a line holds ---
+# --- parsing one line ---
 
 
 def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
-    """The events of a kind, each with `is_undone`: whether the run went on from before its step later."""
+    """Return the events of a kind, each with `is_undone`: whether the run was later resumed from before its step."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            at = [resume.step for resume in resumes if resume.time <= moment]  # its line is the one before
+            at = [resume.step for resume in resumes if resume.time <= moment]  # a resume is written before its `run_start`
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
         elif event["event"] == kind:
@@ -289,9 +292,9 @@ def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[
     return found
 
 
-def _telling(line: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"step": whole(line.get("step")), "time": moment_of(line.get("time"))}
-    return told | {"is_undone": line["is_undone"]} if "is_undone" in line else told
+def _step_and_time(line: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": whole(line.get("step")), "time": moment_of(line.get("time"))}
+    return found | {"is_undone": line["is_undone"]} if "is_undone" in line else found
 
 
 def _results(event: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -305,7 +308,7 @@ def _results(event: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def _checkpoint(event: dict[str, Any]) -> dict[str, Any]:
     info = event.get("checkpoint")
-    return (dict(info) if isinstance(info, dict) else {}) | _telling(event)
+    return (dict(info) if isinstance(info, dict) else {}) | _step_and_time(event)
 
 
 def _report(line: dict[str, Any]) -> CostReport | None:
@@ -313,7 +316,7 @@ def _report(line: dict[str, Any]) -> CostReport | None:
         costs = tuple(_built(Cost, cost) for cost in line["costs"])
         failures = tuple(_built(Failures, each) for each in line.get("failures") or ())
         report: CostReport = _built(CostReport, line | {"costs": (), "failures": ()})._replace(costs=costs, failures=failures)
-    except (KeyError, TypeError, ValueError, OverflowError):  # not what a report is made of
+    except (KeyError, TypeError, ValueError, OverflowError):  # not a cost report
         return None
     return report
 
@@ -326,13 +329,13 @@ def _window(line: dict[str, Any]) -> Window | None:
         )
         window: Window = _built(Window, line | {"slices": ()})
         is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
-    except (KeyError, TypeError, ValueError, OverflowError):  # not what a window is made of
+    except (KeyError, TypeError, ValueError, OverflowError):  # not a window
         return None
     return window._replace(slices=slices) if is_usable else None
 
 
 def _is_usable(part: Slice) -> bool:
-    """Return whether its times are ones that a clock can give: a trace counts them in whole nanoseconds."""
+    """Return whether its times could come from a clock: a trace converts them to whole nanoseconds."""
     return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
 
 
@@ -341,14 +344,14 @@ def _whole_of(window: Window) -> Slice:
 
 
 @cache
-def _makers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
-    """What makes each field's value of plain data."""
+def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each field, the function that converts a plain value to the field's type."""
     return {name: hint if hint in (str, int, float, bool) else tuple for name, hint in get_type_hints(kind).items()}
 
 
-def _built(kind: type[Any], told: dict[str, Any]) -> Any:
+def _built(kind: type[Any], values: dict[str, Any]) -> Any:
     """Return a named tuple of plain fields. Each field gets its type; a missing one gets its default, and an unknown one is ignored."""
-    return kind(**{name: make(told[name]) for name, make in _makers(kind).items() if name in told})  # type: ignore[arg-type]  # a class can be hashed
+    return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class can be hashed
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -362,7 +365,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _yaml(text: str) -> dict[str, Any]:
     try:
         import yaml
-    except ModuleNotFoundError:  # the text is shown all the same
+    except ModuleNotFoundError:  # the page shows the text itself
         return {}
     try:
         found = yaml.safe_load(text)

@@ -1,6 +1,6 @@
-"""A run's page, live: a small server for whoever sits at this machine.
+"""A small server that shows a run's page live on this machine.
 
-It listens on 127.0.0.1 and answers nobody who does not have its token; what it serves is the page, its data and the run's images.
+It listens on 127.0.0.1, serves the page, its data and the run's images, and answers only requests that carry its token.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from callsheet.report.run_folder import image_bytes
 logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
-_HERE = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
+_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
 _LONGEST_REQUEST = 1024  # bytes of a button's request
-_IDLE_SECONDS = 60.0  # after which a connection is closed on which no whole request came
-_MOST_CONNECTIONS = 32  # at once, each with a thread; a browser opens six
+_IDLE_SECONDS = 60.0  # a connection without a complete request is closed after this time
+_MOST_CONNECTIONS = 32  # open at once, each with a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
-"""What the address with the token shows for a moment: going on from here, the browser is its own origin and sends the cookie."""
+"""The answer to the address with the token. It reloads `/` at once, from this page's own origin, so that the browser sends the cookie."""
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the page of the run in `folder`, on `port` or on one that is free.
+    """Serves the page of the run in `folder`, on `port`, or on a free port if it is 0.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the server cannot listen on the port.
         FileNotFoundError: there is no such folder.
     """
 
     daemon_threads = True
     block_on_close = False  # a browser keeps its connections open
-    allow_reuse_address = sys.platform != "win32"  # there it would let two servers have one port
+    allow_reuse_address = sys.platform != "win32"  # on Windows it would let two servers use one port
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.run = LiveRun(folder)
@@ -56,7 +56,7 @@ class WatchServer(ThreadingHTTPServer):
         self.form_token = secrets.token_urlsafe(32)  # in the page, for its buttons
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # connections on which a request is awaited or read, and since when
+        self.waiting: dict[socket.socket, float] = {}  # connections that wait for a request or read one, and since when
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -64,17 +64,17 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is: without the token nothing is answered, so whoever has this address may do what the page can."""
+        """The address of the page with the token. Anyone who has it can do everything that the page can."""
         return self._with(self.token)
 
     def ticket_url(self) -> str:
-        """An address that can be opened once: it may be seen by other users, in the list of processes."""
+        """Return an address that can be opened once: other users may see it in the list of processes."""
         ticket = secrets.token_urlsafe(32)
         self._tickets.add(ticket)
         return self._with(ticket)
 
     def lets_in(self, word: str) -> bool:
-        """Whether `word` is the token or a ticket, which is used up then."""
+        """Return whether `word` is the token or an unused ticket. A ticket is used up by this call."""
         if same(word, self.token):
             return True
         ticket = next((each for each in self._tickets if same(word, each)), None)
@@ -83,11 +83,11 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """The cookie's name: a browser keeps one jar for all ports of an address."""
+        """The cookie's name. It contains the port, because a browser shares cookies between all ports of a host."""
         return f"callsheet-{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or refuse the connection if there are too many."""
+        """Answer in a new thread, or reject the connection if there are too many."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError):
                 request.settimeout(1.0)
@@ -110,15 +110,15 @@ class WatchServer(ThreadingHTTPServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """End the connections that have sent no whole request for too long, however slowly they send: `serve_forever` calls this."""
+        """Close connections that have not completed a request in time, even if they still send. `serve_forever` calls this."""
         now = time.monotonic()
         for request, since in list(self.waiting.items()):
             if now - since > _IDLE_SECONDS and self.waiting.pop(request, None) is not None:
-                with suppress(OSError):  # closed in this moment
+                with suppress(OSError):  # already closed
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no error; anything else is told, and the others are served on."""
+        """Log an error, and keep serving. A browser that disconnects is not an error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             logger.exception("callsheet watch: a request failed")
 
@@ -127,7 +127,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def same(given: str, right: str) -> bool:
-    """Whether two words are equal, in a time that does not tell where they differ."""
+    """Return whether two words are equal. The time that this takes does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
 
 
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             news = self.server.run.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
         elif path == "/act":
-            raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "asking for something takes a POST")
+            raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")
         elif path.startswith("/images/") and (image := image_bytes(self.server.run.folder, unquote(path[1:]))) is not None:
             self._send(HTTPStatus.OK, "image/png", image)
         else:
@@ -176,39 +176,39 @@ class _Handler(BaseHTTPRequestHandler):
         if path != "/act":
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
-            raise _Rejected(HTTPStatus.FORBIDDEN, "only the page itself may ask for something")
+            raise _Rejected(HTTPStatus.FORBIDDEN, "only the page itself may send requests to the run")
         if not same(self.headers.get("X-Callsheet-Token", ""), self.server.form_token):
             raise _Rejected(HTTPStatus.FORBIDDEN, "the page is of an earlier server; load it again")
         try:
-            asked = json.loads(self._body())
-            message = self.server.run.ask(str(asked["act"]))
+            request = json.loads(self._body())
+            message = self.server.run.ask(str(request["act"]))
         except (ValueError, TypeError, KeyError) as error:  # ConfigError is a ValueError
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
             raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
         except RequestRejected as error:
             raise _Rejected(HTTPStatus.CONFLICT, str(error)) from error
         except OSError as error:
-            raise _Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, f"the wish cannot be written: {error}") from error
+            raise _Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, f"the request cannot be written: {error}") from error
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or int(length) > _LONGEST_REQUEST:
-            raise _Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_LONGEST_REQUEST} bytes, and say how many")
+            raise _Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_LONGEST_REQUEST} bytes, with a Content-Length")
         body = self.rfile.read(int(length))
         self._request_is_whole()
         return body
 
     def _request_is_whole(self) -> None:
-        """From here on the connection waits for us."""
+        """Stop the idle timer: the request is complete, and the connection now waits for our answer."""
         self.server.waiting.pop(self.connection, None)
 
-    # --- who may ---
+    # --- access ---
 
     def _check_host(self) -> None:
-        """A name that somebody else's server has made to point here would let that server's page read ours."""
-        if not _HERE.fullmatch(self.headers.get("Host", "")):
-            raise _Rejected(HTTPStatus.FORBIDDEN, f"open it as {HOST} or localhost")
+        """Reject other host names: a foreign site could let its name resolve to this machine (DNS rebinding) and read the page."""
+        if not _LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
+            raise _Rejected(HTTPStatus.FORBIDDEN, f"open the page as {HOST} or localhost")
 
     def _check_cookie(self) -> None:
         for pair in self.headers.get("Cookie", "").split(";"):
@@ -229,9 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Rejected(HTTPStatus.BAD_REQUEST, "this is not an address") from None
             what(parts.path, query)
         except _Rejected as rejected:
-            self.close_connection = True  # what it sent may not have been read
+            self.close_connection = True  # the request may not have been read completely
             self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
-        except CallsheetError as error:  # such as a package that is missing
+        except CallsheetError as error:  # such as a missing package
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
         finally:
             self.server.waiting[self.connection] = time.monotonic()
@@ -264,14 +264,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses: no request, or no method of ours."""
+        """Answer what the base class rejects: an invalid request, or an unknown method."""
         self.close_connection = True
-        self.request_version = (
-            self.protocol_version
-        )  # a request line that cannot be read has none, and the answer would have no status
+        # An invalid request line has no version, and then the answer would have no status line.
+        self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """At most for who looks for something, and without the query: it may hold the token."""
+        """Log at debug level, and without the query, which may contain the token."""
         path = getattr(self, "path", "").partition("?")[0]
         logger.debug("callsheet watch: %s %s", getattr(self, "command", None), path)

@@ -158,7 +158,7 @@ const isBytes = (chart) => (chart.family === "memory" && chart.title === "memory
 const isBytesName = (name) => /(^|[/_])(bytes|resident|allocated|reserved)$/.test(name);
 const isRate = (name) => name.endsWith("_per_second");
 
-/** A value of a metric, as it is told everywhere in the page. */
+/** A value of a metric, formatted as everywhere in the page. */
 const metric = (name, value, inBytes = isBytesName(name)) => (inBytes ? bytes(value) : isRate(name) ? count(value) : number(value));
 
 /** By what a chart's values are divided, and the unit that makes. */

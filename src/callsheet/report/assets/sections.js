@@ -47,8 +47,8 @@ function costsSection() {
     column("total", (row) => row.seconds, (row) => duration(row.seconds), "of those that were timed"),
     column("mean", (row) => row.seconds / row.calls, (row) => duration(row.seconds / row.calls)),
     column("worst", (row) => row.worst, (row) => duration(row.worst)),
-    column("a step", (row) => row.per_step, (row) => (row.per_step ? duration(row.per_step) : ""), "seconds of every step, by events that every step tells"),
-    column("of the step", (row) => row.of_step, (row) => share(row.of_step), "share of a step's time, by events that every step tells"),
+    column("a step", (row) => row.per_step, (row) => (row.per_step ? duration(row.per_step) : ""), "seconds of every step, by events that fire at every step"),
+    column("of the step", (row) => row.of_step, (row) => share(row.of_step), "share of a step's time, by events that fire at every step"),
     column("of the run", (row) => row.of_run, (row) => share(row.of_run), "share of the whole run's time, by all other events"),
     column("share", (row) => row.of_step + row.of_run, (row, isInner) => (isInner ? "" : bar(row))),
   ];
@@ -57,7 +57,7 @@ function costsSection() {
     .map((text, place) => el("td", { class: place ? "numeric" : null, "data-title": columns[place].title }, text || null));
   const timed = costs.window_steps ? `${several(costs.window_steps, "step")} of ${number(costs.steps)} were timed, ${duration(costs.window_seconds / costs.window_steps)} each. ` : "";
   return [
-    el("p", { class: "about" }, `${timed}The shares "of the step" are of the events that every step tells; records, evaluations and checkpoints are rare, all timed, and have their share "of the run".`
+    el("p", { class: "about" }, `${timed}The shares "of the step" are of the events that fire at every step; records, evaluations and checkpoints are rare, all timed, and have their share "of the run".`
       + `${costs.processes > 1 ? ` Summed over ${costs.processes} processes.` : ""}${costs.mode === "sampled" || !costs.mode ? "" : ` Mode: ${costs.mode}.`}`),
     el("div", { class: "card" }, table("costs", columns, costs.rows, { sort: [8, true], key: (row) => row.callback, inner: (row) => row.events, foot, caption: "What each callback cost" })),
   ];
