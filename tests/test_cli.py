@@ -73,7 +73,7 @@ def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: py
     assert (
         out.index("callbacks and loggers (the call sheet: callsheet show")
         < out.index("Starting the run 'tiny'")
-        < out.index("nats a token")
+        < out.index("nats per token")
     )
     for name in ("validation/loss", "unigram", "bigram", "runs/tiny", "ep0-ba6"):
         assert name in out
@@ -95,10 +95,10 @@ def test_run_again_it_goes_on_or_starts_anew_as_it_is_told(recipe: Path, capsys:
     assert main(arguments) == 0
     assert "complete at step 6; --max_duration 12ba goes on" in capsys.readouterr().out
     assert main([*arguments, "--max_duration", "9ba"]) == 0
-    assert "at step 6, 67% of 9ba; going on with it" in capsys.readouterr().out
+    assert "at step 6, 67% of 9ba; resuming it" in capsys.readouterr().out
     assert max(steps_in(Path("runs/tiny"))) == 9
     assert main([*arguments, "--resume", "new"]) == 0
-    assert "is now runs/tiny.1; starting anew" in capsys.readouterr().out
+    assert "is now runs/tiny.1; starting a new one" in capsys.readouterr().out
     assert max(steps_in(Path("runs/tiny"))) == 6
     assert max(steps_in(Path("runs/tiny.1"))) == 9
 
@@ -181,7 +181,7 @@ def test_a_run_without_a_checkpoint_is_set_aside(recipe: Path, capsys: pytest.Ca
     Path("runs/tiny/metrics.jsonl").write_text("")
     mark_run(Path("runs/tiny"), "tiny")  # its training had begun
     assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
-    assert "which had no checkpoint, is now runs/tiny.1; starting anew" in capsys.readouterr().out
+    assert "which had no checkpoint, is now runs/tiny.1; starting a new one" in capsys.readouterr().out
     assert steps_in(Path("runs/tiny"))[-1] == 6
 
 
@@ -350,7 +350,7 @@ def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["runs", "nowhere"], "there is no folder nowhere; give the folder that the runs' folders stand in"),
+        (["runs", "nowhere"], "there is no folder nowhere; give the folder that contains the runs' folders"),
         (["runs", "--sort", "step"], "there is no column 'step'; did you mean 'steps'?"),
         (
             ["runs", "--metric", "validation/los"],

@@ -66,7 +66,7 @@ def test_nothing_that_is_imported_comes_from_the_environment(
     monkeypatch.setenv(f"CALLSHEET_{name}", value)
     assert main(SHOWN) == 2
     key = name.partition("__")[0].lower()
-    assert f"CALLSHEET_{name}: {key!r} is not taken from the environment, since it says what code" in capsys.readouterr().err
+    assert f"CALLSHEET_{name}: {key!r} is not taken from the environment, since it decides what code" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_wrong_value_and_a_near_name_are_told(
     monkeypatch.setenv("CALLSHEET_QQQ", "8")
     assert main(SHOWN) == 0
     assert capsys.readouterr().err == (
-        "callsheet: the environment variable CALLSHEET_BATCHSIZE is no key of this recipe; did you mean 'CALLSHEET_BATCH_SIZE'?\n"
+        "callsheet: the environment variable CALLSHEET_BATCHSIZE is not a key of this recipe; did you mean 'CALLSHEET_BATCH_SIZE'?\n"
     )
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "many")
     assert main(SHOWN) == 2
@@ -183,14 +183,14 @@ def test_names_in_other_places_are_left_alone() -> None:
     [
         (["--optimizer.lrr", "1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
         (["--optimizer.init_args.lrr=1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
-        (["--optimizer.lr", "x"], "optimizer.lr=x: AdamW takes float or Tensor there"),
+        (["--optimizer.lr", "x"], "optimizer.lr=x: AdamW expects float or Tensor"),
         (["--optimizer.qqq", "x"], "optimizer.qqq: AdamW does not take 'qqq' (it takes lr, betas, eps, weight_decay,"),
         (["--optimizer", "torch.optim.Adamm"], "optimizer: torch.optim has no 'Adamm'; did you mean 'Adam'?"),
         (["--optimizer", "Adamm"], "optimizer: there is no class 'Adamm'; did you mean 'Adam'?"),
-        (["--optimizer", "3"], "optimizer: 3 is no class; give a class_path such as torch.optim.AdamW"),
-        (["--optimizer", "callsheet.callbacks.EMA"], "optimizer: callsheet.callbacks.EMA is no Optimizer"),
+        (["--optimizer", "3"], "optimizer: 3 is not a class; give a class_path such as torch.optim.AdamW"),
+        (["--optimizer", "callsheet.callbacks.EMA"], "optimizer: callsheet.callbacks.EMA is not a subclass of Optimizer"),
         (["--optimizer", '{"class_path": "torch.optim.SGD", "name": "x"}'], "optimizer: only callbacks and loggers have a name"),
-        (["--scheduler.step_size", "3"], "scheduler.step_size is given, and no class before it; give --scheduler"),
+        (["--scheduler.step_size", "3"], "scheduler.step_size is given without a class before it; give --scheduler"),
         (["--scheduler", "torch.optim.lr_scheduler.StepLR"], "scheduler: StepLR needs 'step_size' among its init_args"),
         (
             ["--callbacks+=callsheet.callbacks.LRMonitr"],
@@ -241,7 +241,7 @@ def test_a_value_that_does_not_fit_is_told_in_a_line(
         ),
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, init_args: {decay: x}}]",
-            "callbacks[0].decay='x': EMA takes float or null there",
+            "callbacks[0].decay='x': EMA expects float or null",
         ),
         ("callbacks: [callsheet.callbacks.EMAs]", "callbacks[0]: callsheet.callbacks has no 'EMAs'; did you mean 'EMA'?"),
         (
@@ -285,7 +285,7 @@ def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: st
     ("name", "said"),
     [
         ("pretran", "did you mean 'pretrain'?"),
-        ("commands.sample.Loud", "is no callsheet.recipes.Recipe"),
+        ("commands.sample.Loud", "is not a callsheet.recipes.Recipe"),
         ("a.b", "cannot import 'a.b'"),
     ],
 )

@@ -73,7 +73,7 @@ def test_by_its_recipe_file_and_with_other_values(trained: Path, capsys: pytest.
         (["tiyn"], "there is no run 'tiyn'; did you mean 'tiny'? (a run's folder, its name in runs/, or a recipe file)"),
         (["texts"], "texts has no config.yaml"),
         (["tiny", "--checkpoint", "ep0-ba5"], "there is no checkpoint 'ep0-ba5'; did you mean 'ep0-ba"),
-        (["tiny.yaml", "--run_name", "another"], "runs/another holds no checkpoint; train first"),
+        (["tiny.yaml", "--run_name", "another"], "runs/another has no checkpoint; train first"),
         (["tiny", "--eval_batchsize", "3"], "did you mean 'eval_batch_size'?"),
         (["tiny", "--out", "texts"], "texts is a folder; name another file with --out"),
     ],
@@ -92,7 +92,7 @@ def test_a_run_of_bad_checkpoints_alone_is_rejected(place: Path, capsys: pytest.
     )
     capsys.readouterr()
     assert main(["evaluate", "tiny"]) == 2
-    assert "holds no good checkpoint, but 1 with weights or a loss that are not finite" in capsys.readouterr().err
+    assert "has no good checkpoint: 1 have weights or a loss that are not finite" in capsys.readouterr().err
 
 
 def test_a_stray_word_is_no_key(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
             "mine.yaml: callbacks[1] (CheckpointSaver): save_interval='5 epochs'",
         ),
         (BASE + "precision: bf17\n", "mine.yaml: unknown precision 'bf17'; did you mean 'bf16'?"),
-        (BASE + "callbacks: SpeedMonitor\n", "mine.yaml: callbacks: SpeedMonitor is no list; write [SpeedMonitor]"),
+        (BASE + "callbacks: SpeedMonitor\n", "mine.yaml: callbacks: SpeedMonitor is not a list; write [SpeedMonitor]"),
         (BASE + "optimizer: adamw\n", "mine.yaml: optimizer: there is no class 'adamw'; did you mean 'AdamW'?"),
         (
             "recipe: pretrain\nmax_duration: 3\n",
@@ -91,7 +91,7 @@ def test_show_takes_a_run_and_train_says_that_it_is_one(
         assert main(["show", named]) == 0
         assert "From runs/mine/config.yaml" in capsys.readouterr().out
     assert main(["train", "mine"]) == 2
-    assert "'mine' is a run, not a recipe; callsheet train runs/mine/config.yaml goes on with it" in capsys.readouterr().err
+    assert "'mine' is a run, not a recipe; callsheet train runs/mine/config.yaml resumes it" in capsys.readouterr().err
     assert main(["report", "mine"]) == 2
     assert "holds no records of a run: the logger JSONLLogger writes them" in capsys.readouterr().err
 
@@ -122,5 +122,5 @@ def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
     assert main(["train", "nan.yaml"]) == 1
     err = capsys.readouterr().err
     assert "the loss was nan at step" in err
-    assert "stop_on_nan=false trains on" in err
+    assert "stop_on_nan=false to train on" in err
     assert main(["train", "nan.yaml", "--stop_on_nan", "false", "--run_name", "on"]) == 0

@@ -37,7 +37,7 @@ def test_torchrun_trains_and_one_rank_speaks(place: Path) -> None:
     for once in (
         "the call sheet: callsheet show",
         "Starting the run 'tiny'",
-        "nats a token",
+        "nats per token",
         "Its report: runs/tiny/report.html",
     ):
         assert done.stdout.count(once) == 1, done.stdout

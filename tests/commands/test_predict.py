@@ -50,8 +50,8 @@ def test_what_is_opened_is_not_in_training_mode(trained: Path) -> None:
     ("content", "said"),
     [
         ('{"text": "a"}\n\n{"txt": "b"}\n', "rows.jsonl:3: there is no column 'text'"),
-        ('{"text": "a"}\n{"text": \n', "rows.jsonl:2: this line is no JSON"),
-        ("", "rows.jsonl: there is no row in it"),
+        ('{"text": "a"}\n{"text": \n', "rows.jsonl:2: this line is not JSON"),
+        ("", "rows.jsonl: the file has no rows"),
     ],
 )
 def test_a_row_that_cannot_be_answered_is_named_by_its_line(
@@ -72,4 +72,4 @@ def test_rows_that_are_not_there_and_a_recipe_without_answers(trained: Path, cap
     config = Path("runs/tiny/config.yaml")
     config.write_text(config.read_text().replace("commands.sample.Asked", "pretrain"))
     assert main(["predict", "tiny", "--input", "rows.jsonl"]) == 2
-    assert "the recipe Pretrain has no predictions for rows of its own" in capsys.readouterr().err
+    assert "the recipe Pretrain does not support predictions" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_a_copy_is_the_same_recipe_and_is_never_written_over(
     assert yaml.safe_load(Path(path).read_text()) == yaml.safe_load(recipe_path("pretrain", is_shipped=True).read_text())
     Path(path).write_text("mine")
     assert main(["recipes", "--copy", "pretrain", *to]) == 2
-    assert f"{path} is there already; name another file with --to" in capsys.readouterr().err
+    assert f"{path} exists already; name another file with --to" in capsys.readouterr().err
     assert Path(path).read_text() == "mine"
 
 

@@ -232,13 +232,13 @@ def test_numbers_as_labels_parquet_and_streams(data: Path, tmp_path: Path) -> No
 
 
 REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
-    "empty": ([], [], "there is no row in it"),
-    "no JSON": ('{"text": "a", "label": "x"}\nnonsense\n', [], "bad.jsonl:2: this line is no JSON"),
+    "empty": ([], [], "the file has no rows"),
+    "no JSON": ('{"text": "a", "label": "x"}\nnonsense\n', [], "bad.jsonl:2: this line is not JSON"),
     "no column": ([{"text": "a", "lable": "x"}], [], "bad.jsonl:1: there is no column 'label'; did you mean 'lable'?"),
     "unknown label": (
         [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}, {"text": "c", "label": "xx"}],
         ["--labels", "[x, y]"],
-        "bad.jsonl:3: the label 'xx' is none of the classes; did you mean 'x'?",
+        "bad.jsonl:3: the label 'xx' is not one of the classes; did you mean 'x'?",
     ),
     "out of range": (
         [{"text": "a", "label": 0}, {"text": "b", "label": 2}],
@@ -256,7 +256,7 @@ REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
     "weights": (
         [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
         ["--class_weights", "[1, 2, 3]"],
-        "class_weights has 3 numbers, and there are 2 classes",
+        "class_weights has 3 numbers, but there are 2 classes",
     ),
 }
 
@@ -308,13 +308,13 @@ def test_a_head_that_is_there_keeps_its_classes_and_their_order(data: Path, tmp_
     recipe = heads("river", "fruit", "metal")
     assert recipe.labels.names == ["river", "fruit", "metal"]
     assert recipe.counts.rows.tolist() == [8, 16, 8]
-    with pytest.raises(ConfigError, match=r"tells 2 classes apart \(river, fruit\), and there are 3"):
+    with pytest.raises(ConfigError, match=r"has 2 classes \(river, fruit\), and the data has 3"):
         heads("river", "fruit")
 
     assert heads("x", "y", "z").labels.names == ["fruit", "metal", "river"]  # they are other classes
     given = ["fruit", "metal", "river"]
     assert heads(*given, labels=given).labels.names == given
-    said = r"the class fruit is number 0 of fruit, metal, river, and to the model .* it is number 2 of river, metal, fruit"
+    said = r"the class fruit is number 0 of fruit, metal, river, but in the model .* it is number 2 of river, metal, fruit"
     with pytest.raises(ConfigError, match=said):
         heads("river", "metal", "fruit", labels=given)
     with pytest.raises(ConfigError, match=r"the class metal is number 1 of .* it is number 0 of METAL, FRUIT, x"):

@@ -376,7 +376,7 @@ def test_what_cannot_work_is_named_before_anything_runs(
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"teacher": {"path": str(teacher), "tokenizer": str(other)}, "model": {"tokenizer": "bytes"}},
-            "'<|more|>' is token 262 of 263 to the teacher, and none of 262 to the student",
+            "'<|more|>' is token 262 of 263 of the teacher, and none of 262 of the student",
         ),
         ({"teacher": {"path": str(tmp_path / "nowhere")}}, "no tokenizer could be loaded from"),
         ({"mix": 1.5}, "mix=1.5"),

@@ -164,7 +164,7 @@ def test_the_exported_folder_is_the_model_and_ends_where_the_tokenizer_says(data
     opened = Finetune(recipe.config).open()
     with opened.trainer:
         answers = list(opened.answers(rows))
-        with pytest.raises(ConfigError, match="row 1: a prompt of 132 tokens with 8 to follow is longer than the 128"):
+        with pytest.raises(ConfigError, match="row 1: a prompt of 132 tokens and 8 generated tokens are more than the 128"):
             list(opened.answers([{"prompt": "a" * 130}]))
     assert answers[0] == answers[1]
     assert set(answers[2]) == {"completion"}
@@ -213,7 +213,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Path, tmp_path: P
     assert found(too_long="drop") == ([14, 24], "train: 2 examples, 1 longer than 25 tokens left out")
     assert found(too_long="truncate", completion_only=False) == (
         [14, 24, 25],
-        "train: 3 examples, 1 longer than 25 tokens cut to it",
+        "train: 3 examples, 1 longer than 25 tokens truncated",
     )
     assert found(too_long="truncate") == (
         [14, 24],
@@ -279,7 +279,7 @@ def on_a_rank(data: Path, runs: Path, base: Path, ranks: int) -> list[Any]:
             config = config_of(data, runs / str(ranks), run_name=name, model=LanguageModel(path=str(base)), **values)
             config.max_duration = duration
             recipe = finetune(config, callbacks=[losses, CheckpointSaver()])
-        found.append((losses.found, recipe.results, recipe.said))
+        found.append((losses.found, recipe.results, recipe.generated))
     return found
 
 
@@ -346,8 +346,8 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
 @pytest.mark.parametrize(
     ("content", "values", "said"),
     [
-        ("", {}, "data.jsonl: there is no row in it"),
-        (GOOD + "{nonsense\n", {}, "data.jsonl:2: this line is no JSON"),
+        ("", {}, "data.jsonl: the file has no rows"),
+        (GOOD + "{nonsense\n", {}, "data.jsonl:2: this line is not JSON"),
         (GOOD + '{"prompt": "a"}\n', {}, "data.jsonl:2: there is no column 'completion'"),
         (GOOD + '{"question": "a"}\n', {}, "data.jsonl:2: there is nothing to learn from in the columns question"),
         (GOOD + '{"text": "aaaaaaaaa"}\n', {"sequence_length": 8}, "data.jsonl:2: it has 10 tokens, more than the sequence_length of 8"),

@@ -161,7 +161,7 @@ def test_a_longer_row_is_cut_behind_its_images_where_that_is_wanted() -> None:
         ConfigError, match=r"row 7: this row has 70 tokens, those of its 1 images included, and sequence_length is 30"
     ):
         ImageBatches(processor, 30, "reject")([example])
-    with pytest.raises(ConfigError, match=r"row 7: .* holds a part of an image"):
+    with pytest.raises(ConfigError, match=r"row 7: .* would cut an image"):
         ImageBatches(processor, 10, "truncate")([example])
 
 
@@ -350,8 +350,8 @@ def break_line(path: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "empty": (empty, ["rows.jsonl: there is no row in it", "give a file"]),
-    "no JSON": (break_line, ["rows.jsonl:13: this line is no JSON"]),
+    "empty": (empty, ["rows.jsonl: the file has no rows", "give one"]),
+    "no JSON": (break_line, ["rows.jsonl:13: this line is not JSON"]),
     "no column": (
         break_row(completion=..., compleetion="c"),
         ["rows.jsonl:2: there is no column 'completion'", "did you mean 'compleetion'"],
@@ -362,7 +362,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no image": (break_image, ["rows.jsonl:1: ", "green.png cannot be read as an image"]),
     "too many": (
         break_row(image=..., prompt=..., messages=turns("red", "blue"), images=["images/red.png"]),
-        ["rows.jsonl:2: 2 parts of the messages are of the type image, and the row has 1 images"],
+        ["rows.jsonl:2: 2 parts of the messages are of the type image, but the row has 1 images"],
     ),
     "too long": (
         break_row(completion="c" * 500),
@@ -393,9 +393,9 @@ def test_a_row_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"patch_size": 4}, "leaves room for 4 image tokens where the model makes 16"),
-        ({"num_additional_image_tokens": 0}, "leaves room for 15 image tokens where the model makes 16"),
-        ({"size": 16}, "cannot look at what the processor makes of an image: .*16"),
+        ({"patch_size": 4}, "inserts 4 image tokens, but the model makes 16"),
+        ({"num_additional_image_tokens": 0}, "inserts 15 image tokens, but the model makes 16"),
+        ({"size": 16}, "cannot use the processor.s output for an image: .*16"),
     ],
 )
 def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, Any], said: str) -> None:
@@ -413,7 +413,7 @@ def test_a_processor_with_another_image_token_is_rejected() -> None:
     config = tiny().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
     processor = byte_processor(8, 2)
     processor.image_token_id = 7
-    with pytest.raises(ConfigError, match=r"has 7 for its image token, and the model of model\.config 261"):
+    with pytest.raises(ConfigError, match=r"has 7 as its image token, but the model of model\.config 261"):
         VisionLanguageModel(config=config).make_model(processor, 64)
 
 
@@ -422,7 +422,7 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
     llava["text_config"]["vocab_size"] = 100
     with pytest.raises(ConfigError, match=r"262 tokens, and the model of model\.config knows 100"):
         VisionLanguageModel(config=llava).make_model(byte_processor(8, 2), 64)
-    with pytest.raises(ConfigError, match="makes no model that this recipe can train"):
+    with pytest.raises(ConfigError, match="this recipe cannot train a model of model.config"):
         VisionLanguageModel(config={"model_type": "bert"}).make_model(byte_processor(8, 2), 64)
 
 
@@ -432,7 +432,7 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
         ({"microbatch_size": 2}, "a smaller batch_size with gradient_accumulation_steps"),
         ({"too_long": "truncated"}, "did you mean 'truncate'"),
         ({"validation": {"test": Rows("x")}, "train": Rows("x")}, "cannot be called test"),
-        ({"validation": {"seen": Rows("x")}}, "no train"),
+        ({"validation": {"seen": Rows("x")}}, "without train"),
     ],
 )
 def test_configurations_that_cannot_work(values: dict[str, Any], said: str) -> None:
@@ -442,5 +442,5 @@ def test_configurations_that_cannot_work(values: dict[str, Any], said: str) -> N
 
 def test_a_word_for_what_the_model_does_not_have() -> None:
     model = tiny(freeze=["lm_heads.*"])
-    with pytest.raises(ConfigError, match="no parameter is called lm_heads"):
+    with pytest.raises(ConfigError, match="no parameter matches lm_heads"):
         model.make_model(byte_processor(8, 2), 64)

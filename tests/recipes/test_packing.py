@@ -90,5 +90,5 @@ def test_models_that_keep_examples_apart_are_taken_and_left_as_they_were(kind: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "values"), [("bloom", {"n_layer": 2, "n_head": 2}), ("mamba", {"state_size": 4})])
 def test_models_that_do_not_are_rejected(kind: str, values: dict[str, Any], dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=r"packing: true does not go with .* give packing: false"):
+    with pytest.raises(ConfigError, match=r"packing: true does not work with .* give packing: false"):
         check_kept_apart(model_of(kind, **values).to(dtype))

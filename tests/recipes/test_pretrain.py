@@ -191,9 +191,9 @@ def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "there is no row in it"),
+        ("", "the file has no rows"),
         ('{"text": "fine"}\n{"text": 3}\n', "train.jsonl:2: the column 'text' holds int, not a text"),
-        ('{"text": "fine"}\n{text}\n', "train.jsonl:2: this line is no JSON"),
+        ('{"text": "fine"}\n{text}\n', "train.jsonl:2: this line is not JSON"),
         ('{"txt": "fine"}\n', "train.jsonl:1: there is no column 'text'; did you mean 'txt'?"),
         ('{"text": "short"}\n', "train has 6 tokens, and a window has 16: give more rows, or a shorter sequence_length"),
     ],

@@ -35,7 +35,7 @@ def test_a_folder_is_read_by_its_splits(tmp_path: Path) -> None:
 
 def test_a_split_that_is_not_there_is_not_another(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ["train"])
-    with pytest.raises(ConfigError, match=r"no file of the split 'validation', but train.jsonl"):
+    with pytest.raises(ConfigError, match=r"no file of the split 'validation', but has train.jsonl"):
         Rows(str(tmp_path), split="validation").read(["text"])
     (tmp_path / "train.jsonl").rename(tmp_path / "rows.jsonl")
     assert texts_of(Rows(str(tmp_path), split="validation")) == ["train"]  # nothing is named after splits
@@ -53,7 +53,7 @@ def test_rows_know_their_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ({"path": "nothing-*.jsonl"}, "no file is called"),
+        ({"path": "nothing-*.jsonl"}, "no file matches"),
         ({"path": "nothing.jsonl"}, "there is no file"),
         ({"path": "here.jsonl", "limit": 0}, "limit=0"),
         ({"path": "nothing"}, "no rows could be read from"),

@@ -154,10 +154,10 @@ ONE = Sound()
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (ByPlace, "ByPlace: its options threshold can be given by their place"),
+        (ByPlace, "ByPlace: its options threshold can be given by position"),
         (partial(Functional, function=abs), "its options cannot be written as JSON"),
         (partial(IntKeys, schedule={1: 2}), "ConfigError: whole numbers"),
-        (Identified, "made from its spec it has another state: state/number is 1 in one, 3 in the other"),
+        (Identified, "rebuilt from its spec it has another state: state/number is 1 in one, 3 in the other"),
         (lambda: ONE, "the same object twice"),
     ],
 )
@@ -248,7 +248,7 @@ class DownLogger(Logger):
     [
         (Stale, r"a used one in a new run, and a new one: at step 2 sound/count is 12.0 in one, 2.0 in the other"),
         (OnceOnly, "AssertionError: once is enough"),
-        (Nags, "in a run of 10 steps it says 8 times: there is nothing to do"),
+        (Nags, "in a run of 10 steps it logs 8 times: there is nothing to do"),
         (NoPredictions, "nobody told me of predictions"),
         (DownLogger, "it failed, and was isolated: OSError: down (at log_table, step 7, rank 0)"),
     ],
@@ -296,7 +296,7 @@ class NotNow(Callback):
 
 
 @pytest.mark.parametrize(
-    ("make", "found"), [(Obstinate, "training goes on after it was stopped"), (NotNow, "RuntimeError: not now")]
+    ("make", "found"), [(Obstinate, "training continues after a stop was requested"), (NotNow, "RuntimeError: not now")]
 )
 def test_makes_way(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
     assert found in finds("is_preemptive", make, tmp_path)
@@ -390,14 +390,14 @@ class Reshapes(Callback):
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (Forgets, "resumed, and not broken off: at step 4 sound/count is 1.0 in one, 4.0 in the other"),
-        (ForgetsQuietly, "resumed, and not broken off: state/count is 7 in one, 10 in the other"),
+        (Forgets, "resumed, and uninterrupted: at step 4 sound/count is 1.0 in one, 4.0 in the other"),
+        (ForgetsQuietly, "resumed, and uninterrupted: state/count is 7 in one, 10 in the other"),
         (NotPlain, "CheckpointError"),
         (Demanding, "where is my state?"),
-        (Greedy, "the checkpoint that another had asked for is gone"),
+        (Greedy, "the checkpoint that another callback requested is gone"),
         (Impatient, "the run ended before its checkpoint at step 3"),
         (Wandering, "state/run_id is"),
-        (Reshapes, "resumed, and not broken off: the losses of the steps differ"),
+        (Reshapes, "resumed, and uninterrupted: the losses of the steps differ"),
     ],
 )
 def test_resumes(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
@@ -446,9 +446,9 @@ class Stops(Callback):
     ("make", "found"),
     [
         (Draws, "drew random numbers at on_forward_start"),
-        (Runs, "the weights are others than without it"),  # batch norm's statistics say nothing about a step in training
-        (Nudges, "are others than without it"),
-        (Stops, "the run's outcome, and what comes of it, are others than without it"),
+        (Runs, "the weights differ from a run without the callback"),  # batch norm's statistics say nothing about a step in training
+        (Nudges, "differ from a run without the callback"),
+        (Stops, "the run's outcome, and what comes of it, differ from a run without the callback"),
     ],
 )
 def test_is_neutral(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def unlike(folder: Path, callbacks: CallbackManager, resume: str | None = None) 
 
 
 def test_a_trainer_that_is_not_the_same_twice_is_not_blamed_on_the_callback(tmp_path: Path) -> None:
-    assert "two runs of the trainer that was given are not alike" in finds("is_neutral", Subject(Sound, trainer=unlike), tmp_path)
+    assert "two runs of the given trainer differ" in finds("is_neutral", Subject(Sound, trainer=unlike), tmp_path)
 
 
 # --- leaves_nothing ---
@@ -565,7 +565,7 @@ def test_leaves_nothing(what: str, found: str, tmp_path: Path, monkeypatch: pyte
 
 def test_leaves_nothing_when_a_run_fails(tmp_path: Path) -> None:
     found = finds("leaves_nothing", LeavesOnFailure, tmp_path)
-    assert "after a run that failed there is left: the hooks of the model" in found
+    assert "after a run that failed these are left: the hooks of the model" in found
 
 
 # --- runs_on_ranks ---
@@ -621,9 +621,9 @@ def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> 
     assert found[0] is found[3] is found[7] is None
     assert "rank 0's records, and rank 1's: at step 2 mine/rank is 0.0 in one, 1.0 in the other" in str(found[1])
     assert "RuntimeError: only here" in str(found[2])
-    assert "the weights are others than without it" in str(found[4])
+    assert "the weights differ from a run without the callback" in str(found[4])
     assert "sound/count" in str(found[5])
-    assert "did not come to its end" in str(found[6])
+    assert "did not finish" in str(found[6])
     assert [error.callback for error in errors if error is not None][-1] == "WaitsForEver"
 
 

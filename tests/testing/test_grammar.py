@@ -269,7 +269,7 @@ def test_an_end_of_what_is_not_innermost_is_rejected(before: list[str], event: s
 
 @pytest.mark.parametrize(
     ("events", "open_spans"),
-    [([], "the run, which was never told"), (SET_UP, "run"), (trained(*STEP)[:11], "run > train > round > epoch > train_step")],
+    [([], "the run, which never started"), (SET_UP, "run"), (trained(*STEP)[:11], "run > train > round > epoch > train_step")],
 )
 def test_an_unfinished_sequence_is_rejected_naming_what_is_open(events: list[str], open_spans: str) -> None:
     with pytest.raises(GrammarError, match=f"after {len(events)} events there is no end of {open_spans}$"):

@@ -7,7 +7,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def bridges(name: str | None = None) -> str:
-    """The whole matrix, or one framework with its limits and guests.
+    """Return the whole matrix, or one framework with its limits and guests.
 
     Raises:
         ConfigError: no such bridge.

@@ -1,4 +1,4 @@
-"""What is wrong with the classes that were given for a key, such as an optimizer or a list of callbacks."""
+"""Find the errors in the classes given for a key, such as an optimizer or a list of callbacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPEC = ("class_path", "init_args", "name", "dict_kwargs")
 
 
 def class_rejections(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """What is wrong: in the file, in further files, and on the command line, in the order in which they count."""
+    """Yield the errors in the file, in further files and on the command line, in the order in which they apply."""
     look = _Look(key, kind)
     for part, source, value in values_of_key(key, path, overrides):
         yield from look.over_part(part.removeprefix("init_args."), value) if part else look.over(value, source)
@@ -24,18 +24,18 @@ def class_rejections(key: str, kind: Any, path: Path, overrides: Sequence[str]) 
 
 
 class _Look:
-    """Goes through what was given for one key, and yields what is wrong with it."""
+    """Checks the values given for one key, and yields the errors in them."""
 
     def __init__(self, key: str, kind: Any) -> None:
         self._key = key
         self._base = base_of(kind)
         self._is_list = is_list(kind)
         self._later = partial_arguments(kind)
-        self._class: Any = None  # the last that was named: what is given by a dotted key is its
+        self._class: Any = None  # the last class named: a dotted key sets one of its arguments
         self._has: set[str] = set()
 
     def over(self, value: Any, source: str) -> Iterator[str]:
-        """A value of the key: a specification, or a list of them."""
+        """Check a value of the key: one specification, or a list."""
         if isinstance(value, list) and self._is_list:
             for number, spec in enumerate(value):
                 yield from self._over_spec(spec, f"{source}{self._key}[{number}]", self._base)
@@ -43,11 +43,11 @@ class _Look:
             yield from self._over_spec(value, f"{source}{self._key}", self._base)
 
     def over_part(self, part: str, value: str) -> Iterator[str]:
-        """A value of `key.part`."""
+        """Check a value of `key.part`."""
         if part == "class_path":
             yield from self._over_spec(value, self._key, self._base)
         elif self._class is None:
-            yield f"{self._key}.{part} is given, and no class before it; give --{self._key} {example_of(self._base)} first"
+            yield f"{self._key}.{part} is given without a class before it; give --{self._key} {example_of(self._base)} first"
         else:
             self._has.add(part.partition(".")[0])
             yield from self._over_argument(self._class, part, value, f"{self._key}.{part}", is_text=True)
@@ -61,7 +61,7 @@ class _Look:
             return
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
-            yield f"{at}: {spec!r} is no class; give a class_path such as {example_of(base)}, with its init_args"
+            yield f"{at}: {spec!r} is not a class; give a class_path such as {example_of(base)}, with its init_args"
             return
         for word in spec:
             if word not in _SPEC and "class_path" in spec:
@@ -82,20 +82,20 @@ class _Look:
             yield from self._missing(found, self._has, at)
 
     def _class_at(self, path: str, at: str, base: type | None) -> Any:
-        """A generator that returns the class at `path`, or None where there is none or it is a function."""
+        """Yield errors, and return the class at `path`, or None if it is missing or a function."""
         try:
             found = import_path(path) if "." in path else _subclasses(base).get(path)
         except ConfigError as error:
             yield f"{at}: {error}"
             return None
-        except Exception as error:  # the module's own
+        except Exception as error:  # any error of the module itself
             yield f"{at}: importing {path!r} fails: {type(error).__name__}: {error}"
             return None
         if found is None:
             near = did_you_mean(path, _subclasses(base)) or f"; give an import path, such as {example_of(base)}"
             yield f"{at}: there is no class {path!r}{near}"
         elif inspect.isclass(found) and base is not None and not issubclass(found, base):
-            yield f"{at}: {path} is no {base.__name__}; give one, such as {example_of(base)}"
+            yield f"{at}: {path} is not a subclass of {base.__name__}; give one, such as {example_of(base)}"
         return found if inspect.isclass(found) else None
 
     def _over_argument(self, owner: type, name: str, value: Any, at: str, *, is_text: bool) -> Iterator[str]:
@@ -118,7 +118,7 @@ class _Look:
             yield from self._over_spec(value, at, base_of(kind))
             self._class, self._has = owner_before, has_before
         elif not fits(kind, value, is_text=is_text):
-            yield f"{at}={value if is_text else repr(value)}: {owner.__name__} takes {in_words(kind)} there"
+            yield f"{at}={value if is_text else repr(value)}: {owner.__name__} expects {in_words(kind)}"
 
     def _missing(self, owner: type, has: set[str], at: str) -> Iterator[str]:
         parameters = list(inspect.signature(owner).parameters.values())[self._later :]
@@ -128,7 +128,7 @@ class _Look:
                 yield f"{at}: {owner.__name__} needs {each.name!r} among its init_args"
 
     def _arguments(self, owner: type) -> dict[str, Any]:
-        """The constructor's arguments, also those that it passes on to its bases, and their types where they have one."""
+        """Return the constructor's arguments, including those that it passes to its bases, with their types."""
         parser = probe()
         parser.add_class_arguments(owner, None, skip={self._later} if self._later else None, fail_untyped=False)
         takes = dict.fromkeys(key.partition(".")[0] for key in typed_keys(parser))
@@ -143,7 +143,7 @@ def _takes_any(owner: type) -> bool:
 
 
 def _subclasses(base: type | None) -> dict[str, type]:
-    """All that are imported, by name."""
+    """Return all imported subclasses, by name."""
     found: dict[str, type] = {}
     kinds: list[type] = base.__subclasses__() if base is not None else []
     for kind in kinds:

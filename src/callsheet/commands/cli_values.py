@@ -1,4 +1,4 @@
-"""What was given for a recipe's keys, word by word, and whether one value fits its type."""
+"""Read the values given for a recipe's keys, and check whether a value fits its type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Keys and values of the command line: `--key value`, `--key=value`, `--key+=value`."""
+    """Yield keys and values of the command line: `--key value`, `--key=value`, `--key+=value`."""
     words = iter(overrides)
     for word in words:
         if word.startswith("--"):
@@ -25,9 +25,9 @@ def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def values_of_key(key: str, path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """All that was given for a key, in the order in which it counts: which part of the key, or ``, where from, and the value.
+    """Yield all values given for a key, in the order in which they apply, as (part of the key or "", source, value).
 
-    A part's value is text; others are as YAML has them.
+    The value of a part is text; other values are as YAML reads them.
     """
     yield from _of_file(key, path)
     for given, value in pairs(overrides):
@@ -46,7 +46,7 @@ def _of_file(key: str, path: Path) -> Iterator[tuple[str, str, Any]]:
 
 
 def loaded(text: str) -> Any:
-    """The text as YAML, or as it is."""
+    """Return the text read as YAML, or the text itself if it is not YAML."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -54,7 +54,7 @@ def loaded(text: str) -> Any:
 
 
 def fits(kind: Any, value: Any, *, is_text: bool) -> bool:
-    """Whether a value of a file, or of the command line, is one of this type."""
+    """Return whether a value of a file, or of the command line, has this type."""
     parser = probe()
     parser.add_argument("--value", type=kind)
     try:
@@ -68,7 +68,7 @@ def fits(kind: Any, value: Any, *, is_text: bool) -> bool:
 
 
 def probe() -> ArgumentParser:
-    """An empty parser that reads values as that of a recipe does."""
+    """Return an empty parser that reads values as a recipe's parser does."""
     from jsonargparse import ArgumentParser
 
     return ArgumentParser(exit_on_error=False, parser_mode=names.FORMAT)

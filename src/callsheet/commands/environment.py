@@ -1,4 +1,4 @@
-"""Values of a recipe's keys from the environment: plain ones alone, since a variable must not say what is imported."""
+"""Read values of a recipe's keys from the environment. Only plain values: a variable must not decide what code is imported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 PREFIX = "CALLSHEET_"
 
 _FILES = ("recipe", "config")
-"""Keys that say which file is read, and so what code."""
+"""Keys that name a file to read, which may name code to import."""
 
 
 def variable(key: str) -> str:
-    """What the variable of a key is called: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
+    """Return the name of a key's variable: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
     return PREFIX + key.replace(".", "__").upper()
 
 
 def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str, str]:
-    """The values that the environment has for keys of the parser.
+    """Return the values that the environment has for keys of the parser.
 
-    A variable that is none of the parser's, but nearly, is named in a warning.
+    Print a warning for a variable whose name is close to that of a key.
 
     Raises:
         ConfigError: a variable would name code to import.
@@ -41,24 +41,24 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
     for name, value in sorted(_ours(variables)):
         if key := next((key for key in rejected if name == variable(key) or name.startswith(f"{variable(key)}__")), None):
             raise ConfigError(
-                f"{name}: {key!r} is not taken from the environment, since it says what code is imported; "
+                f"{name}: {key!r} is not taken from the environment, since it decides what code is imported; "
                 f"unset the variable, and give it in the recipe file or as --{key}"
             )
         if _holds_a_class(value) and any(name == each or name.startswith(f"{each}__") for each in keys):
             raise ConfigError(
-                f"{name}: a class_path is not taken from the environment, since it says what code is imported; unset the variable"
+                f"{name}: a class_path is not taken from the environment, since it decides what code is imported; unset the variable"
             )
         if name in keys:
             found[keys[name]] = value
         elif inside := next((key for each, key in keys.items() if name.startswith(f"{each}__") and parts_of(types[key])), None):
             found[f"{inside}.{_parts(name.removeprefix(f'{variable(inside)}__'))}"] = value
         elif (near := _near(name, keys)) and read_ranks().local_rank == 0:
-            print(f"callsheet: the environment variable {name} is no key of this recipe{near}", file=sys.stderr)
+            print(f"callsheet: the environment variable {name} is not a key of this recipe{near}", file=sys.stderr)
     return found
 
 
 def _holds_a_class(value: Any) -> bool:
-    """Whether there is a `class_path` anywhere in it, also in a text that is YAML in its turn: jsonargparse reads that, too."""
+    """Return whether a value contains a `class_path`, also inside a text that is YAML itself: jsonargparse reads that, too."""
     if isinstance(value, dict):
         return "class_path" in value or any(map(_holds_a_class, value.values()))
     if isinstance(value, list):

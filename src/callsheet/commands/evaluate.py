@@ -1,4 +1,4 @@
-"""`callsheet evaluate`: the losses and metrics of a trained model, on all data that its recipe evaluates."""
+"""`callsheet evaluate`: the losses and metrics of a trained model on all data that its recipe evaluates."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _FORMAT = "{:.6g}".format
 
 
 def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = None, out: str | None = None) -> str:
-    """The table of what the model scores; with `out` also as JSON there.
+    """Return the table of the model's results, and write them as JSON to `out` if it is given.
 
     Raises:
-        ConfigError: no such run or checkpoint, or its recipe evaluates nothing.
-        CheckpointError: the checkpoint does not hold, or a callback cannot take its state from it.
+        ConfigError: there is no such run or checkpoint, or its recipe evaluates nothing.
+        CheckpointError: the checkpoint is invalid, or a callback cannot load its state from it.
     """
     try:
         job = opened(run, overrides, command="evaluate", checkpoint=checkpoint, with_changes=True)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} (where it is a callback that does not fit: --callbacks '[]' evaluates the weights of the checkpoint without it)"
+            f"{error} (if a callback does not fit: --callbacks '[]' evaluates the weights of the checkpoint without it)"
         ) from error
     with job.trainer as trainer:
         results = job.evaluate()
@@ -38,7 +38,7 @@ def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = Non
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A line for each dataset, a column for each loss and metric that one of them has."""
+    """Return a table with a line for each dataset, and a column for each loss and metric."""
     metrics = list(dict.fromkeys(metric for scores in results.values() for metric in scores))
     rows = [["", *metrics]]
     for dataset, scores in results.items():

@@ -1,4 +1,4 @@
-"""`callsheet export`: the weights of a run as others load them."""
+"""`callsheet export`: write the weights of a run in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from callsheet.errors import ConfigError
 
 
 def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str | None = None) -> str:
-    """Write the model of the checkpoint, with its tokenizer or processor, and say what was written; of several ranks, rank 0 does and says.
+    """Write the model of the checkpoint, with its tokenizer or processor, and return a summary. Only rank 0 writes.
 
     Raises:
-        ConfigError: no such run or checkpoint, or something stands in the folder already.
-        CheckpointError: the checkpoint does not hold, or the folder cannot be written.
+        ConfigError: there is no such run or checkpoint, or the folder is not empty.
+        CheckpointError: the checkpoint is invalid, or the folder cannot be written.
     """
     path = Path(folder)
     if path.is_dir() and any(path.iterdir()):
@@ -24,7 +24,7 @@ def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str |
     job = opened(run, overrides, command="export", checkpoint=checkpoint)
     with job.trainer:
         job.export(path)
-    if job.ranks.rank != 0:  # which may have no such folder
+    if job.ranks.rank != 0:  # the folder may not exist on its machine
         return ""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files) / 1e6

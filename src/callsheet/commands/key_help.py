@@ -1,4 +1,4 @@
-"""How `--help` explains the keys of a recipe."""
+"""The help texts of a recipe's keys in `--help`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.commands.key_types import names_code
 
 
 class KeyHelp(DefaultHelpFormatter):
-    """jsonargparse's, with a key of classes told by their names: all of their arguments, and all classes that there are, hide the rest."""
+    """jsonargparse's formatter, but keys of classes show only class names: all arguments and subclasses would hide the rest."""
 
     def _get_help_string(self, action: Action) -> str:
         text: str = super()._get_help_string(action)

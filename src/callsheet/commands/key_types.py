@@ -1,4 +1,4 @@
-"""What may stand at a recipe's key: its type, in words, and whether it names code."""
+"""The types of a recipe's keys: in words, and whether their values name code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (str, int, float, bool, bytes, complex, type(None), list, tuple, dict, 
 
 
 def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
-    """The type of every key that takes a value, in the parser's order."""
+    """Return the type of every key that takes a value, in the parser's order."""
     found = {}
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "print_config", "config") and not action.dest.endswith(".help"):
@@ -30,7 +30,7 @@ def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def names_code(kind: Any) -> bool:
-    """Whether a value of this type is a class or function that is imported, or something that holds one."""
+    """Return whether a value of this type is an imported class or function, or contains one."""
     if kind is Any or get_origin(kind) is Literal:
         return False
     if get_origin(kind) in (Callable, type) or kind in (Callable, type):
@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """The class whose kind is wanted, where the type names code: what a callable gives, or the class itself."""
+    """Return the expected base class, if the type names code: the return type of a callable, or the class itself."""
     if get_origin(kind) is Callable:
         made = get_args(kind)[1]
         return made if inspect.isclass(made) else None
@@ -53,31 +53,31 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """The dataclass whose fields are the parts of such a value, or of each of several."""
+    """Return the dataclass whose fields are the parts of such a value, or of each item of a mapping."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
 def holds_several(kind: Any) -> bool:
-    """Whether several such values stand there by name."""
+    """Return whether the type is a mapping from names to such values."""
     return get_origin(kind) is dict or any(map(holds_several, get_args(kind)))
 
 
 def is_list(kind: Any) -> bool:
-    """Whether several stand there, one after another."""
+    """Return whether the type is a list."""
     return get_origin(kind) is list
 
 
 def partial_arguments(kind: Any) -> int:
-    """How many of the constructor's arguments come later: those of a callable, such as an optimizer's parameters."""
+    """Return how many of the constructor's arguments are given later: those of a callable, such as an optimizer's parameters."""
     if get_origin(kind) is Callable:
         return len(get_args(kind)[0])
     return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)
 
 
 def in_words(kind: Any) -> str:
-    """The type as a person says it: `int or null`."""
+    """Return the type in words: `int or null`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is None or kind is type(None):
         return "null"
@@ -95,6 +95,6 @@ def in_words(kind: Any) -> str:
 
 
 def example_of(base: type | None) -> str:
-    """An import path that could stand there."""
+    """Return an example of an import path for this type."""
     known = {Callback: "callsheet.callbacks.SpeedMonitor", Optimizer: "torch.optim.AdamW"}
     return next((path for kind, path in known.items() if base is not None and issubclass(base, kind)), "package.module.Class")

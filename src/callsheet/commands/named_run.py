@@ -1,4 +1,4 @@
-"""Which folder is meant by a run's name."""
+"""Find the folder of a run by its name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import is_run, run_names
 
 RUNS = Path("runs")
-"""Where runs lie when nobody says otherwise."""
+"""The default folder of runs."""
 
 
 def run_folder(run: str) -> Path:
-    """The folder that `run` names: itself, or the run of that name in `runs/`.
+    """Return the folder that `run` names: its path, or the run of that name in `runs/`.
 
     Raises:
-        ConfigError: there is none, or no run in it; the message has the nearest name.
+        ConfigError: there is no such folder, or it has no run; the message names the closest one.
     """
     places = [Path(run)] if Path(run).name != run else [RUNS / run, Path(run)]
     for place in places:
@@ -30,7 +30,7 @@ def run_folder(run: str) -> Path:
 
 
 def nearest(run: str) -> str:
-    """`; did you mean 'x'?` for the run whose name is nearest to that of `run`, among those beside it."""
+    """Return `; did you mean 'x'?` for the run in the same folder whose name is closest to that of `run`."""
     path = Path(run)
     beside = path.parent if path.name != run else RUNS
     return did_you_mean(path.name, run_names(beside))

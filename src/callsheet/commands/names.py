@@ -1,4 +1,4 @@
-"""A `name` beside `class_path` and `init_args`, so that two callbacks of one class can stand in a file."""
+"""Support `name` beside `class_path` and `init_args`, so that a file can have two callbacks of one class."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import yaml
 from callsheet.callback import Callback
 
 FORMAT = "callsheet"
-"""What the format of recipe files is called for jsonargparse: YAML, with that name."""
+"""The name under which jsonargparse knows the format of recipe files: YAML, with `name`."""
 
 NAMED = f"{__name__}.named"
-"""The class path that stands for a name."""
+"""The class path that represents a name."""
 
 
 def named(callback: Callback, name: str) -> Callback:
-    """The callback, called `name`; what a name in a file becomes, since jsonargparse knows `class_path` and `init_args` alone."""
+    """Return the callback with this name. A name in a file becomes a call of this: jsonargparse knows only `class_path` and `init_args`."""
     callback.name = name
     return callback
 
 
 def register() -> None:
-    """Make the format known to jsonargparse; may be called twice."""
+    """Register the format with jsonargparse; may be called twice."""
     from jsonargparse import get_loader, set_dumper, set_loader
 
     load = get_loader("yaml")
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """As it stands in a file, with a call of `named` in the place of each specification that has a name."""
+    """Return the content of a file with each specification that has a name replaced by a call of `named`."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):
@@ -44,7 +44,7 @@ def with_calls(content: Any) -> Any:
 
 
 def with_names(content: Any) -> Any:
-    """The other way round."""
+    """Return the content with each call of `named` replaced by a specification that has a name."""
     if isinstance(content, list):
         return [with_names(each) for each in content]
     if not isinstance(content, dict):

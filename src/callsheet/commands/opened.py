@@ -1,4 +1,4 @@
-"""A run that is there, opened to be evaluated, asked or exported; its folder and its metrics stay as they were."""
+"""Open an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from callsheet.callback import Callback, import_path
 from callsheet.commands import names
 from callsheet.commands.named_run import RUNS
-from callsheet.commands.recipe import said_once, values_of
+from callsheet.commands.recipe import errors_on_first_rank, values_of
 from callsheet.commands.shipped import RECIPES, recipe_path
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import run_names
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from callsheet.recipes.recipe import Recipe
 
 CONFIG = "config.yaml"
-"""The file in a run's folder that says what it was trained with, a recipe file itself."""
+"""The recipe file in a run's folder, with the values that it was trained with."""
 
 _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 
@@ -29,24 +29,24 @@ _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 def opened(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
-    """The job of a run, with a trainer that has its weights; close that when done.
+    """Return the job of a run, with a trainer that has its weights and must be closed.
 
     Args:
-        run: a run's folder, its name in `runs/`, or a recipe file or name, whose run is meant.
-        overrides: values over those that the run was trained with, as on the command line.
-        command: for which it is done.
-        checkpoint: a path, or a name among the run's checkpoints; None is the newest good one.
+        run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
+        overrides: values that override those of the run, as on the command line.
+        command: the command for which the run is opened.
+        checkpoint: a path, or the name of one of the run's checkpoints; None is the newest good one.
         with_changes: whether the run's callbacks that change the weights, such as an EMA, take part; all others never do.
 
     Raises:
-        ConfigError: there is no such run, checkpoint or key, or a value does not fit.
-        CheckpointError: the checkpoint does not hold, or is not of this model.
+        ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.
+        CheckpointError: the checkpoint is invalid, or belongs to another model.
     """
-    with said_once():
+    with errors_on_first_rank():
         path, folder = _described(run)
         values = values_of(path, overrides, command=command)
         given = values.given
-        if folder is not None:  # it may have been renamed or moved since
+        if folder is not None:  # the folder may have been renamed or moved since training
             given.run_name, given.runs_folder = folder.name, str(folder.parent)
         given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
         given.loggers = []
@@ -58,19 +58,19 @@ def opened(
 
 
 def name_of(job: Recipe[Any]) -> str:
-    """The opened run, and how far it was trained."""
+    """Return the folder of the opened run, and its step, as text."""
     return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the recipe file of a run, and its folder where that was named."""
+    """Return the recipe file of a run, and its folder if `run` names that."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
     if Path(run).is_file() or (run in RECIPES and not Path(run).exists()):
         return recipe_path(run), None
     if (there := next((folder for folder in (Path(run), RUNS / run) if folder.is_dir()), None)) is not None:
-        raise ConfigError(f"{there} has no {CONFIG}: no recipe's run lies there; give the recipe file that it was trained with")
+        raise ConfigError(f"{there} has no {CONFIG}, so it is not the run of a recipe; give the recipe file that it was trained with")
     beside = RUNS if Path(run).name == run else Path(run).parent
     near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
     raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
@@ -96,7 +96,7 @@ def _changes_weights(spec: Any) -> bool:
 
 @contextmanager
 def _left_out_without_a_word() -> Iterator[None]:
-    """The callbacks that do not take part are left out on purpose: no warning of their state."""
+    """Suppress the warning about unused states in the checkpoint: callbacks that do not take part are left out on purpose."""
     logger = logging.getLogger("callsheet")
 
     def keep(record: logging.LogRecord) -> bool:

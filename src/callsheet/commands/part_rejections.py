@@ -1,4 +1,4 @@
-"""What is wrong with what was given for a key that has parts of its own, such as `lora` or `validation`."""
+"""Find the errors in the values of a key that has parts, such as `lora` or `validation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import did_you_mean
 
 
 def part_rejections(key: str, kind: Any, path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """What is wrong: in the file, in further files, and on the command line, in the order in which they count."""
+    """Yield the errors in the file, in further files and on the command line, in the order in which they apply."""
     owner = parts_of(kind)
     if owner is None:
         return

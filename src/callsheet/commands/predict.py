@@ -1,4 +1,4 @@
-"""`callsheet predict`: what a trained model says of rows of data, as JSON lines."""
+"""`callsheet predict`: a trained model's predictions for rows of data, as JSON lines."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | None = None, out: str | None = None) -> str:
-    """Write an answer for each row to `out`, which is there when all are, or to standard output as they come.
+    """Write an answer for each row to `out`, which appears when it is complete, or to standard output as the answers arrive.
 
-    Returns what is to be said about it at the end.
+    Return a summary to print at the end.
 
     Raises:
-        ConfigError: no such run, checkpoint or file, or a row that cannot be answered; the message names its place.
-        CallsheetError: the answers cannot be written, or the checkpoint does not hold.
+        ConfigError: there is no such run, checkpoint or file, or a row cannot be used; the message names its place.
+        CallsheetError: the answers cannot be written, or the checkpoint is invalid.
     """
     from callsheet.recipes.rows import Rows, Table
 
     table = Rows(rows).read(())
-    assert isinstance(table, Table)  # streams are only on request
+    assert isinstance(table, Table)  # rows are streamed only on request
     job = opened(run, overrides, command="predict", checkpoint=checkpoint)
     is_first = job.ranks.rank == 0
     written = 0
@@ -47,7 +47,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
 @contextmanager
 def _places(table: Table, path: str) -> Iterator[None]:
-    """A recipe counts rows, and a person looks for lines: `row 3` becomes the place where it stands."""
+    """Replace the number of a row in a recipe's message, such as `row 3`, by its place in the file."""
     try:
         yield
     except ConfigError as error:

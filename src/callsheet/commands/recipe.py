@@ -1,4 +1,4 @@
-"""A recipe file, with values over it, as what is to be run."""
+"""Read a recipe file with overriding values, and make the job from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a recipe file says with values over it, checked; nothing of it is made yet.
+    """The checked values of a recipe file and its overrides, before anything is made from them.
 
     `given` has a value for every key, and may be changed before `made()`.
     """
@@ -40,18 +40,18 @@ class Values:
     parser: ArgumentParser
     given: Namespace
     elsewhere: tuple[str, ...] = ()
-    """Keys whose values are not the file's, but the command line's or the environment's."""
+    """Keys whose values come from the command line or the environment, not from the file."""
 
     def resolved(self) -> str:
-        """All of it as YAML, which is a recipe file again."""
+        """Return all values as YAML, which is a recipe file itself."""
         text: str = self.parser.dump(self.given, skip_unset=False, with_comments=False)
         return text
 
     def made(self) -> Prepared:
-        """The job, with its callbacks and loggers.
+        """Return the job, with its callbacks and loggers.
 
         Raises:
-            ConfigError: what a value's own class refuses.
+            ConfigError: a class rejects a value.
         """
         resolved = self.resolved()
         try:
@@ -65,7 +65,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A recipe that could be set up: the file, the job with its callbacks and loggers, and the whole configuration as YAML."""
+    """A recipe that is ready for set-up: the file, the job with its callbacks and loggers, and the whole configuration as YAML."""
 
     path: Path
     job: Recipe[Any]
@@ -73,18 +73,18 @@ class Prepared:
 
 
 def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
-    """The recipe with these values over the file's. Nothing is made but the configuration, the callbacks and the loggers.
+    """Return the recipe with these overrides. Only the configuration, the callbacks and the loggers are made.
 
     Raises:
-        ConfigError: no such recipe, an unknown key, a value that does not fit, or a package that is missing; the message has the mend.
+        ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
     """
-    with said_once():
+    with errors_on_first_rank():
         return values_of(recipe_path(recipe), overrides, command=command, title=recipe).made()
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """For what comes out alike on every rank of a machine: an error is left to its first rank to tell; the others end with the same status."""
+def errors_on_first_rank() -> Iterator[None]:
+    """Let only the first rank of a machine report an error that all ranks raise; the others exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -96,34 +96,34 @@ def said_once() -> Iterator[None]:
 def values_of(
     path: Path, overrides: Sequence[str] = (), *, command: str, variables: Mapping[str, str] | None = None, title: str = ""
 ) -> Values:
-    """The file's values, those of the environment over them, and these over all.
+    """Return the file's values, overridden by those of the environment, and both by `overrides`.
 
     Args:
         path: the recipe file.
         overrides: as on the command line, such as `["--max_duration", "3ba"]`.
-        command: for which it is done.
+        command: the command for which the values are read.
         variables: the environment; None is that of this process.
-        title: what it is called in messages, if not by the file's path.
+        title: the name of the recipe in messages; by default the file's path.
 
     Raises:
-        ConfigError: an unknown key, a value that does not fit.
+        ConfigError: a key is unknown, or a value has a wrong type.
     """
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a recipe may name a callback of the user's own, in a module beside it
+        sys.path.append(os.getcwd())  # a recipe may name a user's callback, in a module in the current folder
     kind = recipe_class(path)
     for key, value in pairs(overrides):
         if key == "config":
-            read_yaml(Path(value))  # which says what is wrong with it
+            read_yaml(Path(value))  # raises an error with a clear message
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
-    told = environment.arguments(parser, os.environ if variables is None else variables)
-    return Values(path, kind, parser, parsed_with(parser, path, overrides, told), (*told, *(key for key, _ in pairs(overrides))))
+    from_environment = environment.arguments(parser, os.environ if variables is None else variables)
+    return Values(path, kind, parser, parsed_with(parser, path, overrides, from_environment), (*from_environment, *(key for key, _ in pairs(overrides))))
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """The recipe that the file's key `recipe` names: a shipped one by its name, or a class of the user's by its import path.
+    """Return the class that the file's key `recipe` names: a shipped recipe by its name, or a user's class by its import path.
 
     Raises:
-        ConfigError: the file is no YAML mapping, or names none.
+        ConfigError: the file is not a YAML mapping, or names no recipe.
     """
     content = read_yaml(path)
     name = content.get("recipe") if isinstance(content, dict) else None
@@ -136,18 +136,18 @@ def recipe_class(path: Path) -> type[Recipe[Any]]:
 
     found = import_path(RECIPES.get(str(name), str(name)))
     if not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ConfigError(f"{path}: its key `recipe` names {name}, which is no callsheet.recipes.Recipe")
+        raise ConfigError(f"{path}: its key `recipe` names {name}, which is not a callsheet.recipes.Recipe")
     return found
 
 
 def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: str) -> ArgumentParser:
-    """A parser whose keys are the fields of the recipe's configuration, with the file's values as defaults."""
+    """Return a parser whose keys are the fields of the recipe's configuration, with the file's values as defaults."""
     from jsonargparse import ArgumentParser
 
     from callsheet.commands.key_help import KeyHelp
 
     for name in callbacks.__all__:
-        getattr(callbacks, name)  # jsonargparse finds classes by their names alone where they are imported
+        getattr(callbacks, name)  # jsonargparse finds a class by its bare name only if it is imported
     names.register()
     explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have a --help of their own
     parser = ArgumentParser(
@@ -165,26 +165,26 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         "--callbacks",
         type=list[Callback],
         default=[],
-        help="callbacks: a list of class_path and init_args, each perhaps with a name",
+        help="callbacks: a list of class_path and init_args, each optionally with a name",
     )
     parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
-    parser.add_argument("--config", action="config", help="a further file, whose values go over those of the recipe")
+    parser.add_argument("--config", action="config", help="a further file, whose values override those of the recipe")
     return parser
 
 
-def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], told: Mapping[str, str]) -> Namespace:
-    """The file's values, with those that the environment has `told`, by key, over them, and with `overrides` over all.
+def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], from_environment: Mapping[str, str]) -> Namespace:
+    """Return the file's values, overridden by those from the environment, by key, and both by `overrides`.
 
     Raises:
-        ConfigError: an unknown key, in the file or here, with the nearest that there is; or a value that does not fit its key.
+        ConfigError: a key is unknown, and the message names the closest one; or a value has a wrong type.
     """
-    before = [f"--{key}={value}" for key, value in told.items()]
+    before = [f"--{key}={value}" for key, value in from_environment.items()]
     try:
         return parser.parse_args([*before, *overrides], env=False)
     except argparse.ArgumentError as error:
         why = plain_rejection(parser, str(error), path, [*before, *overrides])
-        told_by = next(
-            (environment.variable(key) for key, value in told.items() if f"{key}={value}:" in why or f"'{key}'" in why), ""
+        variable = next(
+            (environment.variable(key) for key, value in from_environment.items() if f"{key}={value}:" in why or f"'{key}'" in why), ""
         )
-        source = f" (the environment variable {told_by})" if told_by else ""
+        source = f" (the environment variable {variable})" if variable else ""
         raise ConfigError(f"{why}{source} ({parser.prog} --help explains every key)") from None

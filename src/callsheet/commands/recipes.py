@@ -1,4 +1,4 @@
-"""`callsheet recipes`: which recipes are shipped, and a copy of one to start from."""
+"""`callsheet recipes`: list the shipped recipes, or copy one to start from."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 def recipes() -> str:
-    """A line for each: its name, and what its file says of itself."""
+    """Return a line for each recipe: its name, and the description in its file."""
     width = max(map(len, RECIPES))
     lines = [f"{name:<{width}}  {_about(name)}" for name in sorted(RECIPES)]
     return "\n".join(
-        [*lines, "", "callsheet train NAME runs one; callsheet recipes --copy NAME writes its file here, to be changed"]
+        [*lines, "", "callsheet train NAME runs one; callsheet recipes --copy NAME copies its file here, for you to change"]
     )
 
 
 def copy(name: str, to: str | None = None) -> str:
-    """Write the recipe's file to `to`, `NAME.yaml` here where it is None, and say how to run it.
+    """Write the recipe's file to `to`, by default `NAME.yaml` in the current folder. Return how to run it.
 
     Raises:
-        ConfigError: no such recipe, or the file is there already.
-        CallsheetError: it cannot be written.
+        ConfigError: there is no such recipe, or the file exists already.
+        CallsheetError: the file cannot be written.
     """
     if name not in RECIPES:
         raise ConfigError(f"there is no recipe {name!r}{did_you_mean(name, RECIPES)} (one of {', '.join(sorted(RECIPES))})")
@@ -34,14 +34,14 @@ def copy(name: str, to: str | None = None) -> str:
         with path.open("x", encoding="utf-8") as file:
             file.write(content)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already; name another file with --to") from None
+        raise ConfigError(f"{path} exists already; name another file with --to") from None
     except OSError as error:
         raise CallsheetError(f"{path} cannot be written: {error}; name another file with --to") from error
     return f"{path}; run it: callsheet train {path}"
 
 
 def _about(name: str) -> str:
-    """The comment on the first line of the file."""
+    """Return the comment on the first line of the file."""
     first = _shipped(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
 

@@ -1,6 +1,6 @@
-"""Why a recipe's values were refused, in a line: jsonargparse tells all that it has tried, and a person asks which word to mend.
+"""Say in one line why a recipe's values were rejected: jsonargparse lists everything that it has tried.
 
-What was given is looked at once more, by itself; only where nothing is found wrong that way, jsonargparse's own words stand.
+The values are checked a second time, one by one. If that finds no error, jsonargparse's message is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plain_rejection(parser: ArgumentParser, message: str, path: Path, overrides: Sequence[str]) -> str:
-    """What is wrong with the values of the file at `path` or with those over them, given what jsonargparse says of it."""
+    """Return the error in the values of the file at `path` or in the overrides, given jsonargparse's message."""
     kinds = typed_keys(parser)
     named = re.search(r'Parser key "([\w.]+)"', message)
     key = named.group(1) if named else ""
@@ -35,7 +35,7 @@ def plain_rejection(parser: ArgumentParser, message: str, path: Path, overrides:
     ):
         is_here = any(given == key for given, _ in pairs(overrides))
         more = f", or --{key}+={found.group(1)} to add one to those of the file" if is_here else ""
-        return f"{'' if is_here else f'{path}: '}{key}: {found.group(1)} is no list; write [{found.group(1)}]{more}"
+        return f"{'' if is_here else f'{path}: '}{key}: {found.group(1)} is not a list; write [{found.group(1)}]{more}"
     if key in kinds and names_code(kinds[key]):
         return next(class_rejections(key, kinds[key], path, overrides), message)
     if key in kinds and (why := next(part_rejections(key, kinds[key], path, overrides), "")):
@@ -54,9 +54,9 @@ def plain_rejection(parser: ArgumentParser, message: str, path: Path, overrides:
 
 
 def place_of(error: ConfigError, path: Path, parser: ArgumentParser, given: Namespace, elsewhere: Collection[str]) -> str:
-    """Return where the value stands that a class refused: `mine.yaml: callbacks[2] (CheckpointSaver): `, as far as it can be found.
+    """Return the place of the value that a class rejected: `mine.yaml: callbacks[2] (CheckpointSaver): `, or "" if it is not found.
 
-    A value that the command line or the environment gave has no file.
+    A value from the command line or the environment has no file.
     """
     kinds = typed_keys(parser)
     for key in (key for key, kind in kinds.items() if is_list(kind) and names_code(kind)):
@@ -72,7 +72,7 @@ def place_of(error: ConfigError, path: Path, parser: ArgumentParser, given: Name
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Whether making this class raises the same error."""
+    """Return whether making this class raises the same error."""
     from jsonargparse import Namespace
 
     parser = probe()

@@ -1,4 +1,4 @@
-"""`callsheet report`: the page of a run, as a file."""
+"""`callsheet report`: write the page of a run to a file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from callsheet.errors import CallsheetError, ConfigError
 from callsheet.report.page import write_report
 
 _RECORDS = ("metrics.jsonl", "events.jsonl")
-"""What JSONLLogger writes of every run."""
+"""The files that JSONLLogger writes for every run."""
 
 
 def report(run: str, *, out: str | None = None) -> str:
-    """Write the page and the trace, and say where they lie.
+    """Write the page and the trace, and return the page's path and size as text.
 
     Raises:
         ConfigError: there is no such run.

@@ -1,4 +1,4 @@
-"""`callsheet runs`: the runs in a folder, as a table."""
+"""`callsheet runs`: print the runs in a folder as a table."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ COLUMNS: dict[str, tuple[_Key, bool]] = {
     "started": (lambda row, _: row.started, True),
     "device": (lambda row, _: _device(row), False),
 }
-"""What can be sorted by: what it is of a run and a metric, and whether the greatest comes first."""
+"""The columns to sort by: a function of a run and a metric, and whether the greatest value comes first."""
 
 
 def runs(
     folder: str, *, sort: str = "started", is_reversed: bool = False, metric: str = "validation/loss", as_json: bool = False
 ) -> str:
-    """The table, or JSON with all metrics: a list of objects, times in seconds, NaN as the string `"NaN"`, null where nothing is known.
+    """Return the table, or JSON with all metrics: a list of objects, times in seconds, NaN as the string `"NaN"`, null for unknown values.
 
     Raises:
-        ConfigError: no such folder, column or metric.
+        ConfigError: there is no such folder, column or metric.
     """
     if sort not in COLUMNS:
         raise ConfigError(f"there is no column {sort!r}{did_you_mean(sort, COLUMNS)} (one of {', '.join(COLUMNS)})")
     try:
         found = runs_in(folder, metrics=None if as_json else {LOSS, metric})
     except FileNotFoundError as error:
-        raise ConfigError(f"{error}; give the folder that the runs' folders stand in") from None
+        raise ConfigError(f"{error}; give the folder that contains the runs' folders") from None
     if found.note:
         print(f"callsheet: {found.note}", file=sys.stderr)
     if metric != "validation/loss" and not any(metric in row.metrics for row in found.rows):
@@ -59,7 +59,7 @@ def runs(
 
 
 def _sorted(found: Runs, column: str, metric: str, is_reversed: bool) -> list[RunRow]:
-    """What is not known comes last, also the other way round; runs that are alike stay as they were, newest first."""
+    """Sort the rows; unknown values come last in both directions, and equal rows stay in their order, newest first."""
     key, greatest_first = COLUMNS[column]
 
     def is_known(row: RunRow) -> bool:
@@ -84,13 +84,13 @@ def _table(rows: list[RunRow], metric: str) -> str:
 
 
 def _cells(row: RunRow, metric: str) -> tuple[str, ...]:
-    asked = row.metrics.get(metric)
+    values = row.metrics.get(metric)
     started = "" if math.isnan(row.started) else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
-    numbers = [_number(row.metrics.get(LOSS), "last"), *(_number(asked, what) for what in ("last", "lowest", "highest"))]
+    numbers = [_number(row.metrics.get(LOSS), "last"), *(_number(values, what) for what in ("last", "lowest", "highest"))]
     cells = (row.name, row.outcome, str(row.steps), _duration(row.seconds), *numbers, started, _device(row), _cut(row.reason))
     return tuple(
         "".join(char if char.isprintable() else "?" for char in cell) for cell in cells
-    )  # a terminal obeys what it is told
+    )  # control characters would change the terminal
 
 
 def _cut(text: str) -> str:
@@ -106,11 +106,11 @@ def _device(row: RunRow) -> str:
 
 
 def _number(of: MetricRow | None, what: str) -> str:
-    return "" if of is None else f"{getattr(of, what):.4g}"  # also `nan`, which says a lot
+    return "" if of is None else f"{getattr(of, what):.4g}"  # also `nan`, which is worth showing
 
 
 def _duration(seconds: float) -> str:
-    """`41s`, `12m05s`, `3h07m`, `2d04h`."""
+    """Return a duration as `41s`, `12m05s`, `3h07m` or `2d04h`."""
     if not math.isfinite(seconds):
         return ""
     for size, name, small, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):

@@ -1,4 +1,4 @@
-"""The recipes that come with callsheet, by name. Needs the standard library alone."""
+"""The recipes that come with callsheet, by name. This module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the file that `recipe` names: itself, or a shipped one. `is_shipped` looks for a shipped one alone.
+    """Return the file that `recipe` names: a path, or a shipped recipe. With `is_shipped` only a shipped recipe.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such file.
     """
     path = Path(recipe)
     if path.is_file() and not is_shipped:
@@ -32,13 +32,13 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
     if recipe in RECIPES and shipped.is_file():
         return shipped
     if (run := file_of_run(recipe)) is not None:
-        raise ConfigError(f"{recipe!r} is a run, not a recipe; callsheet train {run} goes on with it")
+        raise ConfigError(f"{recipe!r} is a run, not a recipe; callsheet train {run} resumes it")
     raise ConfigError(
         f"there is no recipe {recipe!r}{did_you_mean(recipe, RECIPES)} (a YAML file, or one of {', '.join(RECIPES)})"
     )
 
 
 def file_of_run(run: str) -> Path | None:
-    """Return the recipe file in the folder of a run, which is named by its path or by its name in `runs/`; None if there is none."""
+    """Return the recipe file of a run, given its folder or its name in `runs/`; None if it has none."""
     files = [folder / "config.yaml" for folder in (Path("runs", run), Path(run))]
     return next((file for file in files if file.is_file()), None)

@@ -1,4 +1,4 @@
-"""`callsheet show`: the call sheet of a recipe and its settings, before anything runs."""
+"""`callsheet show`: print the call sheet of a recipe and its settings, without running it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from callsheet.commands.recipe import Prepared, prepared
 from callsheet.commands.shipped import RECIPES, file_of_run
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
-"""Keys that are no settings of the job: callbacks and loggers are the call sheet."""
+"""Keys that are not shown as settings: callbacks and loggers are in the call sheet."""
 
 
 def show(recipe: str, overrides: list[str]) -> str:
     """Return the call sheet and the settings of a recipe, or of a run. Makes no model, reads no data and writes nothing.
 
     Raises:
-        ConfigError: what `callsheet train` would refuse as well.
+        ConfigError: `callsheet train` would reject the recipe as well.
     """
     if not Path(recipe).is_file() and recipe not in RECIPES and (run := file_of_run(recipe)) is not None:
         recipe = str(run)
@@ -39,7 +39,7 @@ def _described(what: Prepared, overrides: list[str]) -> list[str]:
 
 
 def _folder(settings: Mapping[str, Any]) -> list[str]:
-    """Where the run would lie, for recipes that say so."""
+    """Return where the run's folder would be, for recipes that define it."""
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))

@@ -20,10 +20,10 @@ from callsheet.working import working
 
 
 def train(recipe: str, overrides: list[str]) -> int:
-    """Say what is there, run, and say what came of it; returns the exit status."""
+    """Print what was found, run the recipe, and print its report. Return the exit status."""
     with working("loading the recipe", is_shown=read_ranks().rank == 0):
         job = prepared(recipe, overrides, command="train").job
-    is_first = job.ranks.rank == 0  # of several ranks one speaks, and writes the report
+    is_first = job.ranks.rank == 0  # only rank 0 prints, and writes the report
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     if is_first:
         print(_summary(job.callbacks, recipe, overrides), flush=True)
@@ -37,12 +37,12 @@ def train(recipe: str, overrides: list[str]) -> int:
             reported = _reported(job.trainer.run.folder)
         print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
-        return 128 + job.trainer.signal  # as a shell says it of a process that a signal ended
+        return 128 + job.trainer.signal  # the status of a process that a signal ended, as in a shell
     return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
 
 
 def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
-    """Return the callbacks by name, and where the whole call sheet can be seen."""
+    """Return the names of the callbacks, and the command that prints the whole call sheet."""
     names = [label_of(callback) for callback in callbacks.callbacks]
     listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     show = shlex.join(["callsheet", "show", recipe, *overrides])
@@ -50,10 +50,10 @@ def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> s
 
 
 def _reported(folder: Path | None) -> str:
-    """Write the run's report, if it left anything to be reported, and say where it is."""
+    """Write the run's report, if its folder has anything to report, and return a line that names its path."""
     if folder is None or not is_run(folder):
         return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
     try:
         return f"Its report: {write_report(folder)}"
-    except (MissingPackage, OSError) as error:  # the run is over, and stands as it is
+    except (MissingPackage, OSError) as error:  # the run itself is complete
         return f"There is no report: {error}"

@@ -1,4 +1,4 @@
-"""A file that is there whole, or not at all."""
+"""Write a file atomically."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from callsheet.errors import CallsheetError
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write the text; CallsheetError where that cannot be done."""
+    """Write the text. Raise CallsheetError if that fails."""
     with whole_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A file to write to, which takes its name, and the place of an earlier one, when the block ends without an error.
+    """Open a file that gets its name, replacing an earlier file, when the block ends without an error.
 
     Raises:
-        CallsheetError: nothing can be written there.
+        CallsheetError: the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

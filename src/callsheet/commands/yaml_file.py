@@ -1,4 +1,4 @@
-"""A YAML file as a person wrote it: mistakes that a YAML reader passes over are errors here."""
+"""Read a YAML file strictly: mistakes that a YAML reader ignores are errors here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what the file holds.
+    """Return the content of the file.
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8, is not YAML, or gives a key twice; the message has the file and the line.
@@ -35,7 +35,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_keys(node: yaml.Node, path: Path) -> None:
-    """Raise ConfigError if a mapping has a key twice: YAML takes the last without a word."""
+    """Raise ConfigError if a mapping has a key twice: YAML silently takes the last one."""
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()

@@ -1,4 +1,4 @@
-"""Recipes: one readable file for each kind of job, run with `callsheet train`."""
+"""Recipes: ready training jobs, one readable file for each kind, run with `callsheet train`."""
 
 from callsheet.extras import needed_by
 

@@ -22,15 +22,15 @@ _TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 @dataclass
 class ByteFiles:
-    """Which files, and how they become windows of tokens.
+    """A folder of text files as windows of bytes.
 
     Args:
         folder: where the files are; None is the standard library of the running Python, without its tests.
-        pattern: which files in it and below, such as `*.py`.
-        sequence_length: bytes a window.
-        validation_percent: how many files of a hundred are for validation; a file's name decides, so that it stays where it is.
-        test_percent: likewise, for the test when all is done.
-        validation_windows: how many windows are evaluated, and tested, spread over their files.
+        pattern: which files in the folder and below it, such as `*.py`.
+        sequence_length: bytes per window.
+        validation_percent: the percentage of files for validation; a file's name decides, so that the split is stable.
+        test_percent: likewise, for the test after training.
+        validation_windows: how many windows are used for validation, and for the test, spread evenly over their files.
     """
 
     folder: str | None = None
@@ -57,7 +57,7 @@ class ByteFiles:
 
     @cached_property
     def files(self) -> tuple[list[Path], list[Path], list[Path]]:
-        """The files for training, for validation and for the test.
+        """Return the files for training, for validation and for the test.
 
         Raises:
             ConfigError: one of the three is empty.
@@ -73,7 +73,7 @@ class ByteFiles:
             parts[1 if draw < self.validation_percent else 2 if is_test else 0].append(path)
         if not all(parts):
             raise ConfigError(
-                f"data: {self.root} has {len(found)} files {self.pattern}, too few to have some for training, for validation and for the test"
+                f"data: {self.root} has {len(found)} files {self.pattern}, too few for training, validation and test"
             )
         return parts
 
@@ -96,11 +96,11 @@ class ByteFiles:
         return self._some(self.validation_bytes)
 
     def test(self) -> Windows:
-        """Some windows of the test's bytes, in order."""
+        """Some windows of the test bytes, in order."""
         return self._some(_read(self.files[2]))
 
     def about(self) -> str:
-        """How much of what."""
+        """Return a short description of the data."""
         held_out = f"{len(self.validation_bytes) / 1e6:.1f} MB held out"
         return f"{len(self.train_bytes) / 1e6:.1f} MB of {self.pattern} in {self.root}, {held_out}"
 
@@ -109,9 +109,9 @@ class ByteFiles:
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
-        """The cross-entropy of the validation bytes in nats a byte, under the training bytes' unigram and bigram counts.
+        """Return the cross-entropy of the validation bytes in nats per byte, under the training bytes' unigram and bigram counts.
 
-        Counts start from one, so that nothing is impossible (Laplace's rule).
+        Counts start from one (Laplace's rule), so that no byte has probability 0.
         """
         train, validation = self.train_bytes.astype(np.int64), self.validation_bytes.astype(np.int64)
         single = np.bincount(train, minlength=256) + 1.0
@@ -122,7 +122,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Stretches of `length` tokens, every `step`-th of them and at most `most`."""
+    """Windows of `length` tokens: every `step`-th, at most `most`."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

@@ -1,4 +1,4 @@
-"""A processor that needs no download: the byte tokenizer beside an image processor that Pillow is enough for."""
+"""A processor that needs no download: the byte tokenizer, and an image processor that needs only Pillow."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""As that of the byte tokenizer, with contents in parts: text, or an image's token."""
+"""The byte tokenizer's chat template, for contents in parts: text, or an image's token."""
 
 
 def byte_processor(image_size: int, patch_size: int) -> Any:
     """A `LlavaProcessor` for square images of `image_size` pixels, cut into patches of `patch_size`, for a vision tower shaped like CLIP's."""
     import transformers
 
-    # Named for Pillow since a version of its own; the plain name is that of Pillow's before, and of torchvision's after.
+    # Newer versions of transformers call the Pillow class `...Pil`; the plain name then means the torchvision class.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(
         image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
-        vision_feature_select_strategy="default",  # the patches, without the tower's class token,
-        num_additional_image_tokens=1,  # which is this one
+        vision_feature_select_strategy="default",  # the patches, without the tower's class token
+        num_additional_image_tokens=1,  # the class token
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,
     )

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no download: bytes, and the few tokens that a chat or a picture needs."""
+"""A tokenizer that needs no download: bytes, and a few special tokens for chats and images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""A role's token before what it says, and the end token after what the assistant says: the part that is learnt."""
+"""A role's token precedes each message, and the end token follows the assistant's messages, which are learnt with it."""
 
 
 def byte_tokenizer() -> Any:

@@ -1,4 +1,4 @@
-"""What a classifier must beat: the class that is most frequent, and naive Bayes over the bytes of a text."""
+"""Baselines for a classifier: the most frequent class, and naive Bayes over the bytes of a text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class ByteCounts:
-    """How often each class and, in its texts, each byte occurs. The same counts give both baselines.
+    """Counts of each class and of each byte in its texts, for both baselines.
 
     Args:
-        classes: how many there are.
+        classes: the number of classes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -31,9 +31,9 @@ class ByteCounts:
         return int(self.rows.argmax())
 
     def naive_bayes(self, texts: Iterable[str]) -> Tensor:
-        """The likeliest class of each text, int64, (texts,), where its bytes are drawn one by one with the frequencies of the class.
+        """Return the most likely class of each text, int64, (texts,), if its bytes are independent draws from the class's frequencies.
 
-        Counts start from one, so that nothing is impossible (Laplace's rule).
+        Counts start from one (Laplace's rule), so that no byte has probability 0.
         """
         smoothed = self.bytes + 1.0
         each = np.log(smoothed / smoothed.sum(axis=1, keepdims=True))

@@ -14,14 +14,15 @@ from callsheet.trainer.tasks import Losses, Task
 
 
 class ClassificationTask(Task):
-    """Batches are dictionaries of the model's arguments, and `labels`, one number a sample; the model gives `logits`, (samples, classes).
+    """Sequence classification with weighted cross entropy.
 
-    The loss is the mean over samples, each weighing what its class does. Metrics are `accuracy`, of all samples, and `f1`, the mean
-    of the classes' own.
+    Batches are dictionaries of the model's arguments and `labels`, one number per sample. The model returns `logits`,
+    (samples, classes). The loss is the mean over samples, weighted by class. Metrics are `accuracy` over all samples, and `f1`, the
+    mean over the classes.
 
     Args:
-        classes: how many there are.
-        weights: what a sample of each class weighs; None is the same for all.
+        classes: the number of classes.
+        weights: the weight of a sample of each class; None is the same for all.
     """
 
     def __init__(self, classes: int, weights: Sequence[float] | None = None) -> None:
@@ -33,7 +34,7 @@ class ClassificationTask(Task):
         self._weights = torch.tensor(weights) if weights is not None else None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """`model(**batch)`, but for the labels: the loss is not the model's own."""
+        """Return `model(**batch)` without the labels: the loss is not the model's own."""
         return model(**{name: value for name, value in batch.items() if name != "labels"})
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
@@ -46,14 +47,14 @@ class ClassificationTask(Task):
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
-        """What the samples weigh together, as the loss is a mean over that; without weights, how many there are."""
+        """Return the total weight of the samples, over which the loss is a mean; without weights, their number."""
         labels = batch["labels"]
         weights = self._on(labels)
         return len(labels) if weights is None else weights[labels].sum()
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether all classes weigh the same."""
+        """Whether all classes have the same weight."""
         return self._weights is None
 
     def _on(self, labels: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Sequence classification: which class a text belongs to."""
+"""Sequence classification: train a model that assigns texts to classes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from callsheet.trainer.tasks import Task
 
 @dataclass(kw_only=True)
 class ClassifyConfig(JobConfig):
-    """What the recipe is made of.
+    """The configuration of the recipe `classify`.
 
     Args:
-        model: what is trained; a model without a classifying head gets a new one.
+        model: the model to train; one without a classification head gets a new one.
         train: rows to train on; None trains on `pieces`.
         validation: rows to evaluate on, by the dataset's name.
-        test: rows to evaluate on once, when all is done.
-        pieces: where `train` is None, which source files are told apart.
+        test: rows to test on once, after training.
+        pieces: the packages of source files that are the classes, if `train` is None.
         text_column: the column of texts.
         label_column: the column of labels: names, or numbers from 0.
         labels: the classes' names in the order of their numbers; None takes those of the rows to train on.
-        class_weights: what a sample weighs in the loss: `none` is all the same; `balanced` lets all classes weigh the same together;
-            or a number for each class.
-        sequence_length: tokens a text may have.
-        too_long: what becomes of longer texts: `truncate` takes their beginning, `refuse` ends with an error before training.
+        class_weights: the weight of a sample in the loss: `none` is the same for all; `balanced` gives all classes the same total
+            weight; or a number for each class.
+        sequence_length: the most tokens of a text.
+        too_long: what happens to longer texts: `truncate` takes their beginning, `refuse` ends with an error before training.
     """
 
     run_name: str = "classify"
@@ -70,16 +70,16 @@ class ClassifyConfig(JobConfig):
             raise ConfigError(f"class_weights={self.class_weights}: give 0 or more for each class, and not 0 for all")
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError(
-                "validation and test are there, and no train; give the rows to train on as well, such as train.path"
+                "validation and test are given without train; give the rows to train on as well, such as train.path"
             )
         if taken := {"train", "test"} & set(self.validation):
             raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
 
 
 class Classify(Recipe[ClassifyConfig]):
-    """Sequence classification: which class a text belongs to.
+    """Sequence classification: train a model that assigns texts to classes.
 
-    It is evaluated at its interval, and evaluated and tested when training is over: loss, accuracy and F1.
+    The model is evaluated at the evaluation interval and after training, when it is also tested: loss, accuracy and F1.
     """
 
     Config = ClassifyConfig
@@ -90,7 +90,7 @@ class Classify(Recipe[ClassifyConfig]):
     # --- the job ---
 
     def read_data(self) -> None:
-        """Read the rows, and look at every label and text that can be looked at before it is needed."""
+        """Read the rows, and check every label and text that is not streamed."""
         config, columns = self.config, (self.config.text_column, self.config.label_column)
         self.tokenizer = config.model.make_tokenizer()
         self.sets: dict[str, Table | Stream] = {}
@@ -107,7 +107,7 @@ class Classify(Recipe[ClassifyConfig]):
         elif isinstance(train, Table):
             labels = ClassLabels.of((place, row[columns[1]]) for place, row in train.places())
         else:
-            raise ConfigError("labels: rows that are streamed do not show all their classes beforehand; name them in `labels`")
+            raise ConfigError("labels: the classes of streamed rows are not known before training; name them in `labels`")
         self.labels = labels = agreed_with_head(labels, config.model, may_reorder=config.labels is None)
         cuts, most = config.too_long == "truncate", config.sequence_length
         self.texts = LabelledTexts(self.tokenizer, labels, *columns, most, cuts)
@@ -120,7 +120,7 @@ class Classify(Recipe[ClassifyConfig]):
         self.weights = class_weights(config.class_weights, self.counts.rows.tolist(), labels.names)
 
     def make_model(self) -> nn.Module:
-        """A model that gives a number for each class."""
+        """Return a model with one logit for each class."""
         from transformers import AutoModelForSequenceClassification
 
         names = dict(enumerate(self.labels.names))
@@ -131,7 +131,7 @@ class Classify(Recipe[ClassifyConfig]):
             num_labels=len(names),
             id2label=names,
             label2id={name: number for number, name in names.items()},
-            pad_token_id=self.tokenizer.pad_token_id,  # decoders judge the last token that is not this one
+            pad_token_id=self.tokenizer.pad_token_id,  # decoders classify by the last token that is not padding
         )
 
     def make_task(self) -> Task:
@@ -143,11 +143,11 @@ class Classify(Recipe[ClassifyConfig]):
         return self._batches("train")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Each set by its name."""
+        """Return each validation set by its name."""
         return {name: self._batches(name) for name in self.sets if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """The rows for the test, where there are some."""
+        """Return the test rows, if there are any."""
         return self._batches("test") if "test" in self.sets else None
 
     def processor(self) -> Any:
@@ -155,12 +155,12 @@ class Classify(Recipe[ClassifyConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """How many rows of how many classes."""
+        """Return the number of rows and classes."""
         rows = [f"{len(rows)} rows for {name}" for name, rows in self.sets.items() if isinstance(rows, Table)]
         return ", ".join([f"{len(self.labels)} classes", *rows])
 
     def finish(self) -> None:
-        """Accuracy and F1 of every set, and on the last of them what the baselines reach."""
+        """Set the accuracy and F1 of every set, and of the baselines on the last set."""
         for name, found in self.evaluated.items():
             self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
         last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None
@@ -175,9 +175,9 @@ class Classify(Recipe[ClassifyConfig]):
                 self.results |= {f"{name}/{metric}": float(judge(guess, targets)) for metric, judge in metrics.items()}
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The likeliest class of each row's text: `label`, its `probability`, and the `probabilities` of all classes by name.
+        """Yield the most likely class of each row's text: `label`, its `probability`, and the `probabilities` of all classes by name.
 
-        Of several ranks all take part, and rank 0 has the answers.
+        All ranks take part, and rank 0 gets the answers.
         """
         collate, size = Padding(self.tokenizer.pad_token_id), self.config.eval_batch_size or self.config.batch_size
         numbered = enumerate(rows, 1)
@@ -202,7 +202,7 @@ def classify(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Classify:
-    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
     Example:
         >>> from callsheet.recipes import Rows, classify, ClassifyConfig  # doctest: +SKIP

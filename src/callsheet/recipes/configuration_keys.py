@@ -1,4 +1,4 @@
-"""The keys of a configuration of transformers: one that none of its classes knows would be kept, and change nothing."""
+"""Check the keys of a transformers configuration: transformers stores an unknown key without using it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Look at the values that a configuration was made of.
+    """Check the values from which a configuration was made.
 
     Raises:
-        ConfigError: there is a key, also in one of its parts such as `text_config`, that it merely keeps.
+        ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.
     """
     known, read = _declared(type(config)), _read(type(config))
     kept = [key for key in given if key not in known and key not in read and key in vars(config)]
@@ -27,10 +27,10 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
 
 
 def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Look at the values that are to stand over those of a configuration.
+    """Check the values that override those of a configuration.
 
     Raises:
-        ConfigError: it has no such key, nor has one of its parts.
+        ConfigError: a key is unknown to the configuration or to its part.
     """
     _reject((key for key in given if not hasattr(config, key)), _declared(type(config)), config, place)
     for key, value, part in _parts(given, config):
@@ -52,10 +52,10 @@ def _declared(kind: Any) -> set[str]:
 
 
 def _read(kind: Any) -> set[Any]:
-    """What its making asks for by name among further keys, such as those that it had under older versions."""
+    """Return the keys that the class reads from its keyword arguments by name, such as those of older versions."""
     from transformers import PreTrainedConfig
 
-    own = (one for one in kind.__mro__ if one is not PreTrainedConfig)  # which names what it leaves to others
+    own = (one for one in kind.__mro__ if one is not PreTrainedConfig)  # the base class names keys that it does not use itself
     functions = [vars(one).get(name) for one in own for name in ("__init__", "__post_init__")]
     return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}
 

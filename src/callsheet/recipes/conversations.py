@@ -1,4 +1,4 @@
-"""Rows of text as tokens, and which of them are learnt: chats through the tokenizer's template, prompts with completions, plain text."""
+"""Convert rows of text to tokens, and mark those that are learnt: chats (with a template), prompts with completions, or plain text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = "`messages`, or `prompt` and `completion`, or `text`"
 
 PLAIN = "plain"
-"""The chat template that is none."""
+"""The value of `chat_template` that means no template."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -23,35 +23,36 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each whether it is learnt."""
+    """Token ids, and for each token whether it is learnt."""
 
     ids: list[int]
     is_learnt: list[bool]
 
 
 class Conversations:
-    """What a model is to see of a row, and to say.
+    """Converts rows to the tokens that a model sees, and marks the tokens that it learns.
 
-    A row has a column `messages`, a list of `role` and `content`, with a column `tools` perhaps; or `prompt` and `completion`, texts or
-    lists of messages; or `text`. Texts of prompt and completion are a user's message and its answer where there is a chat template, and
-    follow one another as they are where there is none.
+    A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
+    are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
+    answer. Without one, the two texts are concatenated.
 
-    Learnt is what the assistant says, the template's end of it included: what stands in the template's `{% generation %}`; where it
-    has none, what each answer adds to the template of all that went before it. Of a text without turns everything is learnt.
+    The assistant's messages are learnt, including the template's end of a message: the part inside `{% generation %}` of the template
+    or, if it has no such block, what each answer appends to the rendered messages before it. Of a plain text everything is learnt.
 
     Args:
-        tokenizer: of transformers.
-        template: None is the tokenizer's own chat template, `plain` is none, else the path of a file with one; that is set on the tokenizer.
+        tokenizer: a tokenizer of transformers.
+        template: None for the tokenizer's own chat template, `plain` for no template, else the path of a template file, which is set
+            on the tokenizer.
         completion_only: False learns the prompts as well.
 
     Raises:
-        ConfigError: a template that is not there, or a tokenizer that cannot tell where its tokens stand in a text.
+        ConfigError: the template does not exist, or the tokenizer cannot return the offsets of its tokens in a text.
     """
 
     def __init__(self, tokenizer: Any, *, template: str | None = None, completion_only: bool = True) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                f"the tokenizer {type(tokenizer).__name__} cannot tell where its tokens stand in a text; give one with a tokenizer.json"
+                f"the tokenizer {type(tokenizer).__name__} cannot return the offsets of its tokens in a text; give one with a tokenizer.json"
             )
         if template not in (None, PLAIN):
             try:
@@ -63,10 +64,10 @@ class Conversations:
         self._completion_only = completion_only
 
     def example(self, row: Row, place: str) -> Example:
-        """The row's tokens.
+        """Return the row's tokens.
 
         Raises:
-            ConfigError: the row has other columns, or what stands in them is something else; it names the place.
+            ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.
         """
         row = _there(row)
         if "messages" in row or _is_chat(row.get("prompt")):
@@ -75,18 +76,18 @@ class Conversations:
             prompt, completion = _text(row, "prompt", place), _text(row, "completion", place)
             if self._has_template:
                 return self._of_chat([_user(prompt), {"role": "assistant", "content": completion}], None, place)
-            asked, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
-            return Example(asked + answer, [not self._completion_only] * len(asked) + [True] * len(answer))
+            question, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
+            return Example(question + answer, [not self._completion_only] * len(question) + [True] * len(answer))
         if "text" not in row:
             reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS}")
         ids = self._ended(self._ids(_text(row, "text", place), special=True))
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
-        """The tokens that the model is to go on from: the row's without the last answer, with the template's beginning of one.
+        """Return the tokens that the model continues: the row without its last answer, and the template's start of an answer.
 
         Raises:
-            ConfigError: as `example`.
+            ConfigError: as in `example`.
         """
         row = _there(row)
         if "messages" in row or _is_chat(row.get("prompt")):
@@ -103,9 +104,7 @@ class Conversations:
 
     def _of_chat(self, messages: Sequence[Message], tools: Any, place: str) -> Example:
         if not any(message["role"] == "assistant" for message in messages):
-            reject(
-                place, "the assistant says nothing in it, so there is nothing to learn; give a message of the role `assistant`"
-            )
+            reject(place, "it has no message of the assistant, so there is nothing to learn; give one with the role `assistant`")
         text, spans = self._answers(messages, tools, place)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
@@ -121,7 +120,7 @@ class Conversations:
         return Example(ids, is_learnt)
 
     def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
-        """The whole text, and where in it the assistant speaks, in order."""
+        """Return the whole text, and the spans of the assistant's messages in it, in order."""
         if self._has_template and _GENERATION.search(template := str(self._tokenizer.get_chat_template(None, tools=tools))):
             return self._marked(messages, tools, template, place)
         text = self._rendered(messages, tools, place)
@@ -134,9 +133,9 @@ class Conversations:
             if not (before and text.startswith(before) and text.startswith(after) and len(before) < len(after)):
                 reject(
                     place,
-                    f"the chat template does not begin the whole conversation with what it writes up to message {i + 1}, so that the "
-                    "answer in it cannot be told from the rest; put {% generation %} around what the "
-                    "assistant says in the template (chat_template), or one answer in each row",
+                    f"the chat template renders the messages up to message {i + 1} differently when more follow, so that the "
+                    "answer in it cannot be located; put {% generation %} around the "
+                    "assistant's messages in the template (chat_template), or give one answer in each row",
                 )
             found.append((len(before), len(after)))
         return text, found
@@ -171,7 +170,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """`special` has the tokenizer begin the text as it does; what a template wrote has all that already."""
+        """Return the token ids of a text. `special` adds the tokenizer's special tokens, which a rendered template already has."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -180,7 +179,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """What a template makes of messages; templates refuse some themselves."""
+    """Render a template, and reject the row if the template raises an error."""
     from jinja2 import TemplateError
 
     try:
@@ -190,7 +189,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
-    """The messages of a row, and its tools."""
+    """Return the messages of a row, and its tools."""
     parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
     messages: list[Message] = []
     for column, value in parts:
@@ -208,7 +207,7 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
 
 
 def _there(row: Row) -> Row:
-    """Parquet files have every column in every row, and every key in every message; nothing is not there."""
+    """Return the row without None: Parquet files have every column in every row, and every key in every message."""
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -229,7 +228,7 @@ def _text(row: Row, column: str, place: str) -> str:
 
 
 def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Templates look whether a key is there."""
+    """Return the messages without None values: templates check whether a key exists."""
     return [dict(_there(message)) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn, as rows: an image, the question, and its name in words."""
+"""The handwritten digits of scikit-learn as rows: an image, a question, and the digit's name in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Digits(Table):
     """Some of the 1,797 images of 8 by 8 pixels (Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits).
 
     Args:
-        part: `train`, or `validation` or `test`, a tenth of them each; which one an image is in depends on its number alone.
+        part: `train`, or `validation` or `test`, which are a tenth each. The part of an image depends only on its number.
     """
 
     def __init__(self, part: str) -> None:
@@ -35,7 +35,7 @@ class Digits(Table):
 
         images, names = _digits()
         number = self._numbers[index]
-        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # they are 0 to 16
+        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # the pixels are 0 to 16
         return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
 
     def place(self, index: int) -> str:

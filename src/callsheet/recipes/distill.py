@@ -34,21 +34,21 @@ from callsheet.trainer.tasks import Task
 logger = logging.getLogger("callsheet")
 
 BEFORE = "distill/before"
-"""In the run's user state: what the student's cross entropies were before it was trained."""
+"""The key in the run's user state for the student's cross entropies before training."""
 TEACHER, HARD_LABELS = "teacher", "hard_labels"
-"""The folders, in the run's, of the runs beside it."""
+"""The subfolders of the run's folder for the teacher and for the student on labels alone."""
 
 
 @dataclass(kw_only=True)
 class DistillConfig(FinetuneConfig):
-    """What the recipe is made of: all that fine-tuning has, whose `model` is the student, and a teacher.
+    """The configuration of the recipe `distill`: that of `finetune`, whose `model` is the student, and a teacher.
 
     Args:
-        teacher: whose tokens have to be the student's. One without a path is trained first, on the same data.
-        teacher_duration: for how long it is trained then; `2dur` is twice `max_duration`.
-        kd_temperature: what the logits of both are divided by before they are compared.
-        mix: the share of the labels in the loss, from 0 to 1; the rest is the teacher's.
-        compare_with_hard_labels: whether another student is trained as long on the labels alone, for the table.
+        teacher: the teacher, with the student's vocabulary. A teacher without a path is trained first, on the same data.
+        teacher_duration: how long such a teacher is trained; `2dur` is twice `max_duration`.
+        kd_temperature: the temperature by which the logits of both are divided before they are compared.
+        mix: the share of the labels in the loss, from 0 to 1; the rest is the teacher's share.
+        compare_with_hard_labels: whether another student is trained equally long on the labels alone, for comparison in the results.
     """
 
     run_name: str = "distill"
@@ -72,7 +72,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return how long a teacher is trained, with a multiple of `max_duration` in that one's unit."""
+        """Return how long a teacher is trained; a multiple of `max_duration` is given in its unit."""
         given = self.teacher_duration
         if not str(given).strip().endswith("dur"):
             return str(duration(given, None, "teacher_duration"))
@@ -85,16 +85,16 @@ class DistillConfig(FinetuneConfig):
 class Distill(Finetune):
     """Knowledge distillation: a small language model learns from a large one.
 
-    It is evaluated before training, at its interval, and evaluated and tested when training is over: `loss`, `ce_loss`, `kd_loss` and
-    `teacher_loss`.
+    The student is evaluated before training, at the evaluation interval, and after training, when it is also tested. The metrics are
+    `loss`, `ce_loss`, `kd_loss` and `teacher_loss`.
     """
 
     Config = DistillConfig
     config: DistillConfig
-    results_are_in = "nats a token of the answers, as cross entropies; the baselines count the training answers' tokens"
+    results_are_in = "nats per token of the answers, as cross entropies; the baselines use token counts of the training answers"
 
     def read_data(self) -> None:
-        """As fine-tuning does; and refuse a teacher of other tokens."""
+        """Read the data as in fine-tuning, and reject a teacher with another vocabulary."""
         super().read_data()
         own, others = self.tokenizer.get_vocab(), self.config.teacher.make_tokenizer().get_vocab()
         if own != others:
@@ -103,32 +103,32 @@ class Distill(Finetune):
                 f"{names[token]} of {len(names)}" if token in names else f"none of {len(names)}" for names in (others, own)
             )
             raise ConfigError(
-                f"teacher: its vocabulary is another than the student's: {token!r} is token {theirs} to the teacher, and {ours} to the student; "
+                f"teacher: its vocabulary differs from the student's: {token!r} is token {theirs} of the teacher, and {ours} of the student; "
                 "give a teacher and a student with one tokenizer"
             )
 
     def make_model(self) -> nn.Module:
-        """The student; and the teacher, if it is there already."""
+        """Return the student, and load the teacher if it exists already."""
         model = super().make_model()
         self.teacher = self._teacher(self.config.teacher) if self.config.teacher.path is not None else None
         return model
 
     def make_task(self) -> Task:
-        """The student's own loss, mixed with its distance from the teacher; a teacher without weights is trained here."""
+        """Return the student's own loss, mixed with its distance from the teacher. A teacher without weights is trained here."""
         if self.teacher is None:
             self.teacher = self._teacher(replace(self.config.teacher, path=str(self._taught()), config=None, freeze=[]))
         config = self.config
         return DistillationTask(self.teacher, temperature=config.kd_temperature, mix=config.mix, vocabulary=len(self.tokenizer))
 
     def begin(self) -> None:
-        """What the student says before it has learnt anything, if this is before."""
+        """Evaluate the untrained student, if training has not begun yet."""
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
             trainer.ctx.user_state[BEFORE] = {name: losses["ce_loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Put student, teacher and baselines beside one another, and ask the student."""
+        """Put student, teacher and baselines beside one another, and let the student answer the prompts."""
         super().finish()
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         results: dict[str, float] = {}
@@ -139,7 +139,7 @@ class Distill(Finetune):
         self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
 
     def run(self) -> dict[str, float]:
-        """As every recipe does; and train another student on the labels alone, where that is wanted."""
+        """Run as every recipe does, and train another student on the labels alone if `compare_with_hard_labels` is set."""
         super().run()
         if self.config.compare_with_hard_labels and not self.trainer.preempted:
             steps = self.trainer.state.timestamp.batch
@@ -150,9 +150,9 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        return super()._trainer(model, resume or AUTO)  # with None the folder would have to be empty, and the teacher is there
+        return super()._trainer(model, resume or AUTO)  # None would require an empty folder, but it contains the teacher
 
-    # --- the runs beside it ---
+    # --- the teacher's run, and the run on labels alone ---
 
     def _teacher(self, which: LanguageModel) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -163,33 +163,35 @@ class Distill(Finetune):
         return teacher
 
     def _taught(self) -> Path:
-        """The folder of the teacher that is trained for this run, if it has not been.
+        """Return the folder of the teacher for this run, and train the teacher if it does not exist yet.
 
         Raises:
-            ConfigError: the run goes on, and its teacher is gone.
+            ConfigError: the run is resumed, and its teacher is missing.
         """
         exported = self.folder / TEACHER / "export"
         recipe = self._beside(TEACHER, self.config.teacher, self.config.teacher_length(), None)
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            if kept is not None and not self.folder.exists() and _is_of(kept, recipe):  # all that the run had got to
+            if (
+                kept is not None and not self.folder.exists() and _is_of(kept, recipe)
+            ):  # the earlier run ended while it trained its teacher
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # and whole
+            is_there = exported.exists()  # it is renamed into place, so that it is complete
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
-                    f"{self.folder} is to go on, and its teacher is not in {exported}; --resume new starts anew, with a new one"
+                    f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
                 )
             return is_there
 
         if not of_rank_zero(self.ranks, look, timeout=self.config.timeout_seconds):
-            logger.info("the teacher is trained first, for %s", self.config.teacher_length())
+            logger.info("training the teacher first, for %s", self.config.teacher_length())
             _run(recipe)
         return exported
 
     def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """A run of fine-tuning on the same data, in this one's folder; one that is there goes on."""
+        """Return a fine-tuning run on the same data, in a subfolder of this run's; an existing one is resumed."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -206,14 +208,14 @@ class Distill(Finetune):
 
 
 class _Beside(Finetune):
-    """Whose export is there whole, or not at all."""
+    """A fine-tuning run whose export is complete, or missing."""
 
     def export(self, path: str | Path) -> None:
-        """Write it under another name, and rename it when all of it is written."""
+        """Write the export under another name, and rename it when it is complete."""
         draft = Path(f"{path}.new")
 
         def clear() -> None:
-            if draft.exists():  # half of it, of a run that ended there
+            if draft.exists():  # an incomplete export of a run that ended while writing it
                 shutil.rmtree(draft)
 
         def put() -> None:
@@ -235,7 +237,7 @@ def _run(recipe: Finetune) -> None:
     recipe.setup()
     recipe.run()
     if recipe.trainer.preempted and recipe.trainer.signal is not None:
-        raise SystemExit(128 + recipe.trainer.signal)  # the run that it is beside makes way as well
+        raise SystemExit(128 + recipe.trainer.signal)  # the outer run is preempted as well
 
 
 def distill(
@@ -244,7 +246,7 @@ def distill(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Distill:
-    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
     Example:
         >>> from callsheet.recipes import DistillConfig, LanguageModel, Rows, distill  # doctest: +SKIP

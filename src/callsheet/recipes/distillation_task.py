@@ -1,4 +1,4 @@
-"""Distillation as a task: a model learns from the labels, and from what a teacher thinks of every token."""
+"""Distillation as a task: a model learns from the labels, and from a teacher's logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from callsheet.trainer.tasks import IGNORED_LABEL, Losses
 class DistillationTask(CausalTask):
     """The loss is `mix * ce_loss + (1 - mix) * kd_loss`, all three means over the labelled tokens (Hinton, Vinyals and Dean 2015).
 
-    `ce_loss` is the model's own, in nats; `kd_loss` is the square of the temperature times KL(teacher || model), both softened by it, so that its
-    gradients keep their size. Where nothing is trained, `teacher_loss` is the teacher's cross entropy.
+    `ce_loss` is the model's own, in nats. `kd_loss` is KL(teacher || model), with both divided by the temperature, times the square of
+    the temperature, so that its gradients keep their size. In evaluation `teacher_loss` is the teacher's cross entropy.
 
     Args:
         teacher: a causal language model over the same tokens.
-        temperature: what both logits are divided by before the softmax.
+        temperature: the temperature by which both logits are divided before the softmax.
         mix: the share of the labels, from 0 to 1.
-        vocabulary: how many tokens there are; logits beyond, which some models have for a rounder number, are left out.
+        vocabulary: the number of tokens. Further logits, which some models have as padding, are ignored.
     """
 
     def __init__(self, teacher: nn.Module, *, temperature: float, mix: float, vocabulary: int) -> None:
@@ -31,18 +31,18 @@ class DistillationTask(CausalTask):
         self._temperature, self._mix, self._vocabulary = temperature, mix, vocabulary
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's outputs, with the teacher's logits as `teacher_logits`."""
+        """Return the model's outputs, with the teacher's logits as `teacher_logits`."""
         outputs = super().forward(model, batch)
         with torch.no_grad():
-            asked = {name: value for name, value in batch.items() if name != "labels"}
-            outputs["teacher_logits"] = super().forward(self.frozen_models[0], asked).logits
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            outputs["teacher_logits"] = super().forward(self.frozen_models[0], inputs).logits
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """The losses by name."""
+        """Return the losses by name."""
         own = super().loss(outputs, batch)
-        assert isinstance(own, Tensor)  # a model's is
-        labels = batch["labels"][:, 1:]  # the first is predicted by nothing
+        assert isinstance(own, Tensor)  # the loss of a model is a tensor
+        labels = batch["labels"][:, 1:]  # no logits predict the first token
         says, teaches = (logits[:, :-1, : self._vocabulary].float() for logits in (outputs.logits, outputs.teacher_logits))
         says_softly, teaches_softly = (log_softmax(logits / self._temperature, dim=-1) for logits in (says, teaches))
         apart = kl_div(says_softly, teaches_softly, reduction="none", log_target=True).sum(-1)

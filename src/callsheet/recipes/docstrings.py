@@ -1,4 +1,4 @@
-"""Questions and answers from Python source: what is this function for? The files are parsed, and not run."""
+"""Questions and answers from Python source: what does this function do? The files are parsed, not run."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Documented(Table):
 
 @dataclass
 class Docstrings:
-    """The documented functions of a folder of Python files, some files' held out; a file's name decides, so that it stays where it is.
+    """The documented functions of a folder of Python files. Some files are held out; a file's name decides, so that the split is stable.
 
     Args:
         folder: None is the standard library of the running Python, without its tests.
-        held_out_percent: how many files of a hundred are for validation.
+        held_out_percent: the percentage of files for validation.
         longest_signature: functions with a longer one, in characters, are left out.
     """
 
@@ -62,7 +62,7 @@ class Docstrings:
 
     @property
     def validation(self) -> dict[str, Documented]:
-        """Of files that are held out: `functions`, and `methods` of classes."""
+        """Return the `functions`, and the `methods` of classes, of the held-out files."""
         return {name: self._tables[name] for name in ("functions", "methods")}
 
     @cached_property
@@ -94,13 +94,13 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Each function of the file that is not inside another, and the class it stands in, with a dot, or nothing."""
+    """Yield each function of the file that is not nested in another, with the name of its class and a dot, or an empty string."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in other people's texts
+            warnings.simplefilter("ignore")  # invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # a template, or a sample of another version's source
+        return  # a template, or source for another version of Python
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         owner, node = stack.pop()

@@ -1,4 +1,4 @@
-"""The datasets of a job as examples of tokens, by name: padded or packed."""
+"""The datasets of a job as tokenized examples, by name, padded or packed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from callsheet.recipes.rows import Stream, Table
 
 
 class ExampleSets:
-    """Makes tokens of all rows that are not streamed.
+    """Tokenizes all rows, except streamed ones, which are tokenized as they are read.
 
     Args:
-        rows: by the dataset's name.
-        conversations: what makes tokens of a row.
-        longest: tokens an example may have, and a packed row.
-        too_long: what becomes of longer ones.
-        packing: whether several examples stand in a row.
-        flat: whether all packed rows of a batch stand in one, as flash attention wants it.
-        pad_id: the token to fill up with.
+        rows: the rows by the dataset's name.
+        conversations: converts a row to tokens.
+        longest: the most tokens of an example, and of a packed row.
+        too_long: what happens to longer examples.
+        packing: whether several examples are put into one row.
+        flat: whether all packed rows of a batch are concatenated into one, as flash attention needs it.
+        pad_id: the padding token.
 
     Raises:
-        ConfigError: a row that cannot be used, or is too long and to be refused; it names the place.
+        ConfigError: a row cannot be used, or is too long and `too_long` is `refuse`; the message names its place.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class ExampleSets:
             for name, some in rows.items()
         }
         self.collate: Any = Pack(pad_id, flat=flat) if packing else Padding(pad_id)
-        """Makes a batch of the samples of any of them."""
+        """Makes a batch of samples of any of the datasets."""
 
     def dataset(self, name: str) -> Any:
-        """Its samples: examples, or rows of several."""
+        """Return the samples of a dataset: examples, or packed rows."""
         examples = self.examples[name]
         if not self._packing:
             return examples
         return Packed(examples, self._longest) if isinstance(examples, Examples) else PackedStream(examples, self._longest)
 
     def __str__(self) -> str:
-        """How many there are of each, and what did not fit."""
-        said = []
+        """Return the number of examples of each dataset, and of those that were too long."""
+        parts = []
         for name, examples in self.examples.items():
             count = "a stream"
             if isinstance(examples, Examples):
                 count = f"{len(examples):,} examples" + (f" in {len(self.dataset(name)):,} rows" if self._packing else "")
-            said.append(f"{name}: {count}{self._fits[name]}")
-        return "; ".join(said)
+            parts.append(f"{name}: {count}{self._fits[name]}")
+        return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Examples of tokens to train on: all of a table's in memory, or a stream's as they come; none longer than the model is to see."""
+"""Tokenized examples to train on: those of a table in memory, or those of a stream as they arrive. None exceeds the length limit."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """No example longer than `longest` tokens, and none without one that is learnt.
+    """Enforces that no example is longer than `longest` tokens, and that each has a learnt token.
 
     Attributes:
-        truncated: how many were cut.
-        dropped: how many were left out.
+        truncated: how many examples were cut.
+        dropped: how many examples were left out.
     """
 
     def __init__(self, longest: int, too_long: str) -> None:
@@ -41,10 +41,10 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """The example, or its first `longest` tokens, or None.
+        """Return the example, or its first `longest` tokens, or None if it is dropped.
 
         Raises:
-            ConfigError: it is too long and to be refused, or has nothing to learn; it names the place.
+            ConfigError: the example is too long and `too_long` is `refuse`, or it has no learnt token; the message names the place.
         """
         if len(example.ids) > self.longest:
             if self._too_long == "reject":
@@ -58,45 +58,47 @@ class Fit:
                 self.dropped += 1
                 return None
             self.truncated += 1
-        if not any(example.is_learnt[1:]):  # nothing predicts the first
-            reject(place, "there is nothing to learn in it: no token of an answer; leave it out")
+        if not any(example.is_learnt[1:]):  # no logits predict the first token
+            reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
         return example
 
     def __str__(self) -> str:
-        said = {"cut to it": self.truncated, "left out": self.dropped}
-        return "".join(f", {count} longer than {self.longest} tokens {what}" for what, count in said.items() if count)
+        counts = {"truncated": self.truncated, "left out": self.dropped}
+        return "".join(f", {count} longer than {self.longest} tokens {what}" for what, count in counts.items() if count)
 
 
 class Examples(Dataset[Sample]):
-    """The examples of a table's rows, in memory: five bytes a token. Every row is looked at here, before anything is trained."""
+    """The examples of a table's rows, in memory: five bytes per token. Every row is checked here, before training."""
 
     def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
         ids, is_learnt, ends = array("i"), array("b"), array("q", [0])
-        began, is_told = time.monotonic(), False
+        began, has_logged = time.monotonic(), False
         for index in range(len(rows)):
             place = rows.place(index)
             if (example := fit(encode(rows[index], place), place)) is not None:
                 ids.extend(example.ids)
                 is_learnt.extend(example.is_learnt)
                 ends.append(len(ids))
-            if not is_told and time.monotonic() - began > 10:
-                is_told = True
-                logger.info("row %d of %d has become tokens; streaming: true would do it while training", index + 1, len(rows))
+            if not has_logged and time.monotonic() - began > 10:
+                has_logged = True
+                logger.info(
+                    "tokenized %d of %d rows; streaming: true tokenizes them during training instead", index + 1, len(rows)
+                )
         if len(ends) == 1:
-            raise ConfigError(f"{rows.place(0)} and what follows it: every row is too long{fit}; give a longer sequence_length")
+            raise ConfigError(f"{rows.place(0)} and all further rows are too long{fit}; give a longer sequence_length")
         self.ids = np.frombuffer(ids, dtype=np.int32)
         self.is_learnt = np.frombuffer(is_learnt, dtype=np.bool_)
         self._ends = np.frombuffer(ends, dtype=np.int64)
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each."""
+        """The number of tokens of each example."""
         lengths: list[int] = np.diff(self._ends).tolist()
         return lengths
 
     @property
     def starts(self) -> Any:
-        """Where in `ids` each begins."""
+        """The index in `ids` at which each example begins."""
         return self._ends[:-1]
 
     def __len__(self) -> int:
@@ -111,7 +113,7 @@ class Examples(Dataset[Sample]):
 
 
 class ExampleStream(IterableDataset[Sample]):
-    """The examples of a stream's rows, as they come; a row that cannot be used stops the run there."""
+    """The examples of a stream's rows, as they arrive. A row that cannot be used stops the run when it is read."""
 
     def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
         self._rows, self._encode, self._fit = rows, encode, fit
@@ -123,7 +125,7 @@ class ExampleStream(IterableDataset[Sample]):
 
 
 def sample(ids: Any, is_learnt: Any) -> Sample:
-    """`input_ids` and `labels`, int64, (length,); the labels of what is not learnt, and of the first token, are left out of the loss."""
+    """Return `input_ids` and `labels`, int64, (length,). Labels of the first token, and of tokens not learnt, are ignored by the loss."""
     tokens = torch.from_numpy(ids.astype(np.int64))
     learnt = torch.from_numpy(is_learnt.copy())
     learnt[0] = False

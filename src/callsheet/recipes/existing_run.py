@@ -1,4 +1,4 @@
-"""What stands already where a run is to lie, and what becomes of it; decided on rank 0, for all ranks."""
+"""Decide on rank 0, for all ranks, what happens to an existing run in the folder of a new one."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from callsheet.trainer.store import attempt_store, keeper_of_store, within
 logger = logging.getLogger("callsheet")
 
 _SHOWN, _LONGEST = 4, 60
-"""How many values a message lists, and how long one is at most."""
+"""How many values a message lists, and the greatest length of each."""
 
 NEW = "new"
 """The value of `resume` that sets an earlier run aside."""
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
-    """What `decide()` gives on rank 0, plain data, on all ranks; before there is a Trainer, and its process group.
+    """Return on all ranks what `decide()` returns on rank 0, as plain data. Works before the Trainer has made a process group.
 
     Raises:
-        ConfigError: on all ranks, where rank 0 could not decide.
+        ConfigError: on all ranks, if `decide()` raised it on rank 0.
         DistributedError: rank 0 did not decide within `timeout` seconds.
     """
     if ranks.world_size == 1:
         return decide()
     store = attempt_store(ranks, timeout)
     if ranks.rank != 0:
-        decided = _heard(store, timeout)
+        decided = _receive(store, timeout)
         if "rejected" in decided:
             raise ConfigError(decided["rejected"])
         return decided["value"]
     try:
         value = decide()
     except Exception as error:
-        _tell(store, {"rejected": str(error)}, ranks.world_size, timeout)
+        _send(store, {"rejected": str(error)}, ranks.world_size, timeout)
         raise
-    _tell(store, {"value": value}, ranks.world_size, timeout)
+    _send(store, {"value": value}, ranks.world_size, timeout)
     return value
 
 
-def _heard(store: Any, timeout: float) -> Any:
+def _receive(store: Any, timeout: float) -> Any:
     deadline = time.monotonic() + timeout
 
-    def hear() -> Any:
+    def receive() -> Any:
         while not store.check(["decided"]):
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -64,48 +64,48 @@ def _heard(store: Any, timeout: float) -> Any:
         return decided
 
     try:
-        return within(timeout + 1.0, hear)
+        return within(timeout + 1.0, receive)
     except TimeoutError:
         raise DistributedError(
-            f"rank 0 did not decide within {timeout:g} s how the run begins: dead or stopped, or still at it"
+            f"rank 0 did not decide within {timeout:g} s how the run begins: it is dead, stopped or still busy"
         ) from None
     except RuntimeError as error:
         raise DistributedError(
-            f"{keeper_of_store()}, which keeps the store that the ranks meet at, has ended: {error}"
+            f"{keeper_of_store()}, which hosts the store of the ranks' rendezvous, has ended: {error}"
         ) from error
 
 
-def _tell(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
-    """Say it, and wait until all have heard: where no launcher keeps the store, it is gone with the last word here."""
+def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
+    """Send the decision, and wait until all ranks have received it: without a launcher the store ends with this process."""
     deadline = time.monotonic() + timeout
 
-    def tell() -> None:
+    def send() -> None:
         store.set("decided", json.dumps(decided))
         while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     try:
-        within(timeout + 1.0, tell)
+        within(timeout + 1.0, send)
     except TimeoutError:
         raise DistributedError(
-            f"{keeper_of_store()}, which keeps the store that the ranks meet at, did not answer within {timeout:g} s"
+            f"{keeper_of_store()}, which hosts the store of the ranks' rendezvous, did not answer within {timeout:g} s"
         ) from None
 
 
 def resumable(folder: Path, resume: str) -> str | None:
-    """What the Trainer is to resume; None where the run begins anew, and what is there has to make room."""
+    """Return what the Trainer resumes; None if a new run starts, and an existing folder must be set aside."""
     if resume == NEW:
         return None
     if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
-        return None  # there is nothing to go on from, or only half a record of it
+        return None  # there is no committed checkpoint to resume from
     return resume
 
 
 def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
-    """Going on with a run means going on with its model, data and optimizer: half of one job and half of another is neither.
+    """Reject resuming a run with the model, data or optimizer of another job.
 
     Raises:
-        ConfigError: the configuration at `path` differs from `resolved` in a key that is not among those that may change.
+        ConfigError: the configuration at `path` differs from `resolved` in a key that is not in `may_change`.
     """
     if not resolved or not path.exists():
         return
@@ -115,8 +115,8 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
         shown = "; ".join(values[:_SHOWN]) + (f"; and {len(values) - _SHOWN} more" if len(values) > _SHOWN else "")
         raise ConfigError(
-            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to go on with it; --resume new "
-            "sets it aside and starts anew; --run_name NAME starts another beside it"
+            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; --resume new "
+            "sets it aside and starts a new run; --run_name NAME starts another beside it"
         )
 
 
@@ -130,7 +130,7 @@ def _with_current_names(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(key: str, before: Any, now: Any) -> list[str]:
-    """What differs, by the key that a person would write: `optimizer.lr: 0.002 in the run, 0.001 now`."""
+    """Return the differences, each with its dotted key: `optimizer.lr: 0.002 in the run, 0.001 now`."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
         inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]
@@ -144,9 +144,9 @@ def _short(value: Any) -> str:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename a run's folder to the first free `<name>.<number>`, so that a new run can have its name.
+    """Rename a run's folder to the first free `<name>.<number>`, so that a new run can use its name. Return the new path.
 
-    None where there is no run, nor one that was trained for it, such as a teacher: such a folder is used as it is.
+    Return None if the folder holds neither a run nor one that was trained for it, such as a teacher. The folder is then kept.
     """
     if not is_marked(folder) and not find_checkpoints(folder / "checkpoints").checkpoints and not any(folder.glob(f"*/{MARKER}")):
         return None

@@ -1,4 +1,4 @@
-"""Fine-tuning: a causal language model learns to answer, or to go on, as rows of text do."""
+"""Fine-tuning: a causal language model learns from conversations, prompts with completions, or plain text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from callsheet.recipes.conversations import Conversations
 from callsheet.recipes.docstrings import Docstrings
 from callsheet.recipes.example_sets import ExampleSets
 from callsheet.recipes.examples import TOO_LONG, Examples
-from callsheet.recipes.generation import continued, said
+from callsheet.recipes.generation import continuations, log_continuations
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.language_model import LanguageModel
 from callsheet.recipes.lora import Lora
@@ -29,31 +29,31 @@ from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
 BEFORE = "finetune/before"
-"""In the run's user state: what the model's losses were before it was trained."""
+"""The key in the run's user state for the model's losses before training."""
 
 
 @dataclass(kw_only=True)
 class FinetuneConfig(JobConfig):
-    """What the recipe is made of.
+    """The configuration of the recipe `finetune`.
 
     Args:
-        model: what is trained.
-        lora: train low-rank adapters alone; None trains all of the model that `model.freeze` does not name.
-        train: rows to learn from: `messages`, or `prompt` and `completion`, or `text`; None takes `docstrings`.
+        model: the model to train.
+        lora: train only low-rank adapters; None trains all parameters except those that `model.freeze` names.
+        train: rows to train on: `messages`, or `prompt` and `completion`, or `text`; None takes `docstrings`.
         validation: rows to evaluate on, by the dataset's name.
-        test: rows to evaluate on once, when all is done.
-        docstrings: where `train` is None, whose functions are to be explained.
-        chat_template: None is the tokenizer's own; `plain` puts none around prompt and completion; else the path of a Jinja file.
-        completion_only: whether the answers alone are learnt, and not what is asked.
-        sequence_length: tokens an example may have, and a packed row.
-        too_long: what becomes of longer examples: `refuse` ends with an error before training, `truncate` takes their beginning,
+        test: rows to test on once, after training.
+        docstrings: the source files whose functions are explained, if `train` is None.
+        chat_template: None for the tokenizer's own; `plain` for none; else the path of a Jinja file.
+        completion_only: whether only the answers are learnt, and not the prompts.
+        sequence_length: the most tokens of an example, and of a packed row.
+        too_long: what happens to longer examples: `refuse` ends with an error before training, `truncate` takes their beginning,
             `drop` leaves them out.
-        packing: several examples in each row of `sequence_length` tokens; `batch_size` counts rows then.
+        packing: put several examples into each row of `sequence_length` tokens; `batch_size` then counts rows.
         evaluate_first: whether the validation data is evaluated before the first step as well.
-        prompts: what the trained model is asked in the end.
-        samples: how many of each validation dataset's prompts it is asked as well.
-        generated_tokens: how far it may answer.
-        temperature: of the drawing of each token; 0 takes the likeliest.
+        prompts: prompts for the trained model at the end of the run.
+        samples: how many prompts of each validation dataset it answers as well.
+        generated_tokens: the most tokens of an answer.
+        temperature: the sampling temperature; 0 takes the most likely token.
     """
 
     run_name: str = "finetune"
@@ -85,7 +85,7 @@ class FinetuneConfig(JobConfig):
         if self.samples < 0 or self.temperature < 0:
             raise ConfigError(f"samples={self.samples}, temperature={self.temperature}: give 0 or more of each")
         if self.train is None and (self.validation or self.test is not None):
-            raise ConfigError("validation or test is there, and no train; give the rows to learn from as well, as train.path")
+            raise ConfigError("validation or test is given without train; give the rows to train on as well, as train.path")
         if taken := {"train", "test"} & set(self.validation):
             raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
         if self.lora is not None and not self.lora.merge and self.model.path is None:
@@ -93,7 +93,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """The model's own loss, without a cache of keys and values: nothing reads it, and with it packed examples would not be kept apart."""
+    """The model's own loss, without a key-value cache: nothing reads the cache, and it would let packed examples see each other."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """`model(**batch)`."""
@@ -101,18 +101,18 @@ class CausalTask(HuggingFaceTask):
 
 
 class Finetune(Recipe[FinetuneConfig]):
-    """Fine-tuning: a causal language model learns to answer, or to go on, as rows of text do.
+    """Fine-tuning: a causal language model learns from conversations, prompts with completions, or plain text.
 
-    It is evaluated before training, at its interval, and evaluated and tested when training is over.
+    The model is evaluated before training, at the evaluation interval, and after training, when it is also tested.
     """
 
     Config = FinetuneConfig
-    results_are_in = "nats a token of the answers; the baselines count the training answers' tokens"
+    results_are_in = "nats per token of the answers; the baselines use token counts of the training answers"
 
     # --- the job ---
 
     def read_data(self) -> None:
-        """Make tokens of all rows that are not streamed: what cannot be used, or is too long, is known then."""
+        """Convert all rows to tokens, except streamed ones: rows that cannot be used, or are too long, are rejected now."""
         config = self.config
         self.tokenizer = config.model.make_tokenizer()
         self.conversations = Conversations(self.tokenizer, template=config.chat_template, completion_only=config.completion_only)
@@ -133,7 +133,7 @@ class Finetune(Recipe[FinetuneConfig]):
         )
 
     def make_model(self) -> nn.Module:
-        """A causal language model that ends where the tokenizer says, with adapters where they are wanted."""
+        """Return a causal language model with the tokenizer's end token, and with adapters if `lora` is set."""
         from transformers import AutoModelForCausalLM
 
         config = self.config
@@ -144,7 +144,7 @@ class Finetune(Recipe[FinetuneConfig]):
         if config.packing and not self._is_flash:
             check_kept_apart(model)
         self._most = getattr(model.config, "max_position_embeddings", None)
-        self.asked = self._asked()
+        self.questions = self._questions()
         generation = model.generation_config
         known = generation.eos_token_id
         ends = [] if known is None else [known] if isinstance(known, int) else list(known)
@@ -157,19 +157,19 @@ class Finetune(Recipe[FinetuneConfig]):
         return model  # type: ignore[no-any-return]
 
     def make_task(self) -> Task:
-        """The model's own loss, over what is learnt."""
+        """Return the model's own loss, over the learnt tokens."""
         return CausalTask()
 
     def train_data(self) -> Iterable[Any]:
-        """Examples, or rows of several, in random order."""
+        """Return examples, or packed rows, in random order."""
         return self._loader("train", train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Those of each dataset, in order."""
+        """Return the examples of each validation dataset, in order."""
         return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Likewise, where there is a test."""
+        """Return the examples of the test data, if there are any."""
         return self._loader("test", train=False) if "test" in self.rows else None
 
     def processor(self) -> Any:
@@ -177,18 +177,18 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """How much there is to learn, and what did not fit."""
+        """Return the number of examples, and of those that were too long."""
         return str(self.sets)
 
     def begin(self) -> None:
-        """What the model says before it has learnt anything, if this is before."""
+        """Evaluate the untrained model, if training has not begun yet."""
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
             trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Put the losses beside the baselines, and ask the model."""
+        """Put the losses beside the baselines, and let the model answer the prompts."""
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
@@ -201,9 +201,9 @@ class Finetune(Recipe[FinetuneConfig]):
                 unigram, bigram = counts.cross_entropies(examples)
                 self.results |= {f"{name}, unigram": unigram, f"{name}, bigram": bigram}
         config = self.config
-        self.said = continued(
+        self.generated = log_continuations(
             self.trainer,
-            [ids for ids, _ in self.asked],
+            [ids for ids, _ in self.questions],
             self.tokenizer,
             self.short(config.generated_tokens),
             temperature=config.temperature,
@@ -211,18 +211,20 @@ class Finetune(Recipe[FinetuneConfig]):
         )
 
     def written(self) -> Iterable[str]:
-        """What the model was asked, what it said, and what the data says."""
-        for (prompt, answer), (_, data) in zip(getattr(self, "said", ()), self.asked, strict=False):
+        """Yield each prompt, the model's answer, and the answer in the data."""
+        for (prompt, answer), (_, data) in zip(getattr(self, "generated", ()), self.questions, strict=False):
             yield f"--- {prompt!r} ---\n{answer}" + (f"\n(the data: {data})" if data else "") + "\n"
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """The model's `completion` of each row's `messages` or `prompt`."""
+        """Yield the model's `completion` of each row's `messages` or `prompt`."""
         config, trainer = self.config, self.trainer
         batch_size = config.eval_batch_size or config.batch_size
         numbered = enumerate(rows, 1)
-        while some := list(islice(numbered, 8 * batch_size)):  # prompts of one length go together
+        while some := list(
+            islice(numbered, 8 * batch_size)
+        ):  # several batches at once, so that prompts of equal length are batched together
             prompts = [self._prompt(row, f"row {number}") for number, row in some]
-            answers = said(
+            answers = continuations(
                 trainer,
                 prompts,
                 self.tokenizer,
@@ -234,14 +236,14 @@ class Finetune(Recipe[FinetuneConfig]):
             yield from ({"completion": answer} for _, answer in answers)
 
     def export(self, path: str | Path) -> None:
-        """The model with its tokenizer, adapters merged into it; or the adapters alone."""
+        """Write the model and its tokenizer, with the adapters merged into the weights; or only the adapters."""
         lora = self.config.lora
         if lora is None or not lora.merge:
             super().export(path)
         else:
             lora.export_merged(self.trainer.model, path, writes=self.ranks.rank == 0, processor=self.tokenizer)
 
-    # --- of its own ---
+    # --- internals ---
 
     @property
     def _is_flash(self) -> bool:
@@ -250,10 +252,10 @@ class Finetune(Recipe[FinetuneConfig]):
     def _loader(self, name: str, *, train: bool) -> Iterable[Any]:
         return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
 
-    def _asked(self) -> list[tuple[list[int], str]]:
-        """The tokens of what the trained model is asked, and what the data says to it, where it is from there."""
+    def _questions(self) -> list[tuple[list[int], str]]:
+        """Return the tokens of each prompt for the trained model, and the answer in the data, empty if it has none."""
         config, say = self.config, self.conversations
-        asked = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
+        questions = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
         for name, rows in self.rows.items():
             if name in ("train", "test") or not isinstance(rows, Table):
                 continue
@@ -263,16 +265,16 @@ class Finetune(Recipe[FinetuneConfig]):
                     break
                 prompt, example = say.prompt(row, place), say.example(row, place)
                 if self._has_room(prompt):
-                    asked.append((prompt, self.tokenizer.decode(example.ids[len(prompt) :], skip_special_tokens=True)))
-        return asked
+                    questions.append((prompt, self.tokenizer.decode(example.ids[len(prompt) :], skip_special_tokens=True)))
+        return questions
 
     def _prompt(self, row: Mapping[str, Any], place: str) -> list[int]:
         prompt = self.conversations.prompt(row, place)
         if not self._has_room(prompt):
             reject(
                 place,
-                f"a prompt of {len(prompt)} tokens with {self.config.generated_tokens} to follow is longer than the {self._most} that "
-                "the model takes; give a shorter one, or fewer generated_tokens",
+                f"a prompt of {len(prompt)} tokens and {self.config.generated_tokens} generated tokens are more than the {self._most} that "
+                "the model takes; give a shorter prompt, or fewer generated_tokens",
             )
         return prompt
 
@@ -286,7 +288,7 @@ def finetune(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Finetune:
-    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
     Example:
         >>> from callsheet.recipes import finetune  # doctest: +SKIP

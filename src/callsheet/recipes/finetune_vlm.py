@@ -26,24 +26,24 @@ from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"
 _COUNTED = 10_000
-"""How many rows to train on the baseline is counted over."""
+"""The number of training rows from which the baseline is counted."""
 
 
 @dataclass(kw_only=True)
 class FinetuneVLMConfig(JobConfig):
-    """What the recipe is made of.
+    """The configuration of the recipe `finetune_vlm`.
 
     Args:
-        model: what is trained, and its processor.
-        train: rows to train on; None trains on scikit-learn's handwritten digits, which are to be named in words.
+        model: the model to train, and its processor.
+        train: rows to train on; None trains on scikit-learn's handwritten digits, with their names in words.
         validation: rows to evaluate on, by the dataset's name.
-        test: rows to evaluate on once, when all is done.
-        image_folder: what paths of images are relative to; None is the folder of the file that the row is in.
-        sequence_length: tokens a row may have, those of its images included.
-        too_long: what becomes of longer rows: `refuse` ends with an error, `truncate` takes their beginning.
-        checked_rows: so many rows of each dataset are looked at before anything runs; None looks at all of them.
-        answered_rows: so many rows of each validation dataset, and of the test, are answered when all is done, and compared.
-        answer_tokens: how long an answer may be.
+        test: rows to test on once, after training.
+        image_folder: the folder that paths of images are relative to; None is the folder of the row's file.
+        sequence_length: the most tokens of a row, including those of its images.
+        too_long: what happens to longer rows: `refuse` ends with an error, `truncate` takes their beginning.
+        checked_rows: how many rows of each dataset are checked before training; None checks all.
+        answered_rows: how many rows of each validation dataset, and of the test, the trained model answers, to compare the answers.
+        answer_tokens: the most tokens of an answer.
     """
 
     run_name: str = "finetune_vlm"
@@ -70,12 +70,12 @@ class FinetuneVLMConfig(JobConfig):
             raise ConfigError(f"answered_rows={self.answered_rows}: give 0 or more")
         if self.microbatch_size is not None:
             raise ConfigError(
-                "microbatch_size: the images of a batch are not as many as its rows, and cannot be split like them; a smaller batch_size "
-                "with gradient_accumulation_steps takes the same step"
+                "microbatch_size: a batch may have more or fewer images than rows, so it cannot be split; give a smaller batch_size "
+                "with gradient_accumulation_steps, which takes the same step"
             )
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError(
-                "validation and test are there, and no train; give the rows to train on as well, such as train.path"
+                "validation and test are given without train; give the rows to train on as well, such as train.path"
             )
         if taken := {"train", "test"} & set(self.validation):
             raise ConfigError(f"validation: a dataset cannot be called {taken.pop()}, as another is; choose another name")
@@ -84,19 +84,19 @@ class FinetuneVLMConfig(JobConfig):
 class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     """Fine-tuning a vision-language model: images and text in, text out.
 
-    It learns what the assistant says. It is evaluated at its interval, and evaluated and tested when training is over; then it answers
-    held-out rows, and what it says is compared with what they say.
+    The assistant's messages are learnt. The model is evaluated at the evaluation interval and after training, when it is also tested.
+    Then it answers held-out rows, and its answers are compared with theirs.
     """
 
     Config = FinetuneVLMConfig
-    results_are_in = "losses in nats a learnt token, the rest as the fraction of held-out rows that are answered exactly"
+    results_are_in = "losses in nats per learnt token, the rest as the fraction of held-out rows that are answered exactly"
     generations: Sequence[Sequence[str]] = ()
-    """Some held-out rows: the place, what they say, and what the model answers."""
+    """Some held-out rows: the place, the row's answer, and the model's answer."""
 
     # --- the job ---
 
     def read_data(self) -> None:
-        """Read the rows, and look at the first of them: messages, and the heads of the images' files."""
+        """Read the rows, and check the first ones: messages, and the headers of the image files."""
         config = self.config
         self.vlm_processor = config.model.make_processor()
         self.batches = ImageBatches(self.vlm_processor, config.sequence_length, config.too_long)
@@ -109,7 +109,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
-        """A model from images and text to text; the first row shows whether the processor fits it."""
+        """Return a model from images and text to text, after checking on the first row that the processor fits it."""
         model = self.config.model.make_model(self.vlm_processor, self.config.sequence_length + self.config.answer_tokens)
         check_images(model, self.batches(self._examples("train", 1)))
         return model
@@ -123,7 +123,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return {name: self._loader(name) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """The rows of the test, where there are some."""
+        """Return the test rows, if there are any."""
         return self._loader("test") if "test" in self.rows else None
 
     def processor(self) -> Any:
@@ -131,12 +131,12 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return self.vlm_processor
 
     def about_data(self) -> str:
-        """How many rows of what."""
-        sizes = [f"{len(rows)} {name}" if isinstance(rows, Table) else f"{name} as it comes" for name, rows in self.rows.items()]
+        """Return the number of rows."""
+        sizes = [f"{len(rows)} {name}" if isinstance(rows, Table) else f"{name} streamed" for name, rows in self.rows.items()]
         return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
 
     def finish(self) -> None:
-        """Answer held-out rows, and count how often the commonest completion of those to train on would be right."""
+        """Answer held-out rows, and count how often the most common training completion would be right."""
         lines: list[list[str]] = []
         self.results = {}
         usual = self._commonest() if self.config.answered_rows else None
@@ -161,22 +161,22 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
 
     def written(self) -> Iterable[str]:
-        """Some held-out rows, and what the model answers."""
+        """Yield some held-out rows with the model's answers."""
         return [
             f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations
         ]
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """The completion of each row, which has `messages` or `prompt`, and its images; their paths are relative to `image_folder` or here."""
+        """Yield the completion of each row, which has `messages` or `prompt`, and images with paths relative to `image_folder` or here."""
         form = ImageText(self.vlm_processor, None, self.config.image_folder)
         questions = (form.asked(row, f"row {number}") for number, row in enumerate(rows, 1))
         while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
             yield from ({"completion": answer} for answer in self._answered(some))
 
-    # --- its parts ---
+    # --- internals ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Where the rows of each dataset are; None is a part of the digits."""
+        """Return the source of each dataset's rows; None means a part of the digits."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)
@@ -187,7 +187,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return self.loader(prepared(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
 
     def _examples(self, name: str, most: int) -> list[Example]:
-        """Some rows: of a table those that are spread evenly over it."""
+        """Return the examples of some rows, in a table evenly spaced."""
         rows, form = self.rows[name], self.forms[name]
         if isinstance(rows, Stream):
             return [form(row, place) for place, row in islice(rows.places(), most)]
@@ -203,7 +203,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
-            return None  # it comes once, to be trained on
+            return None  # a stream can be read only once, for training
         counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
         return counts.most_common(1)[0][0]
 
@@ -214,7 +214,7 @@ def finetune_vlm(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> FinetuneVLM:
-    """Run the recipe: set up, train, evaluate, test and answer. Returns it, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate, test and answer. Return the recipe, with its `results` and its `trainer`.
 
     Example:
         >>> from callsheet.recipes import finetune_vlm  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a trained language model writes at the end of a recipe."""
+"""Generate text with the trained language model at the end of a recipe."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from callsheet.trainer import Trainer
 FINAL_TABLE = "generations/final"
 
 
-def continued(
+def log_continuations(
     trainer: Trainer, prompts: Sequence[Prompt], tokenizer: Any, most: int, *, temperature: float = 0.0, seed: int = 0
 ) -> list[tuple[str, str]]:
-    """Each prompt, and how the model goes on from it, for the loggers as well; every rank does it, as sharded weights want it.
+    """Return each prompt with the model's continuation, and log them as a table. With sharded weights every rank must call this.
 
     Args:
-        trainer: whose model.
+        trainer: the trainer of the model.
         prompts: texts, special tokens included, or their ids.
-        tokenizer: the model's.
-        most: how many tokens at most.
-        temperature: of the drawing; 0 takes the likeliest token.
-        seed: of the drawing.
+        tokenizer: the model's tokenizer.
+        most: the most tokens to generate.
+        temperature: the sampling temperature; 0 takes the most likely token.
+        seed: the seed of the sampling.
     """
-    rows = said(trainer, prompts, tokenizer, most, temperature=temperature, seed=seed)
+    rows = continuations(trainer, prompts, tokenizer, most, temperature=temperature, seed=seed)
     if rows:
         trainer.ctx.log_table(FINAL_TABLE, ["prompt", "continuation"], [list(row) for row in rows])
     return rows
 
 
-def said(
+def continuations(
     trainer: Trainer,
     prompts: Sequence[Prompt],
     tokenizer: Any,
@@ -40,7 +40,7 @@ def said(
     seed: int = 0,
     batch_size: int = 8,
 ) -> list[tuple[str, str]]:
-    """As `continued`, for nobody but the caller."""
+    """Return each prompt with the model's continuation, without logging; otherwise as `log_continuations`."""
     if not prompts:
         return []
     words: dict[str, Any] = {"max_new_tokens": most, "do_sample": temperature > 0}
@@ -59,5 +59,5 @@ def said(
 
 
 def passages(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Prompt and continuation, to be printed."""
-    return [f"--- {prompt!r} goes on ---\n{prompt}{written}\n" for prompt, written in rows]
+    """Return prompts with their continuations, ready to be printed."""
+    return [f"--- {prompt!r} continued ---\n{prompt}{written}\n" for prompt, written in rows]

@@ -1,4 +1,4 @@
-"""What a trained vision-language model answers."""
+"""Generate the answers of a trained vision-language model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from callsheet.trainer import Trainer
 def answered(
     trainer: Trainer, questions: Sequence[Example], batches: ImageBatches, tokenizer: Any, most: int, *, batch_size: int
 ) -> Iterator[str]:
-    """The likeliest answer to each question; every rank gives all of them, as sharded weights want it.
+    """Return the most likely answer to each question. With sharded weights every rank must call this; each gets all answers.
 
     Args:
-        trainer: whose model.
+        trainer: the trainer of the model.
         questions: examples that end where the answer begins.
-        batches: what encodes them.
-        tokenizer: the processor's.
-        most: how many tokens an answer has at most.
-        batch_size: how many are answered together.
+        batches: encodes the questions.
+        tokenizer: the processor's tokenizer.
+        most: the most tokens of an answer.
+        batch_size: how many questions are answered together.
     """
     model: Any = trainer.model
     config = model.generation_config

@@ -1,4 +1,4 @@
-"""Batches of images and text: what the model's processor makes of some rows, and labels for what is learnt alone."""
+"""Batches of images and text: the output of the model's processor, with labels for the learnt tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOO_LONG = ("reject", "truncate")
 class ImageBatches:
     """Makes a batch of examples: a DataLoader's `collate_fn`.
 
-    The batch has what the processor gives (`input_ids`, `attention_mask` and `pixel_values`, say), padded to its longest row, and
-    `labels` like the ids, which are -100 but for what is learnt.
+    The batch has the processor's output (such as `input_ids`, `attention_mask` and `pixel_values`), padded to its longest row, and
+    `labels`: the ids where they are learnt, and -100 elsewhere.
 
     Args:
-        processor: of the model.
-        sequence_length: how many tokens a row may have, those of its images included.
-        too_long: `refuse` a row that has more, or `truncate` it, which takes no part of an image.
+        processor: the model's processor.
+        sequence_length: the most tokens of a row, including those of its images.
+        too_long: `refuse` a row with more tokens, or `truncate` it, which never cuts an image.
     """
 
     def __init__(self, processor: Any, sequence_length: int, too_long: str) -> None:
@@ -35,10 +35,10 @@ class ImageBatches:
         self._truncates = too_long == "truncate"
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """The batch, with labels.
+        """Return the batch, with labels.
 
         Raises:
-            ConfigError: a row is too long, or the processor does not take it; with its place.
+            ConfigError: a row is too long, or the processor rejects it; the message names its place.
         """
         batch = self.encoded(examples, side="right")
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -53,10 +53,10 @@ class ImageBatches:
         return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
 
     def check_length(self, example: Example) -> None:
-        """Refuse what is too long without its images already: that can be told before they are read.
+        """Reject a row that is too long even without its images; this needs no image to be read.
 
         Raises:
-            ConfigError: with the row's place.
+            ConfigError: the row is too long; the message names its place.
         """
         length = len(self._plain(example.text, example.text))
         if length > self._longest and not self._truncates:
@@ -67,14 +67,14 @@ class ImageBatches:
             )
 
     def encoded(self, examples: Sequence[Example], *, side: str) -> dict[str, Any]:
-        """What the processor makes of them, padded on this side."""
+        """Return the processor's output for the examples, padded on the given side."""
         try:
             with _padding_on(self._processor.tokenizer, side):
                 made = self._called(examples)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
-                self.encoded([example], side=side)  # which one is it
-            reject(examples[0].place, f"the processor does not take this row: {error}")
+                self.encoded([example], side=side)  # finds the row that fails
+            reject(examples[0].place, f"the processor rejects this row: {error}")
         return dict(made)
 
     def _called(self, examples: Sequence[Example]) -> Any:
@@ -87,14 +87,14 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """A template that begins with the token of beginnings needs no second one."""
+        """Return the tokens of a text. A text that begins with the start token, from its template, does not get a second one."""
         begin = self._processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
-        """Where in the row's `length` ids that stands which is learnt.
+        """Yield the spans of learnt tokens in the row's `length` ids.
 
-        The processor puts many ids in the place of an image. Behind the last image a place is as far from the end as it is without them.
+        The processor replaces each image by many ids. Positions behind the last image are therefore counted from the end.
         """
         whole = self._plain(example.text, example.text)
         for part in example.learnt:
@@ -107,7 +107,7 @@ class ImageBatches:
             yield start + more, end + more
 
     def _length(self, example: Example) -> int:
-        """How many ids the example has, when it stands alone."""
+        """Return the number of ids of the example alone."""
         if not example.images:
             return len(self._plain(example.text, example.text))
         return int(self.encoded([example], side="right")["input_ids"].shape[1])
@@ -131,8 +131,8 @@ class ImageBatches:
             if token is not None and (ids[row, self._longest :] == token).any():
                 reject(
                     example.place,
-                    f"this row has {length} tokens, and what is over sequence_length={self._longest} holds a part of an image, which "
-                    "cannot be cut; give a longer sequence_length, or leave the row out",
+                    f"this row has {length} tokens, and cutting it to sequence_length={self._longest} would cut an image, which "
+                    "is impossible; give a longer sequence_length, or leave the row out",
                 )
         shape = ids.shape
         return {
@@ -151,7 +151,7 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two sequences begin with together: a token across the border belongs to what follows."""
+    """Return the length of the common prefix of two sequences of ids. A token across the border belongs to what follows."""
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""Rows of images and text as what a processor takes: the rendered text, which of it is learnt, and the images in their order."""
+"""Convert rows of images and text to the input of a processor: the rendered text, its learnt spans, and the images in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A part of the text that is learnt: its characters from `start` up to `end`, and how many images come before it."""
+    """A learnt span of the text: the characters from `start` up to `end`, and the number of images before it."""
 
     start: int
     end: int
@@ -36,10 +36,10 @@ class Example:
     images: tuple[Image, ...]
     learnt: tuple[Learnt, ...]
     completion: str
-    """What the last answer says."""
+    """The text of the last answer."""
 
     def question(self) -> Example:
-        """The row as it is asked: up to where the last answer begins."""
+        """Return the example up to where the last answer begins."""
         if not self.learnt:
             return self
         last = self.learnt[-1]
@@ -47,16 +47,16 @@ class Example:
 
 
 class ImageText:
-    """Makes examples of rows, with the processor's own chat template, or, where it has none, with the image's token before the text.
+    """Converts rows to examples, with the processor's chat template or, if it has none, with the image's token before the text.
 
-    A row has `messages`, whose contents are text or a list of parts of the types `image` and `text`, and `images` for the parts of the
-    type `image` in their order (a part may also have its own, as `image` or `path`); or `image` (or `images`), `prompt` and
-    `completion`. All that assistants say is learnt.
+    A row has `messages`, whose contents are a text or a list of parts of the types `image` and `text`, and `images` for the parts of
+    the type `image` in order (a part may also contain its image, as `image` or `path`); or `image` (or `images`), `prompt` and
+    `completion`. All messages of the assistant are learnt.
 
     Args:
-        processor: of the model.
-        rows: where the rows are from: paths of images are relative to the file they are in.
-        image_folder: or to this.
+        processor: the model's processor.
+        rows: the source of the rows; paths of images are relative to the row's file.
+        image_folder: another folder that paths of images are relative to.
     """
 
     def __init__(self, processor: Any, rows: Rows | None, image_folder: str | None = None) -> None:
@@ -66,38 +66,38 @@ class ImageText:
         self._rows = rows
 
     def __call__(self, row: Mapping[str, Any], place: str) -> Example:
-        """The example.
+        """Return the example.
 
         Raises:
-            ConfigError: the row is none; the message has its place and the mend.
+            ConfigError: the row cannot be used; the message has its place and a hint.
         """
-        return self._example(row, place, pixels=True, is_asked=False)
+        return self._example(row, place, pixels=True, is_question=False)
 
     def look(self, row: Mapping[str, Any], place: str) -> Example:
-        """As a call, with no more of its images than the heads of their files."""
-        return self._example(row, place, pixels=False, is_asked=False)
+        """Return the example as a call does, but read only the headers of its image files."""
+        return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """The example of a row without an answer; an answer at its end is left out."""
-        return self._example(row, place, pixels=True, is_asked=True)
+        """Return the example of a row without its answer; an answer at its end is left out."""
+        return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
-        """What the row's last answer says; its images are not looked at."""
-        messages, _ = self._messages(row, place, is_asked=False)
-        return _said(messages[-1])
+        """Return the text of the row's last answer, without checking its images."""
+        messages, _ = self._messages(row, place, is_question=False)
+        return _text_of(messages[-1])
 
-    def _example(self, row: Mapping[str, Any], place: str, *, pixels: bool, is_asked: bool) -> Example:
-        messages, values = self._messages(row, place, is_asked)
+    def _example(self, row: Mapping[str, Any], place: str, *, pixels: bool, is_question: bool) -> Example:
+        messages, values = self._messages(row, place, is_question)
         folder = self._folder_of(place)
         images = tuple(opened(value, folder, place, pixels=pixels) for value in values)
         if not images:
             reject(place, "there is no image in this row; give it one, or train on text alone with another recipe")
-        if is_asked:
+        if is_question:
             return Example(place, self._rendered(messages, place, asks=True), images, (), "")
-        return Example(place, *self._answers(messages, place, images), _said(messages[-1]))
+        return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
-    def _messages(self, row: Mapping[str, Any], place: str, is_asked: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """The messages, with their contents in parts, and the images in the order of their parts."""
+    def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return the messages, with their contents in parts, and the images in the order of their parts."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:
@@ -105,15 +105,15 @@ class ImageText:
         else:
             if "images" not in row:
                 check_columns(place, row, ["image"])
-            check_columns(place, row, ["prompt"] if is_asked else ["prompt", "completion"])
+            check_columns(place, row, ["prompt"] if is_question else ["prompt", "completion"])
             parts = [*({"type": "image"} for _ in loose), {"type": "text", "text": _text(row["prompt"], "prompt", place)}]
             messages = [{"role": "user", "content": parts}]
-            if not is_asked:
+            if not is_question:
                 completion = _text(row["completion"], "completion", place)
                 messages.append({"role": "assistant", "content": [{"type": "text", "text": completion}]})
-        if is_asked and messages[-1]["role"] == "assistant":
+        if is_question and messages[-1]["role"] == "assistant":
             messages.pop()
-        _check_turns(messages, place, is_asked)
+        _check_turns(messages, place, is_question)
         images, left = [], iter(loose)
         parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
         for part in parts:
@@ -123,7 +123,7 @@ class ImageText:
         if spare or any(image is _MISSING for image in images):
             reject(
                 place,
-                f"{len(parts)} parts of the messages are of the type image, and the row has {len(loose)} images; give one for each part",
+                f"{len(parts)} parts of the messages are of the type image, but the row has {len(loose)} images; give one for each part",
             )
         return messages, images
 
@@ -140,8 +140,8 @@ class ImageText:
             if not (text.startswith(through) and through.startswith(before)):
                 reject(
                     place,
-                    f"messages[{number}]: what is learnt of it cannot be told: the processor's chat template writes what comes before it "
-                    "in another way once there is more; split the row, so that the answer is its last message",
+                    f"messages[{number}]: its text cannot be located: the processor's chat template renders the messages before it "
+                    "differently when more follow; split the row, so that the answer is its last message",
                 )
             bare = through.rstrip("\n")  # some templates end a turn with a line break after the token that ends it
             end = len(bare) if bare.endswith(self._specials()) else len(through)
@@ -153,27 +153,30 @@ class ImageText:
             return self._plain(messages, place, asks)
         try:
             return str(self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
-        except Exception as error:  # a template raises what it likes
-            reject(place, f"the processor's chat template does not take these messages: {error}")
+        except Exception as error:  # templates raise many kinds of errors
+            reject(place, f"the processor's chat template rejects these messages: {error}")
 
     def _plain(self, messages: list[dict[str, Any]], place: str, asks: bool) -> str:
         if len(messages) > 2:
-            reject(place, "the processor has no chat template, and takes a prompt and a completion; give rows with these columns")
+            reject(
+                place,
+                "the processor has no chat template, so only a prompt and a completion can be used; give rows with these columns",
+            )
         token = getattr(self._processor, "image_token", None) or ""
-        asked = _said(messages[0])
+        asked = _text_of(messages[0])
         head = asked if token and token in asked else str(token) * _count_images(messages[:1]) + asked
         if asks or len(messages) == 1:
             return head
-        return head + _said(messages[1]) + (self._processor.tokenizer.eos_token or "")
+        return head + _text_of(messages[1]) + (self._processor.tokenizer.eos_token or "")
 
     def _specials(self) -> tuple[str, ...]:
         return tuple(self._processor.tokenizer.all_special_tokens)
 
     def _folder_of(self, place: str) -> Path:
-        """Where the row's images are."""
+        """Return the folder that the row's image paths are relative to."""
         if self._folder is not None:
             return self._folder
-        file = Path(place.rpartition(":")[0])  # of JSON lines, a row's place has it
+        file = Path(place.rpartition(":")[0])  # the place of a row of JSON lines begins with the file
         if file.is_file():
             return file.parent
         path = Path(self._rows.path if self._rows is not None else ".")
@@ -208,7 +211,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
-    return {name: value for name, value in part.items() if value is not None}  # tables of columns give every part all of the keys
+    return {name: value for name, value in part.items() if value is not None}  # Parquet and Arrow give every part all of the keys
 
 
 def _text(value: Any, name: str, place: str) -> str:
@@ -217,16 +220,16 @@ def _text(value: Any, name: str, place: str) -> str:
     return value
 
 
-def _check_turns(messages: list[dict[str, Any]], place: str, is_asked: bool) -> None:
+def _check_turns(messages: list[dict[str, Any]], place: str, is_question: bool) -> None:
     if not messages or messages[0]["role"] == "assistant":
-        reject(place, "messages: an assistant cannot speak first; give what it answers before it")
-    if not is_asked and messages[-1]["role"] != "assistant":
+        reject(place, "messages: the first message is the assistant's; give the message that it answers before it")
+    if not is_question and messages[-1]["role"] != "assistant":
         reject(place, f"messages: the last one is the {messages[-1]['role']}'s; give an assistant's, which is learnt")
-    if not is_asked and not _said(messages[-1]):
-        reject(place, "the completion is empty; give the text that is to be learnt, or leave the row out")
+    if not is_question and not _text_of(messages[-1]):
+        reject(place, "the completion is empty; give the text to be learnt, or leave the row out")
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
@@ -235,7 +238,7 @@ def _count_images(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]:
-    """The first `most` rows of a table or stream as examples, so that what is wrong in them is found before anything runs.
+    """Yield the first `most` rows of a table or stream as examples, so that errors in them are found before training.
 
     Raises:
         ConfigError: there is no row, or one that cannot be used.
@@ -247,4 +250,4 @@ def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]
             return
         yield form.look(row, place)
     if not number:
-        raise ConfigError("there is no row to look at")
+        raise ConfigError("there are no rows")

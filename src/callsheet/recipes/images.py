@@ -1,4 +1,4 @@
-"""Images of rows: a file beside the rows, bytes, or an image of Pillow; what is none is named by its place."""
+"""Open the images of rows: files beside the rows, bytes, or Pillow images. Errors name the place of the row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Image:
-    """The image, upright and in RGB.
+    """Return the image, upright and in RGB.
 
     Args:
-        value: a path, relative to `folder` or whole; bytes of a file; a dictionary of either, as `datasets` writes it; or an image.
-        pixels: whether the pixels are wanted; False looks at the head of the file alone.
+        value: a path, absolute or relative to `folder`; bytes of a file; a dictionary of either, as `datasets` writes it; or an image.
+        pixels: whether the pixels are needed; False reads only the header of the file.
 
     Raises:
-        ConfigError: it is none of these, there is no such file, or it holds no image that can be read.
+        ConfigError: `value` is none of these, there is no such file, or it has no readable image.
     """
     from PIL import Image, ImageOps
 
@@ -44,8 +44,8 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
             return image
         upright: Image.Image = ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
-        reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder where that is given")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's of files that are broken
+        reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder if it is given")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises these for broken files
         reject(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
     return upright
 

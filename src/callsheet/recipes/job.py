@@ -1,4 +1,4 @@
-"""What every recipe is configured with: the run, its length and intervals, and how it is trained."""
+"""The configuration that all recipes share: the run, its length and intervals, and how it is trained."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ MakesScheduler = Callable[[Optimizer], LRScheduler]
 
 @dataclass(kw_only=True)
 class JobConfig:
-    """What every recipe is made of.
+    """The configuration that all recipes share.
 
     Args:
-        run_name: of the run, and of its folder in `runs_folder`.
-        runs_folder: where the folders of runs stand.
-        resume: `auto` goes on with the run of this name, if there is one; `new` sets its folder aside and starts anew; or a checkpoint's path.
-        seed: of the weights, the order of the data, and the generated text.
+        run_name: the name of the run, and of its folder in `runs_folder`.
+        runs_folder: the folder that contains the runs' folders.
+        resume: `auto` resumes the run of this name, if it exists; `new` sets its folder aside and starts a new run; or a checkpoint's path.
+        seed: the seed of the weights, the order of the data, and the generated text.
         max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
         eval_interval: how often to evaluate; also at the end. None: only at the end.
-        log_interval: how often to make a record; a bare number means batches, here and in every interval.
-        batch_size: samples a step, of one rank.
-        eval_batch_size: samples a batch where nothing is trained; None is `batch_size`.
-        microbatch_size: samples a forward and backward; None is the whole batch.
+        log_interval: how often to make a metrics record; a bare number means batches, here and in every interval.
+        batch_size: samples per batch on one rank.
+        eval_batch_size: samples per batch in evaluation; None is `batch_size`.
+        microbatch_size: samples per forward and backward; None is the whole batch.
         gradient_accumulation_steps: how many batches make one step.
         clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
-        optimizer: a class of optimizers by `class_path`, with its `init_args`; None is torch's AdamW as it comes.
-        scheduler: likewise, a class of learning-rate schedules, stepped after every optimizer step; None leaves the rate as it is.
+        optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
+        scheduler: a learning-rate scheduler class, given likewise, stepped after every optimizer step; None keeps the rate constant.
         precision: `fp32`, or `bf16` and `fp16` under autocast.
         parallel: how several ranks share the work: `auto`, `ddp`, `fsdp` or `single`.
         compile: whether the model's forward is compiled.
-        gradient_checkpointing: whether activations are computed again in the backward, where the model offers it.
-        save_in_background: whether checkpoints are written while training goes on.
-        device: `auto` is CUDA where there is one.
+        gradient_checkpointing: whether activations are recomputed in the backward, if the model supports it.
+        save_in_background: whether checkpoints are written while training continues.
+        device: `auto` is CUDA if available.
         workers: processes that load data, on each rank.
-        threads: of torch on the CPU; None leaves it to torch.
-        timeout_seconds: until a rank that does not answer fails the run.
+        threads: torch's threads on the CPU; None leaves the choice to torch.
+        timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
-        stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false trains on.
-        export: whether the trained model is written to the run's folder `export`, to be loaded with `from_pretrained`.
+        stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false continues training.
+        export: whether the trained model is written to the folder `export` of the run, to be loaded with `from_pretrained`.
     """
 
     run_name: str = "run"
@@ -105,7 +105,7 @@ class JobConfig:
         }
         | {"recipe", "config", "callbacks", "loggers"}
     )
-    """Keys that a run may go on with under other values: they do not change what is trained on what."""
+    """Keys that may change when a run is resumed: they affect neither the model, nor the data, nor the optimization."""
 
     def __post_init__(self) -> None:
         duration(self.max_duration, None)
@@ -119,5 +119,5 @@ class JobConfig:
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """The optimizer, over these parameters."""
+        """Return the optimizer for these parameters."""
         return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)

@@ -1,4 +1,4 @@
-"""Rows of a text and a label as samples of token ids and a number; what cannot be one is named by its place."""
+"""Convert rows of a text and a label to samples of token ids and a class number. Errors name the place of the row."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TOO_LONG = ("truncate", "reject")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """How a row becomes a sample. All methods take its place as well, and raise ConfigError with it for a row that they cannot use.
+    """Converts rows to samples. All methods take the row's place, and raise ConfigError with it if they cannot use the row.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         labels: the classes.
-        text_column: where the text is.
-        label_column: where the label is.
-        longest: how many tokens a text may have.
-        truncates: whether longer ones are cut; else they are refused.
+        text_column: the column of texts.
+        label_column: the column of labels.
+        longest: the most tokens of a text.
+        truncates: whether longer texts are cut; otherwise they are rejected.
     """
 
     tokenizer: Any
@@ -33,7 +33,7 @@ class LabelledTexts:
     truncates: bool
 
     def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
-        """Its text, and its class's number; tokens are only counted where there may be too many."""
+        """Return the row's text, and its class number. Tokens are counted only if there may be too many."""
         text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
         if not self.truncates:
             self.ids(row, place)
@@ -44,7 +44,7 @@ class LabelledTexts:
         return {"input_ids": self.ids(row, place), "labels": self.labels.number(row[self.label_column], place)}
 
     def ids(self, row: Mapping[str, Any], place: str) -> list[int]:
-        """The tokens of its text; it needs no label."""
+        """Return the tokens of the row's text; the row needs no label."""
         text, most, cut = self._text(row, place), self.longest, self.truncates
         ids: list[int] = self.tokenizer(text, truncation=cut, max_length=most if cut else None, verbose=False)["input_ids"]
         if not 0 < len(ids) <= most:

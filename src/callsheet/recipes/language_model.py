@@ -1,4 +1,4 @@
-"""A language model: of a folder, of the hub, or of a configuration with random weights."""
+"""A language model from a folder, from the hub, or from a configuration with random weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ BYTE_TOKENIZER = "bytes"
 """The name of the tokenizer that needs no file."""
 
 CLASSIFIES = "ForSequenceClassification"
-"""The end of the names of models that have a classifying head."""
+"""The end of the names of models with a classification head."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
 class LanguageModel:
-    """Which model, and where its weights come from. Weights are read from safetensors alone, and no code that comes with a model is run.
+    """A language model and the source of its weights. Weights are read only from safetensors, and no code of a model's repository is run.
 
     Args:
         path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes one with random weights.
-        revision: of a model on the hub.
-        config: for a model with random weights, the values of a transformers configuration, `model_type` among them; for one with
-            weights, values over its own. Without `path` and `config` the model is a Llama of the shape below.
-        tokenizer: its folder or name; `bytes` is one that needs no file; None is the model's own, and `bytes` for one without a path.
+        revision: the revision of a model on the hub.
+        config: for a model with random weights, the values of a transformers configuration, including `model_type`; for one with
+            weights, values that override its own. Without `path` and `config` the model is a Llama of the shape below.
+        tokenizer: its folder or name; `bytes` is one that needs no file; None is the model's own, or `bytes` for a model without a path.
         hidden_size: width of the residual stream.
-        layers: how many blocks.
-        heads: attention heads; they divide `hidden_size`.
+        layers: number of blocks.
+        heads: number of attention heads, which must divide `hidden_size`.
         intermediate_size: width of the feed-forward layers.
-        dtype: of the weights: `float32`, `bfloat16` or `float16`.
+        dtype: the type of the weights: `float32`, `bfloat16` or `float16`.
         attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves it to transformers.
         freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
     """
@@ -67,7 +67,7 @@ class LanguageModel:
             raise ConfigError("model.config needs a `model_type`, such as llama, where there is no model.path")
 
     def make_tokenizer(self) -> Any:
-        """The tokenizer, with a token to pad with.
+        """Return the tokenizer, with a padding token.
 
         Raises:
             ConfigError: there is none.
@@ -83,16 +83,16 @@ class LanguageModel:
         return tokenizer
 
     def build(self, auto: Any, *, vocabulary: int, longest: int, **values: Any) -> nn.Module:
-        """The model.
+        """Return the model.
 
         Args:
             auto: the transformers class that makes it, such as `AutoModelForCausalLM`.
-            vocabulary: how many ids its tokenizer has.
-            longest: how many tokens a sequence may have.
-            values: further ones of the configuration, such as `num_labels`.
+            vocabulary: the number of ids of its tokenizer.
+            longest: the most tokens of a sequence.
+            values: further values of the configuration, such as `num_labels`.
 
         Raises:
-            ConfigError: it cannot be loaded or made, or does not fit the tokenizer or the length.
+            ConfigError: the model cannot be loaded or made, or does not fit the tokenizer or the length.
         """
         values |= {"attn_implementation": self.attention} if self.attention is not None else {}
         if self.path is not None:
@@ -101,8 +101,8 @@ class LanguageModel:
             config = self._configuration(vocabulary, longest, values)
             try:
                 model = auto.from_config(config, dtype=_DTYPES[self.dtype])
-            except ValueError as error:  # it is of another kind
-                raise ConfigError(f"model.config makes no model that this recipe can train: {error}") from error
+            except ValueError as error:  # the configuration is for another type of model
+                raise ConfigError(f"this recipe cannot train a model of model.config: {error}") from error
         self._check(model, vocabulary, longest)
         self._freeze(model)
         return model  # type: ignore[no-any-return]
@@ -151,7 +151,7 @@ class LanguageModel:
         kind = given["model_type"]
         if kind not in CONFIG_MAPPING:
             raise ConfigError(
-                f"model.config.model_type={kind!r} is none that transformers knows{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
+                f"model.config.model_type={kind!r} is unknown to transformers{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
             )
         config = AutoConfig.for_model(**given)
         check_made(self.config or {}, config)
@@ -175,17 +175,17 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Whether a weight is one of a classifying head, or of the pooler before it, that the folder does not claim to have."""
+    """Return whether a weight belongs to a classification head, or to the pooler before it, that the folder does not claim to have."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def loaded(auto: Any, name: str, what: str, revision: str | None = None, **options: Any) -> Any:
-    """`auto.from_pretrained(name)`.
+    """Return `auto.from_pretrained(name)`, without running code of the model's repository.
 
     Raises:
-        ConfigError: there is none there, or it cannot be loaded; no code that comes with it would be run.
+        ConfigError: it does not exist, or cannot be loaded.
     """
     try:
         return auto.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
@@ -195,12 +195,12 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         KeyError,
         ImportError,
         RuntimeError,
-    ) as error:  # of packages that miss, and weights that do not fit
+    ) as error:  # for missing packages, and weights that do not fit
         raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
 
 
 def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
-    """What a person can do about it; the packages' own words where there is more to it than that."""
+    """Return a hint for the user; for other errors the packages' own message."""
     give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
     if (folder := Path(name)).is_dir():
         if not (folder / "config.json").is_file() and what == "model":
@@ -215,9 +215,9 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
         causes.add(type(cause).__name__)
         cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # the loop ends there
     if "GatedRepoError" in causes:
-        return "it is gated on the hub; ask for access on its page, and log in with `hf auth login`"
+        return "it is gated on the hub; request access on its page, and log in with `hf auth login`"
     if "RevisionNotFoundError" in causes:
-        return "the hub has the model, and no such revision of it; give another model.revision"
+        return "the hub has the model, but no such revision of it; give another model.revision"
     if "RepositoryNotFoundError" in causes:
         return f"there is no such folder, and the hub has no model of that name, or a private one; {give}"
     if isinstance(error, OSError):
@@ -226,15 +226,15 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Have the parameters whose names match not be trained.
+    """Freeze the parameters whose names match.
 
     Raises:
-        ConfigError: a pattern that no parameter matches.
+        ConfigError: a pattern matches no parameter.
     """
     names = dict(model.named_parameters())
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(f"freeze: no parameter is called {pattern}{did_you_mean(pattern, list(names))}")
+            raise ConfigError(f"freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}")
         for name in matching:
             names[name].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained beside frozen weights, what a checkpoint holds of it, and how it is exported."""
+"""Low-rank adapters (LoRA): training beside frozen weights, checkpoints, and export."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ALL_LINEAR = "all-linear"
 
 @dataclass
 class Lora:
-    """Train two thin matrices beside each weight matrix, and leave that as it is (Hu et al. 2021, LoRA).
+    """Train two low-rank matrices beside each weight matrix, which stays frozen (Hu et al. 2021, LoRA).
 
     Args:
-        r: the rank: how thin they are.
-        alpha: what they say is added `alpha / r` times.
-        dropout: of what goes into them.
+        r: the rank of the matrices.
+        alpha: their product is scaled by `alpha / r`.
+        dropout: the dropout of their input.
         targets: the names of the modules, such as `q_proj`; `all-linear` is every linear layer but the last.
-        merge: whether the exported model has them added to its weights, and needs nothing further; False exports them alone, as a folder
-            that peft loads over the model of `model.path`.
+        merge: whether the export adds them to the model's weights; False exports only the adapters, as a folder that peft loads over
+            the model of `model.path`.
     """
 
     r: int = 8
@@ -44,15 +44,15 @@ class Lora:
         if self.r < 1 or self.alpha <= 0:
             raise ConfigError(f"lora.r={self.r}, lora.alpha={self.alpha}: give a rank of 1 or more, and more than 0")
         if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"lora.dropout={self.dropout}: give a part of 1, from 0")
+            raise ConfigError(f"lora.dropout={self.dropout}: give a probability from 0 to below 1")
         if not self.targets:
             raise ConfigError(f"lora.targets is empty; name modules, such as q_proj, or give {ALL_LINEAR}")
 
     def add_to(self, model: Any) -> None:
-        """Give a model of transformers its adapters, which alone are trained from now on, in fp32, and alone stand in its state.
+        """Add the adapters to a model of transformers. From then on only they are trained, in fp32, and only they are in its state dict.
 
         Raises:
-            ConfigError: no module is called so, or is of a kind that has no adapters.
+            ConfigError: there is no module of a given name, or it is of a type that has no adapters.
         """
         targets = self.targets
         if isinstance(targets, list):
@@ -64,25 +64,25 @@ class Lora:
                 )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what it does about the kinds of layers
+                warnings.simplefilter("ignore")  # peft warns about how it treats types of layers
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()  # steps are smaller than what bf16 tells apart
+                parameter.data = parameter.data.float()  # optimizer steps are smaller than the resolution of bf16
         model.register_state_dict_post_hook(_leave_out_frozen)
         model.register_load_state_dict_post_hook(_need_no_frozen)
 
     def export_merged(self, model: Any, path: str | Path, *, writes: bool, processor: Any = None) -> None:
-        """Write the model with its adapters added to its weights as a Hugging Face folder; a collective, which ends when it is written.
+        """Write the model, with its adapters merged, as a Hugging Face folder. A collective, which returns when all is written.
 
         Args:
-            writes: whether this rank does; it holds the whole weights in host memory meanwhile.
-            processor: what is saved beside it.
+            writes: whether this rank writes; it holds all weights in host memory during the call.
+            processor: the tokenizer or processor to save beside the model.
 
         Raises:
-            CheckpointError: on all ranks, where it cannot be written.
+            CheckpointError: on all ranks, if the model cannot be written.
         """
         with _group() as group:
             ranks = RankGroup(group)
@@ -91,19 +91,21 @@ class Lora:
 
             def write() -> None:
                 try:
-                    if writes:  # merging writes into them
+                    if writes:  # cloned because merging changes them in place
                         self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
                 finally:
-                    for _ in turns:  # what is left: the other ranks gather it too
+                    for _ in turns:  # gather the rest, too: the other ranks take part in it
                         pass
 
             ranks.together(write)
 
     def _write(self, model: Any, whole: dict[str, Tensor], path: str | Path, processor: Any) -> None:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
-        kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))  # not that of shards
+        kind = next(
+            kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
+        )  # the model's own class, not that of FSDP's wrapper
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore", FutureWarning)  # of an old name that peft still asks transformers for
+            warnings.simplefilter("ignore", FutureWarning)  # peft imports a deprecated name of transformers
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
         twin.base_model.model.load_state_dict(whole, assign=True)
         twin.base_model.model.tie_weights()
@@ -122,7 +124,7 @@ class Lora:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """The ranks, to speak of the writing alone; None for a process that has no others."""
+    """Yield a process group of all ranks for the coordination of the writing; None for a single process."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return
@@ -145,7 +147,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """They come from where they came from: a checkpoint of the adapters alone is a hundredth of the model's."""
+    """Remove the frozen weights, which can be loaded again from their source: the checkpoint is a hundredth of the model's size."""
     for name in _frozen(model):
         state.pop(prefix + name, None)
 

@@ -1,4 +1,4 @@
-"""Pieces of source code, each of a package: real text with real classes that every Python has."""
+"""Pieces of source code, labelled with their package: real text with real classes that every Python installation has."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # of a package that is chosen by itself: some for each of three parts
+_FEWEST_FILES = 10  # of a package that is chosen automatically, so that each of the three parts has some
 
 
 @dataclass
 class PackagePieces:
-    """Which packages, and how their files become rows of `text` and `label`, the package's name.
+    """The files of packages as rows of `text` and `label`, the package's name.
 
     Args:
-        folder: whose folders are the packages; None is the standard library of the running Python, without its tests.
-        packages: which of them; None takes the largest `most_packages` that have at least ten files.
-        most_packages: how many, where they are not named.
-        characters: of source, how many make a piece.
-        most_pieces: of a package, at most, evenly spread over its files, in each part.
-        validation_percent: how many files of a hundred are for validation, at least one of each package.
-        test_percent: likewise, for the test when all is done.
+        folder: the folder whose subfolders are the packages; None is the standard library of the running Python, without its tests.
+        packages: the packages to use; None takes the largest `most_packages` that have at least ten files.
+        most_packages: the number of packages, if they are not named.
+        characters: characters per piece.
+        most_pieces: the most pieces of a package in each part, evenly spread over its files.
+        validation_percent: the percentage of files for validation, at least one of each package.
+        test_percent: likewise, for the test after training.
     """
 
     folder: str | None = None
@@ -53,7 +53,7 @@ class PackagePieces:
 
     @cached_property
     def files(self) -> dict[str, list[Path]]:
-        """The files of each package, in an order that has nothing to do with what they hold.
+        """Return the files of each package, in an order that does not depend on their content.
 
         Raises:
             ConfigError: there is no such folder or package, or too few files to hold some out.
@@ -105,12 +105,12 @@ class PackagePieces:
 
     def _pieces(self, path: Path) -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
-        starts = range(0, max(1, len(text) - self.characters + 1), self.characters)  # what is left at the end is left out
+        starts = range(0, max(1, len(text) - self.characters + 1), self.characters)  # a shorter rest at the end is left out
         return [(text[start : start + self.characters], f"{path}, character {start}") for start in starts]
 
 
 class Pieces(Table):
-    """Rows of `text` and `label`, made of triples: label, text, place."""
+    """Rows of `text` and `label`, made from triples of label, text and place."""
 
     def __init__(self, pieces: list[tuple[str, str, str]]) -> None:
         self._pieces = pieces

@@ -1,4 +1,4 @@
-"""Several examples in one row, so that no token is padding; each keeps positions and attention of its own."""
+"""Pack several examples into one row, with little padding. Each example has its own positions and attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from callsheet.recipes.padding import filled
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 _ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
-"""Of logits, as a part of the largest, where weights are fp32 or not: between rows of one shape, and of several."""
+"""Tolerances of logits, relative to the largest, for fp32 weights and others: between rows of one shape, and of several."""
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which examples go into which row of `room` tokens: the longest first, each where it leaves the least (best fit decreasing)."""
+    """Return the examples of each row of `room` tokens, by best fit decreasing: the longest first, each where it leaves the least room."""
     rows: list[list[int]] = []
     with_left: dict[int, list[int]] = defaultdict(list)  # rows by how many tokens are left in them
-    lefts = 0  # its keys that have rows, as bits
+    lefts = 0  # the keys of `with_left` that have rows, as bits
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
         enough = lefts >> length
@@ -42,7 +42,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def packed(samples: Iterable[Sample]) -> Sample:
-    """One row of several examples; `position_ids` begin anew with each."""
+    """Return one row of several examples; `position_ids` start from 0 in each."""
     given = list(samples)
     return {
         "input_ids": torch.cat([one["input_ids"] for one in given]),
@@ -52,7 +52,7 @@ def packed(samples: Iterable[Sample]) -> Sample:
 
 
 class Packed(Dataset[Sample]):
-    """The examples of a table in rows of up to `room` tokens, the same in every epoch."""
+    """The examples of a table, packed into rows of up to `room` tokens; the rows are the same in every epoch."""
 
     def __init__(self, examples: Examples, room: int) -> None:
         self.rows = plan(examples.lengths, room)
@@ -66,7 +66,7 @@ class Packed(Dataset[Sample]):
 
 
 class PackedStream(IterableDataset[Sample]):
-    """The examples of a stream in rows of up to `room` tokens, one after another as they come."""
+    """The examples of a stream, packed in order into rows of up to `room` tokens."""
 
     def __init__(self, examples: ExampleStream, room: int) -> None:
         self._examples, self._room = examples, room
@@ -87,12 +87,12 @@ class PackedStream(IterableDataset[Sample]):
 class Pack:
     """Makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
 
-    There is no attention mask: models of transformers keep examples apart whose positions begin anew, if none is given. What fills up
-    the shorter rows is one more such example, of which nothing is learnt.
+    There is no attention mask: without one, models of transformers separate examples where positions restart from 0. The padding of
+    shorter rows is one more such example, which is not learnt.
 
     Args:
-        token: to fill up with.
-        flat: put all rows behind one another into one, as flash attention wants it.
+        token: the padding token.
+        flat: concatenate all rows into one, as flash attention needs it.
     """
 
     def __init__(self, token: int, *, flat: bool = False) -> None:
@@ -112,10 +112,10 @@ class Pack:
 
 @torch.no_grad()
 def check_kept_apart(model: nn.Module) -> None:
-    """Refuse a model to which packed examples are not what each is alone, by trying it.
+    """Check, by running the model, that packed examples give the same logits as each example alone.
 
     Raises:
-        ConfigError: it says something else of them, or does not take positions.
+        ConfigError: the logits differ, or the model does not take positions.
     """
     modes = [(module, module.training) for module in model.modules()]
     weight = next(model.parameters())
@@ -136,7 +136,7 @@ def check_kept_apart(model: nn.Module) -> None:
         why = (
             "attends from one example to another"
             if leak > of_one
-            else "does not begin its positions anew"
+            else "does not restart its positions"
             if shift > of_several
             else ""
         )
@@ -146,4 +146,4 @@ def check_kept_apart(model: nn.Module) -> None:
         for module, training in modes:
             module.training = training
     if why:
-        raise ConfigError(f"packing: true does not go with {type(model).__name__}, which {why}; give packing: false")
+        raise ConfigError(f"packing: true does not work with {type(model).__name__}, which {why}; give packing: false")

@@ -1,4 +1,4 @@
-"""Sequences of different lengths as one batch."""
+"""Pad sequences of different lengths to one batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 class Padding:
     """Makes a batch of samples, each as long as the longest of them; a DataLoader's `collate_fn`.
 
-    A sample has `input_ids`, a list or tensor of whole numbers, and perhaps `labels`: as many, which are padded with the label that losses
-    leave out, or one number. The batch has `input_ids`, `attention_mask` and `labels` as int64, (samples, longest) or (samples,).
+    A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or as many as ids, which
+    are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as int64,
+    (samples, longest) or (samples,).
 
     Args:
-        pad_id: the id that sequences are filled up with, on the right.
+        pad_id: the padding token, added on the right.
     """
 
     def __init__(self, pad_id: int) -> None:
@@ -38,6 +39,6 @@ class Padding:
 
 
 def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
-    """The rows below one another, int64, the shorter ones filled up behind."""
+    """Return the rows stacked as int64, with shorter ones padded at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

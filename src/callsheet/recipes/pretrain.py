@@ -1,4 +1,4 @@
-"""Pretraining: a causal language model from nothing, on text."""
+"""Pretraining: train a causal language model from random weights on text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
 from callsheet.recipes.byte_files import ByteFiles
 from callsheet.recipes.byte_tokenizer import byte_tokenizer
-from callsheet.recipes.generation import continued, passages
+from callsheet.recipes.generation import log_continuations, passages
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.language_model import BYTE_TOKENIZER, LanguageModel
 from callsheet.recipes.recipe import Recipe
@@ -26,15 +26,15 @@ ForwardStep = Callable[[nn.Module, Any], Any]
 
 @dataclass(kw_only=True)
 class PretrainConfig(JobConfig):
-    """What the recipe is made of.
+    """The configuration of the recipe `pretrain`.
 
     Args:
-        model: what is trained.
-        data: files to train on, byte by byte.
-        rows: texts to train on instead, by the tokens of `model.tokenizer`.
-        prompts: what the trained model is asked to continue.
-        generated_tokens: how far.
-        temperature: of the drawing of each token.
+        model: the model to train.
+        data: files to train on; their tokens are bytes.
+        rows: texts to train on instead, tokenized with `model.tokenizer`.
+        prompts: prompts for the trained model at the end of the run.
+        generated_tokens: the number of tokens it generates for each prompt.
+        temperature: the sampling temperature.
     """
 
     run_name: str = "pretrain"
@@ -57,17 +57,17 @@ class PretrainConfig(JobConfig):
 
 
 class Pretrain(Recipe[PretrainConfig]):
-    """Pretraining: a causal language model from nothing, on text.
+    """Pretraining: train a causal language model from random weights on text.
 
-    It is evaluated at its interval, and evaluated and tested when training is over.
+    The model is evaluated at the evaluation interval and after training, when it is also tested.
 
     Args:
-        forward_step: the whole step in the manner of Megatron: `forward_step(model, batch)` gives the outputs and a function of them
-            that gives the mean loss; None is the model's own loss.
+        forward_step: a step function as in Megatron: `forward_step(model, batch)` returns the outputs and a function that computes the
+            mean loss from them. None uses the model's own loss.
     """
 
     Config = PretrainConfig
-    results_are_in = "nats a token, on texts that the model has not seen"
+    results_are_in = "nats per token, on texts that the model has not seen"
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Pretrain(Recipe[PretrainConfig]):
     # --- the job ---
 
     def read_data(self) -> None:
-        """Find the files, whose tokens are their bytes; or read the rows, and make tokens of them."""
+        """Find the files, whose tokens are their bytes; or read the rows and tokenize them."""
         config = self.config
         if config.rows is not None:
             self.tokenizer = config.model.make_tokenizer()
@@ -93,12 +93,14 @@ class Pretrain(Recipe[PretrainConfig]):
             self._sets: dict[str, Any] = dict(self._texts.datasets)
             return
         if config.model.tokenizer not in (None, BYTE_TOKENIZER) or config.model.path is not None:
-            raise ConfigError("data: files are bytes, and the model has a tokenizer; give it rows instead, with the files' texts")
+            raise ConfigError(
+                "data: files are read as bytes, but the model has a tokenizer; give the files' texts as rows instead"
+            )
         self.tokenizer = byte_tokenizer()
         self._sets = {"train": config.data.train(), "validation": config.data.validation(), "test": config.data.test()}
 
     def make_model(self) -> nn.Module:
-        """A causal language model over the tokenizer's ids."""
+        """Return a causal language model over the tokenizer's ids."""
         from transformers import AutoModelForCausalLM
 
         window = (self.config.rows or self.config.data).sequence_length
@@ -107,19 +109,19 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
 
     def make_task(self) -> Task | None:
-        """The model's own loss, or `forward_step`."""
+        """Return the model's own loss, or `forward_step`."""
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:
-        """Windows of the text in random order."""
+        """Return windows of the text in random order."""
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Some windows of the files that are for validation, or all of the rows."""
+        """Return some windows of the validation files, or all validation rows."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """As many of the files that are for the test, or its rows."""
+        """Return as many windows of the test files, or the test rows."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:
@@ -127,11 +129,11 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """How much of what."""
+        """Return the amount of data."""
         return str(self._texts) if self.config.rows is not None else self.config.data.about()
 
     def finish(self) -> None:
-        """Count the baselines, and have the model write."""
+        """Compute the baselines, and let the model continue the prompts."""
         self.results = {f"{name}/loss": found["loss"] for name, found in self.evaluated.items()}
         if self.config.rows is None:
             self.results |= zip(("unigram", "bigram"), self.config.data.baselines(), strict=True)
@@ -139,7 +141,7 @@ class Pretrain(Recipe[PretrainConfig]):
             unigrams = {f"{name}, unigram": self._texts.unigram(name) for name in self.evaluated}
             self.results |= {name: value for name, value in unigrams.items() if value is not None}
         config = self.config
-        self.generations = continued(
+        self.generations = log_continuations(
             self.trainer,
             config.prompts,
             self.tokenizer,
@@ -149,7 +151,7 @@ class Pretrain(Recipe[PretrainConfig]):
         )
 
     def written(self) -> Iterable[str]:
-        """Each prompt, and how the model goes on from it."""
+        """Return each prompt with the model's continuation."""
         return passages(self.generations)
 
 
@@ -160,7 +162,7 @@ def pretrain(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Pretrain:
-    """Run the recipe: set up, train, evaluate and test. Returns it, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
     Example:
         >>> from callsheet.recipes import pretrain  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The base of all recipes: what a job's file does not say again, from the first look at what is there to the report."""
+"""The base class of all recipes: set-up, resuming, training, evaluation, export and the report."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ from callsheet.working import working
 logger = logging.getLogger("callsheet")
 
 RESULTS = "results.json"
-"""The file in a run's folder that has its results."""
+"""The file in a run's folder that holds its results."""
 
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
-"""A run of at most so many batches or seconds is a trial: its evaluations take at most so many batches, and its samples so many tokens."""
+"""A run of at most this many batches or seconds is a trial. Its evaluations and generated samples are limited as well."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
 class Recipe(Generic[AnyConfig]):
-    """A job: a model, its data, and what is said when it is done. A recipe's own file says what stands under "what a recipe says" below.
+    """A job: a model, its data, its training and its report. A recipe overrides the methods under "what a recipe defines" below.
 
-    `setup()` makes everything and finds out what there is to resume; `run()` trains, evaluates and finishes; `report()` says what came
-    of it. `open()` instead of `setup()` takes a run as it is, to be evaluated, asked or exported. Every rank does all of them.
+    `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and evaluates.
+    `report()` returns the results as text. `open()` takes the place of `setup()` for an existing run that is to be evaluated, used
+    for predictions or exported. Every rank calls all of them.
 
     Args:
-        config: what the job is made of.
+        config: the configuration of the job.
         callbacks: a manager, a callback, or any iterable of callbacks.
-        loggers: more callbacks, told after the others.
-        resolved: the whole configuration as YAML, for the run's folder; made of `config` where there is none.
+        loggers: more callbacks, called after the others.
+        resolved: the whole configuration as YAML, for the run's folder; by default it is made from `config`.
 
     Attributes:
-        trainer: there is one after `setup()` or `open()`.
-        results: what came of it, by name, the baselines beside it; all in the unit that `results_are_in` names.
-        evaluated: the losses and metrics of each evaluated dataset, and of `test` where there is one.
+        trainer: available after `setup()` or `open()`.
+        results: the results by name, with the baselines; all in the unit that `results_are_in` names.
+        evaluated: the losses and metrics of each evaluated dataset, including `test` if there is one.
     """
 
     Config: ClassVar[type[JobConfig]] = JobConfig
@@ -89,64 +90,64 @@ class Recipe(Generic[AnyConfig]):
         self._aside: Path | None = None
         self._is_opened = False
 
-    # --- what a recipe says ---
+    # --- what a recipe defines ---
 
     def read_data(self) -> None:
-        """Find the data and look at it; what cannot work is refused here, before an earlier run is touched."""
+        """Find the data and check it. Data that cannot be used is rejected here, before an earlier run is touched."""
 
     def make_model(self) -> nn.Module:
-        """The model, with its weights. The random state is that of `seed`, on all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its model is")
+        """Return the model with its weights. The random state was set from `seed`, on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement make_model()")
 
     def make_task(self) -> Task | None:
-        """What forward, loss and metrics are; None for a model that has its own loss."""
+        """Return the task, which defines forward, loss and metrics; None for a model that has its own loss."""
         return None
 
     def train_data(self) -> Iterable[Any]:
-        """The batches to train on."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it trains on")
+        """Return the batches to train on."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement train_data()")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """The batches to evaluate on, by the dataset's name."""
+        """Return the batches to evaluate on, by the dataset's name."""
         return {}
 
     def test_data(self) -> Iterable[Any] | None:
-        """The batches that are looked at once, when all is done."""
+        """Return the batches to test on once, after training."""
         return None
 
     def processor(self) -> Any:
-        """The tokenizer or processor that is exported beside the weights, or None."""
+        """Return the tokenizer or processor that is exported beside the weights, or None."""
         return None
 
     def about_data(self) -> str:
-        """The data, in a few words."""
+        """Return a short description of the data."""
         return ""
 
     def begin(self) -> None:
-        """Before training, also before it goes on."""
+        """Prepare training. Called before a run starts and before it is resumed."""
 
     def finish(self) -> None:
-        """After training and evaluation: set `results`, with baselines, and write what the trained model is to write."""
+        """Set `results`, with baselines, and generate samples. Called after training and evaluation."""
 
     def written(self) -> Iterable[str]:
-        """Passages for the report: what the trained model has written."""
+        """Return passages for the report that the trained model has generated."""
         return ()
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """What the model says of each row, in order: the row's prediction as plain data.
+        """Yield the model's prediction for each row, in order, as plain data.
 
-        Of several ranks all take part, and rank 0 has the answers.
+        All ranks take part, and rank 0 gets the answers.
 
         Raises:
-            ConfigError: of a row that cannot be answered; the message begins with `row 3`, where the first is 1.
+            ConfigError: a row cannot be used; the message begins with its number, such as `row 3`, counted from 1.
         """
-        raise ConfigError(f"the recipe {type(self).__name__} has no predictions for rows of its own")
+        raise ConfigError(f"the recipe {type(self).__name__} does not support predictions")
 
-    # --- what all of them do ---
+    # --- what all recipes share ---
 
     @property
     def is_trial(self) -> bool:
-        """Whether `max_duration` is so short that the recipe is only tried out: all its other parts are short then as well."""
+        """Whether `max_duration` is so short that the run is only a trial; evaluation and generation are shortened then, too."""
         longest = duration(self.config.max_duration, None)
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
@@ -160,10 +161,10 @@ class Recipe(Generic[AnyConfig]):
         return Path(self.config.runs_folder) / self.config.run_name
 
     def setup(self) -> None:
-        """Make the model, the data and the trainer; a run that is there already is resumed or set aside.
+        """Make the model, the data and the trainer. Resume an existing run, or set it aside.
 
         Raises:
-            ConfigError: the data, the model or another value cannot work; the run that is there is of another job.
+            ConfigError: the data, the model or another value cannot be used; or the existing run belongs to another job.
             RunInUseError: another process trains in the run's folder.
         """
         config, folder = self.config, self.folder
@@ -173,7 +174,7 @@ class Recipe(Generic[AnyConfig]):
         lock = RunLock(folder)  # the Trainer takes it over
 
         def decide() -> list[str | None]:
-            with contextlib.suppress(OSError):  # where no lock can be held the Trainer says so
+            with contextlib.suppress(OSError):  # if no lock can be held, the Trainer reports it
                 lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)
             if resume is None:
@@ -201,7 +202,7 @@ class Recipe(Generic[AnyConfig]):
             (folder / "config.yaml").write_text(written)
 
     def _put_back(self, aside: Path) -> None:
-        """The new run could not begin: the earlier one gets its name back, unless somebody else has begun one there."""
+        """Restore the name of the earlier run after the new one failed to start, unless another process has started one there."""
         lock = RunLock(self.folder)
         try:
             lock.acquire(0)
@@ -210,21 +211,21 @@ class Recipe(Generic[AnyConfig]):
         try:
             if not self.folder.exists():
                 aside.rename(self.folder)
-                logger.info("the run in %s is there again", self.folder)
+                logger.info("restored the earlier run in %s", self.folder)
         finally:
             lock.release()
 
     def open(self, checkpoint: str | None = None) -> Self:
-        """Make the trainer of a run that is there, with the weights of its newest good checkpoint or of `checkpoint`; leaves its folder alone.
+        """Make the trainer of an existing run, with the weights of its newest good checkpoint or of `checkpoint`. Its folder is not changed.
 
         Raises:
             ConfigError: there is no checkpoint, or no good one.
         """
         found = find_checkpoints(self.folder / "checkpoints").checkpoints if checkpoint is None else []
         if checkpoint is None and not any(each.seal.info.get("is_finite", True) for each in found):
-            why = "holds no checkpoint; train first: callsheet train ..."
+            why = "has no checkpoint; train first: callsheet train ..."
             if found:
-                why = f"holds no good checkpoint, but {len(found)} with weights or a loss that are not finite; name one of them to have it"
+                why = f"has no good checkpoint: {len(found)} have weights or a loss that are not finite; name one of them to use it anyway"
             raise ConfigError(f"{self.folder} {why}")
         self._is_opened = True
         self.trainer = self._trainer(self._prepared(), checkpoint or "auto")
@@ -232,7 +233,7 @@ class Recipe(Generic[AnyConfig]):
         return self
 
     def run(self) -> dict[str, float]:
-        """Train, evaluate and finish; returns the results, which are empty where the run had to make way."""
+        """Train, evaluate and finish. Return the results, which are empty if the run was preempted."""
         with self.trainer as trainer:
             self.begin()
             try:
@@ -240,7 +241,7 @@ class Recipe(Generic[AnyConfig]):
             except NonFiniteError as error:
                 if not self.config.stop_on_nan:
                     raise
-                raise NonFiniteError(f"{error}; stop_on_nan=false trains on all the same") from error
+                raise NonFiniteError(f"{error}; set stop_on_nan=false to train on regardless") from error
             if trainer.preempted:
                 return self.results
             self.evaluate()
@@ -253,8 +254,8 @@ class Recipe(Generic[AnyConfig]):
         return self.results
 
     def write_results(self) -> None:
-        """Write `results.json` to the run's folder: the results, what was evaluated, and what the model has written, as plain data."""
-        told = {
+        """Write `results.json` to the run's folder: the results, the evaluations, and the generated samples, as plain data."""
+        content = {
             "step": self.trainer.state.timestamp.batch,
             "is_trial": self.is_trial,
             "unit": self.results_are_in,
@@ -263,24 +264,24 @@ class Recipe(Generic[AnyConfig]):
             "samples": [sample.strip("\n") for sample in self.written()],
         }
         if self.ranks.rank == 0:
-            replace_file(self.folder / RESULTS, json_text(told, indent=2).encode())
+            replace_file(self.folder / RESULTS, json_text(content, indent=2).encode())
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The losses and metrics of every validation dataset, and of the test data, by the dataset's name."""
+        """Return the losses and metrics of every validation dataset, and of the test data, by the dataset's name."""
         trainer = self.trainer
-        if trainer.state.evaluators:  # a run that was complete has not evaluated; what was opened is evaluated anew
+        if trainer.state.evaluators:  # a run that was already complete, or that was opened, has not evaluated in this process
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
         return self.evaluated
 
     def export(self, path: str | Path) -> None:
-        """Write the weights, with tokenizer or processor, as a Hugging Face folder; where the model is none, as a safetensors file."""
+        """Write the weights, with tokenizer or processor, as a Hugging Face folder; a model that is not of transformers as a safetensors file."""
         self.trainer.export(path, processor=self.processor())
 
     def found(self) -> str:
-        """What was there, and what will be done about it, in a sentence or two."""
-        trainer, again = self.trainer, "--resume new sets it aside and starts anew"
+        """Return a few sentences that say what was found, and what will be done."""
+        trainer, again = self.trainer, "--resume new sets it aside and starts a new run"
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
         trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
         some = f", of which {_millions(trained)} are trained," if trained < size else ""
@@ -289,17 +290,17 @@ class Recipe(Generic[AnyConfig]):
         step, elapsed = trainer.state.timestamp.batch, trainer.state.elapsed or 0.0
         if self._aside is not None:
             had = "" if self.config.resume == NEW else ", which had no checkpoint,"
-            lines.append(f"The run that was there{had} is now {self._aside}; starting anew.")
+            lines.append(f"The earlier run{had} is now {self._aside}; starting a new one.")
         elif step and trainer.state.is_complete:
             longer = trainer.state.max_duration * 2 if trainer.state.max_duration is not None else ""
             lines.append(
-                f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} goes on, {again}."
+                f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # `fit` says who stopped it, and how to train on
+        elif trainer.earlier_stop is not None:  # `fit` says what stopped it, and how to continue
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
-                f"Found the run {trainer.run.name!r} at step {step}, {elapsed:.0%} of {trainer.state.max_duration}; going on with it ({again})."
+                f"Found the run {trainer.run.name!r} at step {step}, {elapsed:.0%} of {trainer.state.max_duration}; resuming it ({again})."
             )
         else:
             lines.append(f"Starting the run {trainer.run.name!r}, for {trainer.state.max_duration}.")
@@ -310,14 +311,14 @@ class Recipe(Generic[AnyConfig]):
         return "\n".join(lines)
 
     def report(self) -> str:
-        """What came of it: the results beside their baselines, what the model writes, and where everything lies."""
+        """Return the results with their baselines, the generated samples, and the paths of the run's files, as text."""
         folder = self.folder
         lines = list(self.written())
         if self.results:
             width = max(map(len, self.results))
             lines.append(f"{self.results_are_in}:")
             lines += [f"  {name:<{width}}  {value:6.3f}" for name, value in self.results.items()]
-        lines.append(f"\nThe run ({self.trainer.run.outcome}, {self.trainer.state.timestamp.batch} steps) lies in {folder}: ")
+        lines.append(f"\nThe run ({self.trainer.run.outcome}, {self.trainer.state.timestamp.batch} steps) is in {folder}: ")
         if folder.exists():
             lines[-1] += ", ".join(sorted(entry.name for entry in folder.iterdir()))
         if (checkpoints := folder / "checkpoints").exists():
@@ -327,7 +328,7 @@ class Recipe(Generic[AnyConfig]):
     # --- for the files of recipes ---
 
     def loader(self, dataset: Any, *, collate: Any = None, train: bool) -> DataLoader[Any]:
-        """Batches of a dataset: in random order and all of one size to train on, in its own order to evaluate on."""
+        """Return batches of a dataset: in random order and all of one size for training, in the dataset's order for evaluation."""
         config = self.config
         if not train and self.is_trial and not self._is_opened:
             dataset = _first(dataset, TRIAL_BATCHES * (config.eval_batch_size or config.batch_size))
@@ -342,7 +343,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # to be refused before data is read
+        resolved_device(self.config.device, self.ranks)  # rejects a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
@@ -352,7 +353,7 @@ class Recipe(Generic[AnyConfig]):
             return self.make_model()
 
     def _working(self, what: str) -> AbstractContextManager[None]:
-        """Show on rank 0 that this is being done."""
+        """Show on rank 0 that this work is in progress."""
         return working(f"{self.config.run_name}: {what}", is_shown=self.ranks.rank == 0)
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
@@ -364,7 +365,9 @@ class Recipe(Generic[AnyConfig]):
         return Trainer(
             model,
             task,
-            train_dataloader=None if self._is_opened else self.train_data,  # the place in it binds to the ranks that there were
+            train_dataloader=None
+            if self._is_opened
+            else self.train_data,  # its position depends on the number of ranks that trained
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
             scheduler=config.scheduler,
@@ -397,7 +400,7 @@ def _millions(count: int) -> str:
 
 
 def _first(dataset: Any, most: int) -> Any:
-    """Return the first `most` samples of a dataset, or the dataset where its size is not known."""
+    """Return the first `most` samples of a dataset, or the whole dataset if its size is unknown."""
     if isinstance(dataset, IterableDataset) or len(dataset) <= most:
         return dataset
     return Subset(dataset, range(most))

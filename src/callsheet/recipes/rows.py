@@ -1,4 +1,4 @@
-"""Rows of data: JSON lines, Parquet files, a folder of them, or a dataset of the hub; a row that cannot be used is named by its place."""
+"""Read rows of data: JSON lines, Parquet files, a folder of them, or a dataset on the hub. Errors name the place of the row."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from callsheet.errors import ConfigError, did_you_mean
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""How files are called that hold a split."""
+"""The beginnings of the names of files that hold a split."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
-"""What becomes of a row, given its place; it refuses a row with `refuse(place, why)`."""
+"""A function that converts a row, given the row and its place. It rejects a row with `reject(place, why)`."""
 
 
 @dataclass
 class Rows:
-    """Where rows are read from.
+    """A source of rows.
 
     Args:
         path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
             `metadata.jsonl`), what `datasets` has saved to disk, or the name of a dataset on the hub.
-        name: which configuration of a dataset on the hub.
-        split: which part of a dataset that has several.
-        revision: of a dataset on the hub.
-        streaming: read rows as they are needed, without knowing how many there are.
-        limit: so many rows at most.
+        name: the configuration of a dataset on the hub.
+        split: the split of a dataset that has several.
+        revision: the revision of a dataset on the hub.
+        streaming: read rows as they are needed, without knowing their number.
+        limit: the most rows to read.
     """
 
     path: str
@@ -46,22 +46,22 @@ class Rows:
     limit: int | None = None
 
     def read(self, columns: Collection[str]) -> Table | Stream:
-        """The rows; what is there to be seen at once is checked now.
+        """Return the rows, after all checks that are possible without reading streamed rows.
 
         Raises:
-            ConfigError: there is nothing there, a line is no JSON object, or a column is missing.
+            ConfigError: there are no rows, a line is not a JSON object, or a column is missing.
         """
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit}: give 1 or more rows")
         files = sorted(glob.glob(self.path)) if glob.has_magic(self.path) else self._of_folder() or [self.path]
         if glob.has_magic(self.path) and not files:
-            raise ConfigError(f"no file is called {self.path}")
+            raise ConfigError(f"no file matches {self.path}")
         if all(file.endswith(_JSON_LINES) for file in files) and not self.streaming:
             return LineTable([Path(file) for file in files], columns, self.limit)
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """The files of JSON lines in a folder; those of its split, where they are named after splits."""
+        """Return the files of JSON lines in a folder; only those of the split, if files are named after splits."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
@@ -72,7 +72,7 @@ class Rows:
         named = [file.name for file in found if file.name.startswith(tuple(name for names in _SPLITS.values() for name in names))]
         if named:
             raise ConfigError(
-                f"{self.path} has no file of the split {self.split!r}, but {', '.join(named)}; name the split, or a file as the path"
+                f"{self.path} has no file of the split {self.split!r}, but has {', '.join(named)}; name another split, or give a file as the path"
             )
         return [str(file) for file in found]
 
@@ -91,7 +91,7 @@ class Rows:
                 found = datasets.load_dataset(
                     self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
                 )
-        except Exception as error:  # the library and the hub raise what they like
+        except Exception as error:  # the library and the hub raise many kinds of errors
             raise ConfigError(
                 f"no rows could be read from {self.path}: {type(error).__name__}: {error}; give a file of JSON lines or a Parquet file, "
                 "a folder of them, or the name of a dataset on the hub"
@@ -107,22 +107,22 @@ class Rows:
 
 
 class Table(Sequence[Row]):
-    """Rows that can be read in any order."""
+    """Rows with random access."""
 
     def place(self, index: int) -> str:
-        """Where a row stands, such as `train.jsonl:17`."""
+        """Return the place of a row for messages, such as `train.jsonl:17`."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Each row with its place."""
+        """Yield each row with its place."""
         return ((self.place(index), self[index]) for index in range(len(self)))
 
 
 class LineTable(Table):
-    """JSON lines, found in the files when they are asked for; all of them are read once, to refuse what is none before anything runs."""
+    """JSON lines, read from the files on demand. All lines are read once at the start, so that invalid ones are rejected before training."""
 
     def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
         self._files = files
@@ -144,7 +144,7 @@ class LineTable(Table):
                         self._line.append(line_number)
                     start += len(line)
         if not len(self):
-            raise ConfigError(f"{', '.join(map(str, files))}: there is no row in it; give a file with one JSON object a line")
+            raise ConfigError(f"{', '.join(map(str, files))}: the file has no rows; give one with a JSON object on each line")
 
     def __len__(self) -> int:
         return len(self._start)
@@ -159,15 +159,15 @@ class LineTable(Table):
         return _parsed(content[start : end if end >= 0 else len(content)], self.place(index))
 
     def place(self, index: int) -> str:
-        """File and line, the first of which is 1."""
+        """Return file and line number, counted from 1."""
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a worker opens the files itself
+        return {**self.__dict__, "_maps": {}}  # a worker process opens the files again
 
 
 class DatasetTable(Table):
-    """Rows of a dataset of the library `datasets`."""
+    """The rows of a dataset of the library `datasets`."""
 
     def __init__(self, dataset: Any, path: str) -> None:
         self._dataset = dataset
@@ -180,12 +180,12 @@ class DatasetTable(Table):
         return self._dataset[index]
 
     def place(self, index: int) -> str:
-        """The path and the number of the row, the first of which is 1."""
+        """Return the path and the number of the row, counted from 1."""
         return f"{self._path}, row {index + 1}"
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that come one after another. A run that is resumed draws again what it had taken."""
+    """Rows that can only be read in sequence. A resumed run reads again, and skips, the rows that it had already used."""
 
     def __init__(self, source: Any, path: str) -> None:
         self._source = source
@@ -195,12 +195,12 @@ class Stream(IterableDataset[Any]):
         return iter(self._source)
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Each row with its place."""
+        """Yield each row with its place."""
         return ((f"{self._path}, row {number}", row) for number, row in enumerate(self._source, 1))
 
 
 class Prepared(Dataset[Any]):
-    """What becomes of each row of a table, when it is asked for."""
+    """The converted rows of a table; each is converted when it is read."""
 
     def __init__(self, table: Table, transform: Transform) -> None:
         self.table = table
@@ -214,7 +214,7 @@ class Prepared(Dataset[Any]):
 
 
 class PreparedStream(IterableDataset[Any]):
-    """What becomes of each row of a stream, as it comes."""
+    """The converted rows of a stream."""
 
     def __init__(self, stream: Stream, transform: Transform) -> None:
         self._stream = stream
@@ -225,20 +225,20 @@ class PreparedStream(IterableDataset[Any]):
 
 
 def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
-    """The rows as a dataset of what `transform` makes of them."""
+    """Return the rows as a dataset, each converted by `transform`."""
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
 def reject(place: str, why: str) -> NoReturn:
-    """Raise ConfigError for the row that stands there; `why` says the mend as well."""
+    """Raise ConfigError for the row at `place`. `why` contains a hint, too."""
     raise ConfigError(f"{place}: {why}")
 
 
 def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -> None:
-    """Refuse what has not these columns.
+    """Check that all wanted columns exist.
 
     Raises:
-        ConfigError: with the nearest name that there is.
+        ConfigError: a column is missing; the message names the closest existing one.
     """
     for column in wanted:
         if column not in there:
@@ -248,8 +248,8 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # also bytes that are no UTF-8
-        reject(place, f"this line is no JSON: {error}; give one JSON object a line")
+    except ValueError as error:  # also bytes that are not UTF-8
+        reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     if not isinstance(row, dict):
-        reject(place, f"this line is a JSON {type(row).__name__}, not an object; give one with a value for each column")
+        reject(place, f"this line is a JSON {type(row).__name__}, not an object; give an object with a value for each column")
     return row

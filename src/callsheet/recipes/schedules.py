@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run: a warm-up, and then what recipes are asked for most."""
+"""Learning-rate schedules: a warm-up, followed by a constant rate, a cosine or a line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from callsheet.errors import ConfigError
 
 
 class Warmup(LambdaLR):
-    """A learning rate that rises in a straight line and then stays.
+    """A learning rate that rises linearly and then stays constant.
 
     Args:
-        optimizer: whose learning rate it is.
-        warmup_steps: how many steps it takes to get there; 0 is there at once.
+        optimizer: the optimizer whose learning rate is set.
+        warmup_steps: how many steps the rise takes; 0 for none.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 50) -> None:
@@ -26,13 +26,13 @@ class Warmup(LambdaLR):
 
 
 class WarmupCosine(LambdaLR):
-    """A learning rate that rises in a straight line, and falls along half a cosine (Loshchilov and Hutter 2017, SGDR, without restarts).
+    """A learning rate that rises linearly, and falls along half a cosine (Loshchilov and Hutter 2017, SGDR, without restarts).
 
     Args:
-        optimizer: whose learning rate it is.
-        total_steps: when it has fallen to the end; it stays there.
-        warmup_steps: how many of them it rises.
-        final: what it falls to, as a fraction of the full one.
+        optimizer: the optimizer whose learning rate is set.
+        total_steps: the step at which the rate reaches its final value, which it keeps.
+        warmup_steps: for how many of these steps the rate rises.
+        final: the final rate, as a fraction of the full one.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> None:
@@ -43,13 +43,13 @@ class WarmupCosine(LambdaLR):
 
 
 class WarmupLinear(LambdaLR):
-    """A learning rate that rises in a straight line, and falls in another.
+    """A learning rate that rises linearly, and falls linearly.
 
     Args:
-        optimizer: whose learning rate it is.
-        total_steps: when it has fallen to the end; it stays there.
-        warmup_steps: how many of them it rises.
-        final: what it falls to, as a fraction of the full one.
+        optimizer: the optimizer whose learning rate is set.
+        total_steps: the step at which the rate reaches its final value, which it keeps.
+        warmup_steps: for how many of these steps the rate rises.
+        final: the final rate, as a fraction of the full one.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> None:
@@ -57,10 +57,10 @@ class WarmupLinear(LambdaLR):
 
 
 def _rise_and_fall(shape: Callable[[float], float], total_steps: int, warmup_steps: int, final: float) -> Callable[[int], float]:
-    """The factor at a step; `shape` falls from 1 to 0 over what follows the warm-up."""
+    """Return a function from the step to the factor. `shape` falls from 1 to 0 over the steps after the warm-up."""
     if not 0 <= warmup_steps < total_steps:
         raise ConfigError(
-            f"warmup_steps={warmup_steps} of total_steps={total_steps}: give fewer steps than there are in all, and 0 or more"
+            f"warmup_steps={warmup_steps} of total_steps={total_steps}: give a number of steps from 0 to below total_steps"
         )
     if not 0.0 <= final <= 1.0:
         raise ConfigError(f"final={final}: give a fraction of the full learning rate, from 0 to 1")

@@ -1,4 +1,4 @@
-"""A configuration as plain data, for the run's record, and as the file that would have made it."""
+"""Convert a configuration to plain data for the run's record, and to a YAML file that would give the same configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 
 def settings_of(config: Any) -> Any:
-    """Numbers, texts, lists and dictionaries of them; a class or function by its name, with the arguments that a `partial` gives it."""
+    """Return numbers, texts, lists and dictionaries; a class or function becomes its name, with the arguments of a `partial`."""
     if is_dataclass(config) and not isinstance(config, type):
         return {field.name: settings_of(getattr(config, field.name)) for field in fields(config)}
     if isinstance(config, Mapping):
@@ -29,8 +29,10 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """The YAML of a job that was made in Python: it opens the run again, and is compared when it goes on. Functions without a name that could
-    be imported, such as lambdas, are left out."""
+    """Return the YAML of a job that was made in Python. It opens the run again, and is compared when the run is resumed.
+
+    Functions that cannot be imported by name, such as lambdas, are left out.
+    """
     settings = settings_of(config)
     plain = {name: value for name, value in settings.items() if "<" not in _class_path(value)}
     return yaml.safe_dump({"recipe": f"{recipe.__module__}.{recipe.__qualname__}", **plain}, sort_keys=False)

@@ -1,4 +1,4 @@
-"""Rows of text as one long line of tokens, cut into windows: what a language model is pretrained on."""
+"""Rows of text as one long sequence of tokens, cut into windows, to pretrain a language model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TextRows:
     """Rows with a text each, for training, validation and the test.
 
     Args:
-        train: what is trained on; may be streamed.
-        validation: what is evaluated, by the dataset's name.
-        test: what is looked at once, when all is done.
-        column: where the text is.
-        sequence_length: tokens a window; texts stand one after another, each with the end token behind it.
+        train: rows to train on; may be streamed.
+        validation: rows to evaluate on, by the dataset's name.
+        test: rows to test on once, after training.
+        column: the column of texts.
+        sequence_length: tokens per window; texts are concatenated, each followed by the end token.
     """
 
     train: Rows
@@ -40,7 +40,7 @@ class TextRows:
             raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
 
     def sets(self, tokenizer: Any) -> TextSets:
-        """All of them as windows of tokens.
+        """Return all datasets as windows of tokens.
 
         Raises:
             ConfigError: a row without a text, with its place; too few tokens for one window.
@@ -52,7 +52,7 @@ class TextRows:
 
 
 class TextSets:
-    """The datasets by name; rows that are not streamed become tokens at once, four bytes a token."""
+    """The datasets by name. Rows that are not streamed are tokenized at once, with four bytes per token."""
 
     def __init__(self, rows: Mapping[str, Table | Stream], column: str, tokenizer: Any, length: int) -> None:
         self._tokenizer = tokenizer
@@ -72,12 +72,12 @@ class TextSets:
             self.datasets[name] = Windows(tokens, length)
 
     def __str__(self) -> str:
-        """How much of each."""
+        """Return the size of each dataset."""
         counts = (f"{len(self._tokens[name]):,} tokens" if name in self._tokens else "a stream" for name in self.datasets)
         return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
 
     def unigram(self, name: str) -> float | None:
-        """The cross-entropy of a dataset's tokens under the training tokens' counts, one added to each (Laplace); None of a stream."""
+        """Return the cross-entropy of a dataset's tokens under the training tokens' counts, plus one each (Laplace); None for a stream."""
         if not {"train", name} <= self._tokens.keys():
             return None
         counts = np.bincount(self._tokens["train"], minlength=len(self._tokenizer)) + 1.0
@@ -93,7 +93,7 @@ class TextSets:
 
 
 class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
-    """Windows of a stream's tokens, as they come. Of several workers each takes the shards of the stream that are its own."""
+    """Windows of a stream's tokens, as they arrive. With several workers each reads its own shards of the stream."""
 
     def __init__(self, rows: Stream, ids: Any, length: int) -> None:
         self._rows = rows

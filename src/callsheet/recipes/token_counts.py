@@ -1,4 +1,4 @@
-"""What mere counting says of the tokens that are learnt: the baselines of a language model."""
+"""Token counts as baselines for a language model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from callsheet.recipes.examples import Examples
 
 
 class TokenCounts:
-    """How often each token was an answer's, and how often it followed which.
+    """Counts of the learnt tokens, and of the pairs of a token and the learnt one after it.
 
-    What was never seen has its share as well: of single tokens as if each had been seen once more (Laplace); of pairs, as much as there
-    are different tokens that followed the first, dealt out as the single ones are (Witten and Bell 1991).
+    The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen once more (Laplace). For pairs, the
+    weight of unseen ones is the number of different successors, distributed like the single tokens (Witten and Bell 1991).
 
     Args:
-        examples: those that are counted.
-        vocabulary: how many tokens there are.
+        examples: the examples to count.
+        vocabulary: the number of tokens.
     """
 
     def __init__(self, examples: Examples, vocabulary: int) -> None:
@@ -31,7 +31,7 @@ class TokenCounts:
         self._followers = np.bincount(self._pairs // vocabulary, minlength=vocabulary)
 
     def cross_entropies(self, examples: Examples) -> tuple[float, float]:
-        """Of the learnt tokens of these examples, in nats a token: by single tokens, and by the token before."""
+        """Return two cross-entropies of the learnt tokens, in nats per token: by single tokens, and given the token before."""
         before, learnt = _pairs(examples)
         single = self._single[learnt]
         pair = before * self._vocabulary + learnt
@@ -45,7 +45,7 @@ class TokenCounts:
 
 
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The token before each learnt one, and the learnt one; the first of an example is not learnt."""
+    """Return, for each learnt token, the token before it and the token itself. The first token of an example is never learnt."""
     is_learnt = examples.is_learnt.copy()
     is_learnt[examples.starts] = False
     places = np.flatnonzero(is_learnt)

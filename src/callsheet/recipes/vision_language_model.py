@@ -1,4 +1,4 @@
-"""A vision-language model with its processor: of a folder, of the hub, or of a configuration with random weights."""
+"""A vision-language model and its processor from a folder, from the hub, or from a configuration with random weights."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TOWERS = {
     "projector": ("multi_modal_projector", "connector", "aligner", "visual.merger", "mm_projector", "embed_vision", "qformer"),
     "language_model": ("language_model", "text_model"),
 }
-"""What `freeze` takes as words, and what models call it, in themselves or in their `model`."""
+"""The words that `freeze` accepts, and the names of these modules in models or in their `model`."""
 
 
 @dataclass
 class VisionLanguageModel(LanguageModel):
-    """Which model and processor, and where the weights come from. Weights are read from safetensors alone, and no code that comes with a model is run.
+    """A model, its processor, and the source of the weights. Weights are read only from safetensors, and no code of a model's repository is run.
 
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
 
     Args:
         processor: its folder or name; `bytes` is one that needs no file, for images of `image_size`; None is the model's own, and
             `bytes` for one without a path.
-        image_size: pixels on each side of what the vision tower of a model without `path` and `config` sees.
-        patch_size: pixels on each side of its patches; it divides `image_size`.
+        image_size: for a model without `path` and `config`, the side of its images in pixels.
+        patch_size: the side of its patches in pixels; it must divide `image_size`.
         vision_hidden_size: width of its vision tower, which has as many `heads` as the Llama.
-        vision_layers: its blocks.
-        freeze: what is not trained: `vision_tower`, `projector` or `language_model`, or patterns of the names of parameters.
+        vision_layers: number of blocks of its vision tower.
+        freeze: the parts that are not trained: `vision_tower`, `projector` or `language_model`, or patterns of parameter names.
     """
 
     processor: str | None = None
@@ -63,10 +63,10 @@ class VisionLanguageModel(LanguageModel):
                 ("vision_hidden_size", self.vision_hidden_size, self.heads),
             ):
                 if value < 1 or divisor < 1 or value % divisor:
-                    raise ConfigError(f"model.{name}={value} is no multiple of {divisor}; give one")
+                    raise ConfigError(f"model.{name}={value} is not a multiple of {divisor}; give one")
 
     def make_processor(self) -> Any:
-        """The processor, of images and text.
+        """Return the processor of images and text.
 
         Raises:
             ConfigError: there is none.
@@ -81,17 +81,17 @@ class VisionLanguageModel(LanguageModel):
         if missing:
             raise ConfigError(
                 f"the processor of {name!r} is a {type(processor).__name__}, without {' and '.join(missing)}; "
-                "model.processor names a folder with one for images and text"
+                "name a folder with one for images and text as model.processor"
             )
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
         return processor
 
     def make_model(self, processor: Any, longest: int) -> nn.Module:
-        """The model. `longest` is how many tokens a sequence may have, those of its images included.
+        """Return the model. `longest` is the most tokens of a sequence, including those of its images.
 
         Raises:
-            ConfigError: it cannot be loaded or made, or does not fit the processor or the length.
+            ConfigError: the model cannot be loaded or made, or does not fit the processor or the length.
         """
         from transformers import AutoModelForImageTextToText
 
@@ -105,7 +105,7 @@ class VisionLanguageModel(LanguageModel):
         knows = image_token_id(model.config)
         if image_token is not None and knows is not None and image_token != knows:
             raise ConfigError(
-                f"the processor {self.processor or self.path} has {image_token} for its image token, and the model {self.path or 'of model.config'} "
+                f"the processor {self.processor or self.path} has {image_token} as its image token, but the model {self.path or 'of model.config'} "
                 f"{knows}; give the processor that belongs to the model"
             )
         return model  # type: ignore[no-any-return]
@@ -143,7 +143,9 @@ class VisionLanguageModel(LanguageModel):
             if word not in TOWERS:
                 freeze(model, [word])
                 continue
-            inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()  # as some models have it
+            inside = (
+                tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
+            )  # some models have the projector inside the vision tower
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():
                 if name.startswith(prefixes) and not name.startswith(inside):
@@ -151,16 +153,16 @@ class VisionLanguageModel(LanguageModel):
 
 
 def image_token_id(owner: Any) -> int | None:
-    """What stands in the ids for a piece of an image, of a processor or a configuration; None where it does not say."""
+    """Return the token id of a processor or configuration that represents a piece of an image, or None if it defines none."""
     found = getattr(owner, "image_token_id", None)
     return found if found is not None else getattr(owner, "image_token_index", None)
 
 
 def check_images(model: Any, batch: Mapping[str, Any]) -> None:
-    """Have the vision tower look at the images of one row: they must give as many vectors as the processor left room for.
+    """Run the vision tower on the images of one row, and check that it gives as many vectors as the processor has image tokens.
 
-    What of the tower the vectors do not depend on, such as the layers after `vision_feature_layer`, is not trained: it would have no
-    gradient, which DistributedDataParallel does not put up with.
+    Parameters of the tower on which the vectors do not depend, such as layers after `vision_feature_layer`, are frozen: they would
+    have no gradient, which DistributedDataParallel does not support.
 
     Raises:
         ConfigError: the processor does not fit the model.
@@ -176,7 +178,7 @@ def check_images(model: Any, batch: Mapping[str, Any]) -> None:
             found = look(**{name: value for name, value in batch.items() if name in takes and name != "input_ids"})
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(
-            f"the model cannot look at what the processor makes of an image: {error}; give the processor that belongs to the model, "
+            f"the model cannot use the processor's output for an image: {error}; give the processor that belongs to the model, "
             "with its image and patch size"
         ) from error
     finally:
@@ -187,8 +189,8 @@ def check_images(model: Any, batch: Mapping[str, Any]) -> None:
     made, room = sum(vector.numel() // vector.shape[-1] for vector in vectors), int((batch["input_ids"] == token).sum())
     if token is not None and made != room:
         raise ConfigError(
-            f"the processor leaves room for {room} image tokens where the model makes {made} of the same images; give the processor that "
-            "belongs to the model (its patch_size, num_additional_image_tokens and vision_feature_select_strategy say how many)"
+            f"the processor inserts {room} image tokens, but the model makes {made} vectors of the same images; give the processor that "
+            "belongs to the model (its patch_size, num_additional_image_tokens and vision_feature_select_strategy determine the number)"
         )
     _freeze_unused(model, vectors)
 
@@ -217,13 +219,13 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """The beginnings of the names of the parameters that `word` means."""
+    """Return the name prefixes of the parameters that `word` means."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:
         children = sorted({name for name in modules if name and name.count(".") <= 1})
         raise ConfigError(
-            f"freeze: {type(model).__name__} has nothing known as its {word}; name its parameters by a pattern, such as "
+            f"freeze: {type(model).__name__} has no module that is known as its {word}; name its parameters by a pattern, such as "
             f"{children[0] if children else 'model'}.* (it has {', '.join(children[:12])})"
         )
     if word == "language_model" and found and "lm_head" in modules:

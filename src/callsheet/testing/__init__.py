@@ -1,5 +1,5 @@
-"""For tests: hold a callback against what all have to hold, record what a loop tells, hold it against the lifecycle's grammar, tell a
-whole run without training (`FakeLoop`), and run a function on several ranks."""
+"""Tools for tests: check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's
+grammar, fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks."""
 
 from callsheet.extras import needed_by
 

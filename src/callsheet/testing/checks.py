@@ -1,4 +1,4 @@
-"""The checks of conformance on one rank: each takes a subject and a folder, and raises `Found` or what the run raised."""
+"""The conformance checks on one rank: each takes a subject and a folder, and raises `Found` or the exception of the run."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _HALF = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
-    """It takes its options by name, and can be made again from its `CallbackSpec` in JSON, with its state."""
+    """The callback takes its options by name, and can be rebuilt from its `CallbackSpec` in JSON, with its state."""
     callback, other = subject.make(), subject.make()
     if callback is other:
-        raise Found("the factory gave the same object twice", "let it make a new one at each call")
-    CallbackManager([callback])  # first of all, it must be one
+        raise Found("the factory gave the same object twice", "make a new callback at each call")
+    CallbackManager([callback])  # raises if the factory does not make a callback
     kind = type(callback)
     by_place = [
         name
@@ -54,19 +54,19 @@ def constructs(subject: Subject, folder: Path) -> None:
     ]
     if by_place and kind.__init__ is not object.__init__:
         raise Found(
-            f"its options {', '.join(by_place)} can be given by their place", "put a `*` before them: def __init__(self, *, ...)"
+            f"its options {', '.join(by_place)} can be given by position", "put a `*` before them: def __init__(self, *, ...)"
         )
     written, state = _as_json(callback)
     built = CallbackSpec.from_dict({**json.loads(written), "state": state}).build()
     again, state_again = _as_json(built)
     if again != written:
-        raise Found(f"made from its spec {written} it has the spec {again}", "take as options what JSON and YAML can say")
+        raise Found(f"rebuilt from its spec {written} it has the spec {again}", "take only options that JSON and YAML can represent")
     if differs := difference_of_states(subject, state, state_again):
-        raise Found(f"made from its spec it has another state: {differs}", "let load_state_dict take back what state_dict gave")
+        raise Found(f"rebuilt from its spec it has another state: {differs}", "make load_state_dict restore what state_dict returned")
 
 
 def registers(subject: Subject, folder: Path) -> None:
-    """A manager takes it, and two of them with names of their own; without names too where it keeps no state."""
+    """A manager accepts the callback, and two callbacks with different names; without a state also two without names."""
     CallbackManager([subject.make()])
     CallbackManager(_named(subject))
     if not _keeps_state(subject.make()):
@@ -74,7 +74,7 @@ def registers(subject: Subject, folder: Path) -> None:
 
 
 def stands_side_by_side(subject: Subject, folder: Path) -> None:
-    """Two of them, with names of their own, serve one run; or the second is refused as the run starts, by a message with both names."""
+    """Two callbacks with different names work in one run, or the second is rejected when the run starts, by a message with both names."""
     both = _named(subject)
     try:
         with Scene(subject, _new(folder), *both) as scene:
@@ -85,7 +85,8 @@ def stands_side_by_side(subject: Subject, folder: Path) -> None:
 
 
 def fits_twice(subject: Subject, folder: Path) -> None:
-    """It goes on when `fit` is called again, with evaluations between; in another run it does what a new one does; it says nothing twice."""
+    """The callback continues when `fit` is called again, with evaluations in between; in another run it acts as a new one does; it logs no
+    warning twice."""
     used, fresh = subject.make(), subject.make()
     with Scene(subject, _new(folder), used) as scene:
         scene.fit(_HALF)
@@ -99,15 +100,15 @@ def fits_twice(subject: Subject, folder: Path) -> None:
         again.fit()
     with Scene(subject, _new(folder), fresh) as first:
         first.fit()
-    for message, times in first.said.items():
+    for message, times in first.warnings.items():
         if times > 1:
-            raise Found(f"in a run of {STEPS} steps it says {times} times: {message}", "say a thing once")
-    hint = "begin anew at on_checkpoint_load_start, before a state may be given back"
-    _compare(subject, again, first, "a used one in a new run, and a new one: ", hint)
+            raise Found(f"in a run of {STEPS} steps it logs {times} times: {message}", "log a warning once")
+    hint = "reset at on_checkpoint_load_start, before a state may be restored"
+    _compare(subject, again, first, "a used callback in a new run, and a new one: ", hint)
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """A run that never trained, one that trained, and one whose set-up failed can be closed, and closed again."""
+    """A run that never trained, one that trained, and one whose set-up failed can be closed twice."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
@@ -116,13 +117,13 @@ def closes_twice(subject: Subject, folder: Path) -> None:
             scene.trainer.close()
     try:
         with Scene(subject, folder, subject.make(), resume=str(folder / "nothing")):
-            raise Found("a run was not refused that was to resume from a checkpoint that is not there", "leave errors alone")
+            raise Found("a run was not rejected although its checkpoint does not exist", "do not swallow errors")
     except CheckpointError:
         pass
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """An exception in the midst of a run comes out as it was, wherever it is raised; with it in the run nothing else fails."""
+    """An exception during a run leaves it unchanged, wherever it is raised, and the callback does not fail after it."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),
@@ -136,7 +137,7 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
 
 
 def is_preemptive(subject: Subject, folder: Path) -> None:
-    """A run that somebody stops, stops; one that is preempted saves, makes way, and can be resumed."""
+    """A run that is asked to stop, stops. A run that is preempted saves a checkpoint, ends, and can be resumed."""
 
     def stop(ctx: Context) -> None:
         ctx.control.stop("for the test", replicated=True)
@@ -144,9 +145,9 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
     with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=stop) as scene:
         scene.fit()
     if len(scene.watch.losses) > 5:
-        raise Found("training goes on after it was stopped", "leave the requests of others alone")
+        raise Found("training continues after a stop was requested", "leave the requests of other callbacks alone")
     if threading.current_thread() is not threading.main_thread():
-        raise SkipTest("signals reach the main thread alone, so that nothing can be preempted here")
+        raise SkipTest("signals reach only the main thread, so nothing can be preempted here")
 
     def preempt(ctx: Context) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -157,14 +158,14 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
-            f"a preempted run ended as {scene.watch.outcome!r}, without its checkpoint", "leave the requests of others alone"
+            f"a preempted run ended as {scene.watch.outcome!r}, without its checkpoint", "leave the requests of other callbacks alone"
         )
     with Scene(subject, scene.folder, subject.make(), resume=scene.watch.checkpoints[5]) as resumed:
         resumed.fit()
 
 
 def resumes(subject: Subject, folder: Path) -> None:
-    """Saved in the midst of a run and resumed, it does what it does in a run that was not broken off, to the last bit; it may also join."""
+    """Saved and resumed, the callback acts bit for bit as in an uninterrupted run. A new callback may also join a resumed run."""
     with Scene(subject, _new(folder), subject.make()) as whole:
         whole.fit()
     _compare_resumed(subject, folder, whole)
@@ -173,9 +174,9 @@ def resumes(subject: Subject, folder: Path) -> None:
 
 
 def is_neutral(subject: Subject, folder: Path) -> None:
-    """Training is the same with it and without, to the last bit, and it draws no random numbers that it has not declared.
+    """Training with the callback and without it is the same bit for bit, and it draws no random numbers that it has not declared.
 
-    The comparison is not for those whose purpose is to act on training, and whose phase, `change` or `decide`, says so.
+    Training is not compared for callbacks of the phases `change` and `decide`, whose purpose is to affect it.
     """
     callback = subject.make()
     with Scene(subject, _new(folder), callback, checking=True) as watched:
@@ -183,18 +184,18 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     if callback.phase in ACTS:
         return
     what = _changed(watched, _bare(subject.trainer))
-    if what and _changed(watched, _made_bare(subject.trainer)):  # the first one may have been made under other settings of torch
+    if what and _changed(watched, _made_bare(subject.trainer)):  # the cached run may have been made under other settings of torch
         if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
-            raise ConfigError("two runs of the trainer that was given are not alike; give it a seed")
+            raise ConfigError("two runs of the given trainer differ; give it a seed")
         hint = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
-        raise Found(f"{what} are others than without it", hint)
+        raise Found(f"{what} differ from a run without the callback", hint)
 
 
 def leaves_nothing(subject: Subject, folder: Path) -> None:
-    """After a run, one that failed included, there are no threads, processes, files, handlers or hooks that were not there before."""
+    """A run, also a failed one, leaves behind no threads, processes, open files, handlers or hooks."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
-    _things_after(subject, folder, subject.make(), fails=False)  # with the first comes what a package keeps for good
+    _things_after(subject, folder, subject.make(), fails=False)  # the first run triggers imports and caches that stay for good
     settled = Surroundings.now()
     for fails in (False, True):
         callback = subject.make()
@@ -206,19 +207,19 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
         ]
         del callback
         if bare.is_freed and not _is_gone(model):
-            left.append("the model, which something keeps that outlives trainer and callback")
+            left.append("the model, which something that outlives trainer and callback still references")
         left += settings_left(before) + more_left(settled)
         if left:
             when = "a run that failed" if fails else "a run"
             raise Found(
-                f"after {when} there is left: {', '.join(left)}",
+                f"after {when} these are left: {', '.join(left)}",
                 "undo at on_train_end what was done at on_train_start, and at on_exception",
             )
 
 
 @dataclass(frozen=True)
 class _Bare:
-    """What a run comes to with nobody in it; its checkpoint is of the step `SAVED_AT`."""
+    """The results of a run without callbacks; its checkpoint is of the step `SAVED_AT`."""
 
     weights: dict[str, Tensor]
     losses: list[str]
@@ -241,7 +242,7 @@ def _made_bare(trainer: MakesTrainer) -> _Bare:
 
 
 _bare = cache(_made_bare)
-"""One for each trainer is enough."""
+"""The bare runs, one for each trainer."""
 
 
 def _nobody() -> Callback:
@@ -249,7 +250,7 @@ def _nobody() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """What is another than in the bare run."""
+    """Return what differs from the bare run."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -262,13 +263,13 @@ def _new(folder: Path) -> Path:
 
 
 def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
-    """The callback's spec in JSON, and its state, which has been through a checkpoint's format."""
+    """Return the callback's spec in JSON, and its state as it would be read from a checkpoint."""
     data = CallbackSpec.of(callback).to_dict()
     state = data.pop("state", {})
     try:
         written = json.dumps(data, sort_keys=True)
     except (TypeError, ValueError) as error:
-        hint = "take plain options, an import path for a function or an object, and make of them what is needed"
+        hint = "take plain options (an import path for a function or an object), and make the objects in the callback"
         raise Found(f"its options cannot be written as JSON: {error}", hint) from error
     return written, unflatten(*flatten(state))
 
@@ -285,7 +286,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """A run that `error` ends at that moment, if it comes there."""
+    """Check a run that `error` ends at that event and step, if the run gets there."""
 
     def fail(ctx: Context) -> None:
         raise error
@@ -298,7 +299,7 @@ def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseExc
     except (Planted, KeyboardInterrupt) as raised:
         caught = raised
     if scene.moments.has_come and caught is not error:
-        raise Found(f"an exception that was raised at {event} came out as {caught!r}", "leave the exceptions of others alone")
+        raise Found(f"an exception that was raised at {event} came out as {caught!r}", "do not catch exceptions of other code")
     for note in getattr(error, "__notes__", ()):
         if "another error was raised" in note:
             raise Found(f"after an exception at {event}: {note}", "be ready for on_exception and on_run_end at any time")
@@ -307,11 +308,11 @@ def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseExc
 def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
     if SAVED_AT not in whole.watch.checkpoints:
         raise Found(
-            f"the run ended before its checkpoint at step {SAVED_AT}", "give it options with which it lets a run of 10 steps be"
+            f"the run ended before its checkpoint at step {SAVED_AT}", "give it options with which a run of 10 steps is not stopped"
         )
 
     def fail(ctx: Context) -> None:
-        raise Planted("the run is broken off")
+        raise Planted("the run is interrupted")
 
     try:
         with Scene(subject, _new(folder), subject.make(), at=("on_train_step_start", _BROKEN_AT), act=fail) as broken:
@@ -320,11 +321,11 @@ def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
         pass
     path = broken.watch.checkpoints.get(SAVED_AT, "")
     if not Path(path).exists():
-        raise Found("the checkpoint that another had asked for is gone", "delete only what nobody else holds")
+        raise Found("the checkpoint that another callback requested is gone", "delete only checkpoints that nothing else holds")
     with Scene(subject, broken.folder, subject.make(), resume=path) as resumed:
         resumed.fit()
-    hint = "keep what it needs in state_dict, and take it back; what varies by itself, name in Subject(varies=...)"
-    _compare(subject, resumed, whole, "resumed, and not broken off: ", hint, after=SAVED_AT)
+    hint = "save what it needs in state_dict, and restore it; name values that vary anyway in Subject(varies=...)"
+    _compare(subject, resumed, whole, "resumed, and uninterrupted: ", hint, after=SAVED_AT)
 
 
 def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *, after: int = 0) -> None:
@@ -343,7 +344,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """What hangs on the model after a run, and the model itself."""
+    """Run, and return what is attached to the model afterwards, and the model itself."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

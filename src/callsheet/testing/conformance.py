@@ -1,6 +1,6 @@
-"""What every callback has to hold: checks that a test of one can call.
+"""The conformance suite: checks that every callback must pass, to be called from its tests.
 
-Whether it waits for the device cannot be seen on the CPU, and is not checked here.
+The checks run on the CPU, so they cannot find out whether a callback waits for the device.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """A check: called with a factory, or a `Subject` where there is more to say, and a folder to write to."""
+    """A check: called with a factory or a `Subject`, and a folder to write to."""
 
     __name__: str
 
     def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-        """Raises ConformanceError where the callback does not pass; SkipTest, with the reason, where it cannot be told."""
+        """Raise ConformanceError if the callback does not pass, or SkipTest, with the reason, if that cannot be checked."""
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """The random states of the process are put back; threads, that would wait for each other in so small a model, are done without."""
+    """Restore the random states of the process afterwards, and use one thread: for so small a model several threads are slower."""
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
-        gc.freeze()  # collections, of which there are many here, then pass by what the program holds
+        gc.freeze()  # the many garbage collections of the checks then skip the program's existing objects
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def _apart() -> Iterator[None]:
 
 
 def _check(check: Callable[[Subject, Path], None]) -> Check:
-    """Tell what was found with the names of callback and check."""
+    """Add the names of the callback and the check to what was found."""
 
     @wraps(check)
     def run(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
@@ -64,14 +64,14 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
             raise ConformanceError(subject.name, check.__name__, found.found, found.hint) from found.__cause__
         except Exception as error:
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            told = f"{type(error).__name__}: {error}{notes}"
-            raise ConformanceError(subject.name, check.__name__, told, "the traceback above says where it comes from") from error
+            raised = f"{type(error).__name__}: {error}{notes}"
+            raise ConformanceError(subject.name, check.__name__, raised, "the traceback above shows where it comes from") from error
 
     return run
 
 
 def runs_on_ranks(subject: Subject, folder: Path) -> None:
-    """On two ranks it comes to the same end on both, with the same records, is neutral there too, and can be resumed."""
+    """On two ranks, both have the same outcome and the same records, the callback is neutral, and the run can be resumed."""
     for error in find_on_ranks([subject], folder):
         if error is not None:
             raise error
@@ -99,17 +99,17 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Hold a callback against all of `CONFORMANCE`: real, short runs on the CPU, at last one on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback: real, short runs on the CPU, the last one on two ranks.
 
     Args:
-        what: makes a new callback at each call, such as its class; or a `Subject`, which says more. For the run on two ranks it must
-            be importable where it is not in this process: a class, a function or a `functools.partial` of one. A lambda, or what is
-            defined in a function, needs the package `cloudpickle`.
-        folder: to write to, such as pytest's `tmp_path`.
+        what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it must
+            be importable in another process: a class, a function or a `functools.partial` of one. A lambda, or something defined in a
+            function, needs the package `cloudpickle`.
+        folder: a folder to write to, such as pytest's `tmp_path`.
 
     Raises:
-        ConformanceError: what it does not hold, and the mend.
-        unittest.SkipTest: it holds all that could be checked; the reason says what could not.
+        ConformanceError: the callback does not pass a check; the message has a hint.
+        unittest.SkipTest: the callback passes everything that could be checked; the reason says what could not.
 
     Example:
         >>> from callsheet.callbacks import LRMonitor

@@ -1,4 +1,4 @@
-"""Conformance on several ranks, many callbacks in one set of processes."""
+"""The conformance check on several ranks, for many callbacks in one set of processes."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from callsheet.testing.scene import (
 from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
 
 _LENGTH = "6ba"
-_GRACE = 10.0  # seconds for the other ranks to say what they found, once one has
+_GRACE = 10.0  # seconds for the other ranks to report, after the first one has
 _CHECK = "runs_on_ranks"
-_HINT = "gate what writes and nothing else, let every rank reach each collective, and reduce what goes into a record"
+_HINT = "limit only writing to one rank, let every rank reach each collective, and reduce what goes into a metrics record"
 
 
 def check_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> None:
-    """Hold all of these callbacks against the check on ranks, one after the other in one set of processes.
+    """Run the check on ranks for these callbacks, one after the other in one set of processes.
 
     Args:
-        factories: what makes each; importable in another process.
-        folder: to write to.
-        world_size: how many ranks.
-        timeout: seconds after which a callback that has not come to its end hangs.
+        factories: the factories of the callbacks, importable in another process.
+        folder: a folder to write to.
+        world_size: the number of ranks.
+        timeout: seconds after which a callback that has not finished counts as hanging.
 
     Raises:
-        ConformanceError: the message tells of all that do not pass.
-        unittest.SkipTest: one cannot be taken to another process.
+        ConformanceError: some callbacks do not pass; the message names all of them.
+        unittest.SkipTest: a factory cannot be sent to another process.
     """
     errors = [error for error in find_on_ranks(factories, folder, world_size=world_size, timeout=timeout) if error is not None]
     if len(errors) == 1:
         raise errors[0]
     if errors:
         names = ", ".join(error.callback for error in errors)
-        raise ConformanceError(names, _CHECK, "\n".join(map(str, errors)), "each says its own")
+        raise ConformanceError(names, _CHECK, "\n".join(map(str, errors)), "see the hint of each")
 
 
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """What `check_on_ranks` finds of each, in their order: None where it passes. So each can be a test of its own."""
+    """Return the error of each callback in their order, or None if it passes, so that each can be a separate test."""
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
-    while len(found) < len(subjects):  # one that fails takes its processes with it
+    while len(found) < len(subjects):  # a callback that fails ends its processes
         first = len(found)
         own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
         crash = _run(packed, own, first, world_size, timeout)
         for subject, ends in zip(subjects[first:], _ends(own, first, len(subjects), world_size), strict=True):
-            what = _judged(ends, crash, timeout)
+            what = _error_of(ends, crash, timeout)
             found.append(ConformanceError(subject.name, _CHECK, what, _HINT) if what else None)
             if any(end is None or end.found for end in ends):
                 break
@@ -79,7 +79,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """What a callback came to on one rank; `found` where it does not pass."""
+    """The results of a callback on one rank; `found` says why it does not pass."""
 
     found: str = ""
     steps: int = 0
@@ -88,7 +88,7 @@ class _End:
 
 
 def _packed(subject: Subject) -> bytes:
-    """The subject for another process."""
+    """Return the subject pickled for another process."""
     try:
         return pickle.dumps(subject)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -100,13 +100,13 @@ def _packed(subject: Subject) -> bytes:
         return packed
     except ImportError:
         raise SkipTest(
-            f"not checked on several ranks: {subject.name} cannot be taken to another process ({reason}); give a class or a function at "
+            f"not checked on several ranks: {subject.name} cannot be sent to another process ({reason}); give a class or a function at "
             "the top of a module, or a functools.partial of one, or pip install cloudpickle"
         ) from None
 
 
 def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
-    """Start the ranks, and wait for as long as they come to ends; what a crash said."""
+    """Start the ranks, and wait as long as they keep finishing callbacks. Return the message of a crash."""
     last, moment, failed_at = 0, time.monotonic(), 0.0
     with RankProcesses(_on_this_rank, world_size, packed, str(folder), first) as ranks:
         while any(process.exitcode is None for process in ranks.processes):
@@ -123,7 +123,7 @@ def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout
 
 
 def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
-    """One rank's part: leave a file for each callback, and end with the first that does not pass."""
+    """Run one rank: write a file for each callback, and stop at the first that does not pass."""
     bare: dict[Any, dict[str, Tensor]] = {}
     for number in range(first, len(packed)):
         end = _End()
@@ -155,7 +155,7 @@ def _looked_at(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
     steps, outcome = whole.comes_to
     end = _End(steps=steps, outcome=outcome, records=whole.watch.records)
     if callback.phase not in ACTS and not same_weights(whole.weights, bare):
-        end.found = "the weights are others than without it"
+        end.found = "the weights differ from a run without the callback"
     if SAVED_AT not in whole.watch.checkpoints:
         end.found = f"the run ended before its checkpoint at step {SAVED_AT}"
     if end.found:
@@ -164,11 +164,11 @@ def _looked_at(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
         resumed.fit(_LENGTH)
     records = [steps_of(scene.watch.records, after=SAVED_AT) for scene in (resumed, whole)]
     if differs := difference_of_records(subject, *records):
-        end.found = f"resumed, and not broken off: {differs}"
+        end.found = f"resumed, and uninterrupted: {differs}"
     elif not same_weights(resumed.weights, whole.weights):
-        end.found = "resumed, and not broken off: the weights at the end differ"
+        end.found = "resumed, and uninterrupted: the weights at the end differ"
     elif differs := difference_of_states(subject, resumed.states[0], whole.states[0]):
-        end.found = f"resumed, and not broken off: {differs}"
+        end.found = f"resumed, and uninterrupted: {differs}"
     return end
 
 
@@ -177,7 +177,7 @@ def _path(folder: Path, number: int, rank: int) -> Path:
 
 
 def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
-    """What every rank found, by callback; None where it did not come to an end."""
+    """Return what every rank found, by callback; None if the rank did not finish it."""
     return [
         [
             pickle.loads(path.read_bytes()) if (path := _path(folder, number, rank)).exists() else None
@@ -187,17 +187,17 @@ def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_E
     ]
 
 
-def _judged(ends: list[_End | None], crash: str, timeout: float) -> str:
-    """What is wrong with a callback that came to these ends; empty where nothing is."""
+def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
+    """Return why a callback with these results does not pass; empty if it passes."""
     for rank, end in enumerate(ends):
         if end is not None and end.found:
             return f"on rank {rank} {end.found}"
     for rank, end in enumerate(ends):
         if end is None:
-            return crash or f"rank {rank} did not come to its end within {timeout:g} s"
-    told = [end for end in ends if end is not None]
-    one = told[0]
-    for rank, end in enumerate(told[1:], 1):
+            return crash or f"rank {rank} did not finish within {timeout:g} s"
+    finished = [end for end in ends if end is not None]
+    one = finished[0]
+    for rank, end in enumerate(finished[1:], 1):
         if (end.steps, end.outcome) != (one.steps, one.outcome):
             return f"rank 0 made {one.steps} steps and {one.outcome}, rank {rank} {end.steps} and {end.outcome}"
         if differs := _difference(one, end):
@@ -206,7 +206,7 @@ def _judged(ends: list[_End | None], crash: str, timeout: float) -> str:
 
 
 def _difference(one: _End, other: _End) -> str:
-    """Nothing may differ here, not even what a clock says: ranks that decide by a record must see the same."""
+    """Return the first difference of the records. Even times must be equal: ranks that decide by a record must see the same values."""
     if [step for step, _ in one.records] != [step for step, _ in other.records]:
         return f"of the steps {[step for step, _ in one.records]} in one, {[step for step, _ in other.records]} in the other"
     for (step, values), (_, others) in zip(one.records, other.records, strict=True):

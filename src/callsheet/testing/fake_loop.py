@@ -1,4 +1,4 @@
-"""A loop that trains nothing: it tells a whole run, with the losses it is given, and does what callbacks ask for."""
+"""A loop without training: it fires the events of a whole run, with given losses, and carries out the requests of callbacks."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ ROWS, INPUTS = 4, 2
 
 
 class FakeLoop:
-    """Tells callbacks every event of a run, in the lifecycle's order, in milliseconds; for tests of what a callback decides.
+    """Fires every event of a run, in the lifecycle's order, in milliseconds; to test what a callback decides.
 
-    Each step's loss is the next of `losses`, and so are the results of each evaluation. Every gradient is that loss, and a plain SGD of
-    learning rate 0.1 moves the parameters by it, so that what a monitor should find can be worked out by hand. A stop, a save and an evaluation
-    that are asked for are carried out; a checkpoint is kept in memory. What is not there: data, a scheduler, other ranks.
+    Each step's loss is the next of `losses`, and each evaluation's result the next of `validation`. Every gradient equals the loss,
+    and a plain SGD with learning rate 0.1 applies it, so that the values of a monitor can be computed by hand. Requests to stop, save
+    and evaluate are carried out; a checkpoint is kept in memory. There are no data, no scheduler and no other ranks.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        losses: the mean loss of each step; there are as many steps.
-        steps_per_epoch: all steps are one epoch where it is None.
-        microbatches: in each step.
-        validation: by dataset, the loss that each evaluation finds, one after the other; the last goes on to be found.
-        eval_every: steps between two evaluations; None is at the end of each epoch.
-        log_interval: how often a record is made.
-        test_loss: found by a test after training; None leaves the test out.
-        predictions: batches predicted after training.
-        model: what callbacks see; a `Linear(2, 1)` of zeros where it is None.
-        folder: where the run's folder stands, for callbacks that write.
+        losses: the mean loss of each step; their number is that of the steps.
+        steps_per_epoch: None puts all steps into one epoch.
+        microbatches: the number of microbatches in each step.
+        validation: by dataset, the losses of the evaluations in order; the last one is repeated.
+        eval_every: steps between two evaluations; None evaluates at the end of each epoch.
+        log_interval: how often a metrics record is made.
+        test_loss: the loss of a test after training; None for no test.
+        predictions: the number of batches predicted after training.
+        model: the model that callbacks see; None is a `Linear(2, 1)` of zeros.
+        folder: the folder that contains the run's folder, for callbacks that write.
         resume: a checkpoint of an earlier loop, one of the values of its `saved`.
-        raises: an exception that the model raises in the forward of a step, by the step's number.
+        raises: by the step's number, an exception that the model raises in that step's forward.
 
     Raises:
-        ConfigError: no losses, or a dataset without any.
+        ConfigError: there are no losses, or a dataset has none.
 
     Example:
         >>> from callsheet.callbacks import EarlyStopper
@@ -104,34 +104,34 @@ class FakeLoop:
         self._run.checkpoints.loads = self._load
         self._run.losses = lambda: self._step_loss
         self.saved: dict[int, dict[str, Any]] = {}
-        """What each checkpoint holds, by the step after which it was made; one of them is `resume` of another loop."""
+        """The checkpoints by the step after which they were made; give one as `resume` to another loop."""
 
     @property
     def ctx(self) -> Context:
-        """What the callbacks are given."""
+        """The context that the callbacks receive."""
         return self._run.ctx
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the run ended; None before."""
+        """The outcome of the run; None before its end."""
         return self._run.ctx.run.outcome
 
     @property
     def steps(self) -> int:
-        """How many steps were made, those before a resume included."""
+        """The number of steps, including those before a resume."""
         return self._run.state.timestamp.batch
 
     @property
     def stopped_because(self) -> str:
-        """What the callback said that asked for the stop; empty where none did."""
-        asked = self._run.control.stop_requested
-        return asked.why if asked is not None else ""
+        """The reason of the callback that requested the stop; empty if none did."""
+        request = self._run.control.stop_requested
+        return request.why if request is not None else ""
 
     def run(self) -> FakeLoop:
-        """Tell the whole run; returns the loop itself.
+        """Fire the events of the whole run, and return the loop itself.
 
         Raises:
-            BaseException: what a callback raised, or `raises` said; it is told before.
+            BaseException: what a callback raised, or one of `raises`; `on_exception` is fired before.
         """
         run = self._run
         try:

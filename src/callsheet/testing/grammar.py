@@ -1,8 +1,8 @@
-"""The lifecycle's grammar as a checker: which event may follow which, and which fields are told with it.
+"""Check a sequence of events against the lifecycle's grammar: which event may follow which, and which fields are available.
 
-Every `order` of the lifecycle's table is a regular expression over names; it is read into derivatives (Brzozowski, "Derivatives of
-regular expressions", 1964): after each name, what remains of the expression. So a violation is found at the very event, and the
-message can say what could have stood there.
+Every `order` in the lifecycle's table is a regular expression over names. The checker takes its derivative by each name, which is the
+expression for what may follow (Brzozowski, "Derivatives of regular expressions", 1964). So it finds a violation at the first wrong
+event, and its message can list the events that were possible there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
 
 
 class GrammarError(CallsheetError, AssertionError):
-    """A sequence of events that the lifecycle does not allow; the message names the event, its place, and what could have stood there."""
+    """A sequence of events that the lifecycle does not allow. The message names the event, its place, and the events possible there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Order:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether nothing at all matches."""
+        """Whether the empty sequence matches."""
         if self.kind == "then":
             return all(part.may_be_empty for part in self.parts)
         if self.kind == "or":
@@ -39,7 +39,7 @@ class Order:
         return self.kind in ("empty", "many")
 
     def after(self, name: str) -> Order:
-        """What remains once `name` has been seen."""
+        """Return the expression for what may follow `name`."""
         if self.kind == "name":
             return EMPTY if self.name == name else NONE
         if self.kind == "or":
@@ -53,7 +53,7 @@ class Order:
         return NONE
 
     def first(self) -> set[str]:
-        """The names that could stand next."""
+        """Return the names that may come next."""
         if self.kind == "name":
             return {self.name}
         if self.kind == "then" and not self.parts[0].may_be_empty:
@@ -81,10 +81,10 @@ def _either(*parts: Order) -> Order:
 
 @lru_cache
 def read_order(text: str) -> Order:
-    """The expression that an `order` of the lifecycle's table spells.
+    """Parse an `order` of the lifecycle's table.
 
     Raises:
-        ValueError: a bracket is missing, or a sign stands where none may.
+        ValueError: a bracket is missing, or an operator is misplaced.
     """
     words = re.findall(r"[a-z_]+|[()|?*+]", text)
     if strange := re.sub(r"[a-z_]+|[()|?*+]|\s", "", text):
@@ -130,11 +130,11 @@ def read_order(text: str) -> Order:
 
 
 class GrammarChecker:
-    """Takes events one by one, and knows which may come next and which fields can be read.
+    """Checks events one by one, and knows which may come next and which fields are available.
 
     Args:
-        orders: what may stand inside each span, where it differs from the lifecycle's own: a host that fetches ahead, say.
-        within: the span in which the sequence begins, such as `train` for a loop that tells no more; by default the run itself is told.
+        orders: the order inside spans where it differs from the lifecycle's, as in a host that fetches batches ahead.
+        within: the span in which the sequence begins, such as `train` for a loop that fires nothing outside it; by default the whole run.
 
     Example:
         >>> checker = GrammarChecker()
@@ -152,16 +152,16 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        self._windows: dict[str, tuple[str, int]] = {}  # open field: the event that will close it, and how deep it opened
+        self._windows: dict[str, tuple[str, int]] = {}  # by available field: the event that closes its window, and the depth at which it opened
         self._past = ""
         self._failed = False
         self._count = 0
 
     def tell(self, event: str) -> None:
-        """Take the next event.
+        """Check the next event.
 
         Raises:
-            GrammarError: it cannot come here.
+            GrammarError: the event cannot come here.
         """
         as_event(event)
         self._count += 1
@@ -170,14 +170,14 @@ class GrammarChecker:
         self._reject_if(not self._open, event, "the span that the sequence began in is over")
         self._reject_if(self._open[-1][0] == "" and event != "on_run_start", event, "no run is open")
         if event == "on_exception":
-            self._reject_if(self._failed, event, "a second exception is told")
+            self._reject_if(self._failed, event, "a second exception is fired")
             self._failed = True
         elif self._failed:
             self._reject_if(
-                event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is told"
+                event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is fired"
             )
             if event == "on_run_end":
-                self._open = [("", EMPTY)]  # the open spans are unwound without their ends
+                self._open = [("", EMPTY)]  # the open spans end without firing their end events
         elif event in POINTS:
             if event not in ANYWHERE:
                 self._advance(event, name)
@@ -192,17 +192,17 @@ class GrammarChecker:
         self._follow_windows(event, depth)
 
     def readable(self, event: str) -> frozenset[str]:
-        """The fields that can be read at `event`, which has just been told."""
+        """Return the fields that are available at `event`, which has just been fired."""
         return frozenset(ALWAYS) | self._windows.keys()
 
     def finish(self) -> None:
-        """The sequence is complete.
+        """Check that the sequence is complete.
 
         Raises:
             GrammarError: spans are still open.
         """
         if len(self._open) > self._base or (self._open[:1] == [("", read_order("run"))]):
-            still = " > ".join(name for name, _ in self._open if name) or "the run, which was never told"
+            still = " > ".join(name for name, _ in self._open if name) or "the run, which never started"
             raise GrammarError(f"after {self._count} events there is no end of {still}")
 
     def _advance(self, event: str, name: str) -> None:
@@ -217,9 +217,9 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Open and shut windows; `depth` is how many spans were open before the event.
+        """Open and close windows; `depth` is the number of spans that were open before the event.
 
-        A window is shut at the latest before the end of the span that its first event stands in: the last fetch of an epoch opens one
+        A window closes at the latest before the end of the span that contains its first event: the last fetch of an epoch opens one
         that no step will close.
         """
         ended = event in SPAN_OF and len(self._open) < depth
@@ -238,10 +238,10 @@ class GrammarChecker:
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
-    """Hold a whole sequence of events against the grammar; see `GrammarChecker`.
+    """Check a whole sequence of events against the grammar; see `GrammarChecker`.
 
     Raises:
-        GrammarError: it is not one that the lifecycle allows.
+        GrammarError: the lifecycle does not allow the sequence.
     """
     checker = GrammarChecker(orders=orders, within=within)
     for event in events:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: in the process, and on the model."""
+"""Find what a run leaves behind in the process and on the model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 PATIENCE = 5.0
-"""Seconds that a thread or a process which was asked to end may take."""
+"""Seconds that a thread or a process may take to end."""
 _HOOKS = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dict|post_accumulate_grad)_?\w*hooks?$")
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What there is of a kind that can be left behind.
+    """A snapshot of the things in a process that a run can leave behind.
 
-    `settings` are things of which the process has one, such as `sys.stdout`; `threads`, `processes`, open `files` and `variables` of the
-    environment are many.
+    `settings` are things of which the process has one, such as `sys.stdout`. `variables` are those of the environment.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -43,19 +42,19 @@ class Surroundings:
 
     @classmethod
     def now(cls) -> Surroundings:
-        """As it is now."""
-        gc.collect()  # what nobody holds is not left behind
+        """Take a snapshot now."""
+        gc.collect()  # unreferenced objects are not left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
 def settings_left(before: Surroundings) -> list[str]:
-    """The things of which the process has one, and that are others than `before`."""
+    """Return the settings that differ from `before`."""
     now = _settings()
-    return [f"{name} is {_short(now[name])}, and was {_short(was)}" for name, was in before.settings.items() if now[name] != was]
+    return [f"{name} is {_short(now[name])}, but was {_short(was)}" for name, was in before.settings.items() if now[name] != was]
 
 
 def more_left(before: Surroundings) -> list[str]:
-    """The threads, processes, open files and variables of the environment that there were not `before`; waits a while for them to go."""
+    """Return the threads, processes, open files and environment variables that are new since `before`, after waiting for them to end."""
     deadline = time.monotonic() + PATIENCE
     while found := _more(before):
         if time.monotonic() > deadline:
@@ -65,7 +64,7 @@ def more_left(before: Surroundings) -> list[str]:
 
 
 def model_things(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What hangs on a model and its optimizer besides the weights: hooks, replaced methods, modes, frozen parameters."""
+    """Return what is attached to a model and its optimizer besides the weights: hooks, replaced methods, modes, frozen parameters."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
@@ -133,14 +132,14 @@ def _processes() -> tuple[psutil.Process, ...]:
 
 
 def _files() -> Counter[str]:
-    """Open descriptors by what they are; pipes and sockets by their kind, since each has another number. Nothing where a system does not tell."""
+    """Return the open descriptors by path; pipes and sockets by type, since their numbers differ. Empty on systems that do not list them."""
     found: Counter[str] = Counter()
     try:
         descriptors = os.listdir("/proc/self/fd")
     except OSError:
         return found
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself, which is closed already
             found[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return found
 

@@ -1,4 +1,4 @@
-"""Several ranks on one machine: real processes over gloo, for tests of what runs on many."""
+"""Several ranks on one machine, as real processes over gloo, for tests of distributed code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank's process ended: what the function returned, or the traceback of what it raised; neither where it was killed."""
+    """How one rank's process ended: the function's return value, or a traceback if it raised; neither if the process was killed."""
 
     rank: int
     value: Any = None
@@ -35,8 +35,8 @@ class RanksFailed(AssertionError):
 class RankProcesses:
     """Processes that each run `function(*arguments)` as one rank of `world_size`, with this process's environment and what torchrun adds.
 
-    The function is imported by its name, so it stands at the top of a module; its arguments and result are pickled. The store that
-    the ranks meet at is this process's, and outlives any of them. Leaving the `with` block kills what still runs.
+    The function is imported by its name, so it must be defined at the top of a module; its arguments and result are pickled. This
+    process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still run.
 
     Example:
         >>> import os
@@ -63,7 +63,7 @@ class RankProcesses:
         self.processes[rank].kill()
 
     def wait(self, timeout: float) -> list[RankEnd]:
-        """Wait up to `timeout` seconds until all have ended, and say how; one that still runs has no exit code."""
+        """Wait up to `timeout` seconds until all ranks have ended, and return how. A rank that still runs has no exit code."""
         deadline = time.monotonic() + timeout
         found: dict[int, RankEnd] = {}
         while len(found) < len(self.processes) and time.monotonic() < deadline:
@@ -90,22 +90,22 @@ class RankProcesses:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """What `function(*arguments)` returns on each of `world_size` ranks; see `RankProcesses`.
+    """Return what `function(*arguments)` returns on each of `world_size` ranks; see `RankProcesses`.
 
     Raises:
-        RanksFailed: a rank raised, was killed, or was not done after `timeout` seconds.
+        RanksFailed: a rank raised, was killed, or was still running after `timeout` seconds.
     """
     with RankProcesses(function, world_size, *arguments) as ranks:
         ends = ranks.wait(timeout)
     if any(end.error or end.exitcode != 0 for end in ends):
-        told = [f"rank {end.rank}: {end.error or f'exit code {end.exitcode}'}" for end in ends if end.error or end.exitcode != 0]
-        raise RanksFailed("\n".join(told))
+        failures = [f"rank {end.rank}: {end.error or f'exit code {end.exitcode}'}" for end in ends if end.error or end.exitcode != 0]
+        raise RanksFailed("\n".join(failures))
     return [end.value for end in ends]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,  # as it is now: the server that forks the ranks has that of the day it was started
+        **os.environ,  # the current one: the fork server has the environment from when it was started
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -113,14 +113,14 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store
     }
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # a dataloader's workers start as they would in a program of its own
+    multiprocessing.set_start_method("fork", force=True)  # a dataloader's workers start as in an ordinary program
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:

@@ -1,4 +1,4 @@
-"""A callback that writes down what it is told."""
+"""A callback that records the events of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.lifecycle import ALWAYS, FIELDS
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One event as it was told: the step in hand, the completed batches, and the fields of windows that could be read."""
+    """One event: the current step and epoch, the completed batches, and the windowed fields that were available."""
 
     event: str
     step: int
@@ -22,10 +22,10 @@ class RecordedEvent:
 
 
 class Recorder(Callback):
-    """Records every event; `callsheet.testing.check_events(recorder.events)` holds them against the lifecycle's grammar.
+    """Records every event; `callsheet.testing.check_events(recorder.events)` checks them against the lifecycle's grammar.
 
     Args:
-        fields: names of fields whose values to keep, in `values`: by field, a list of (event, value) where it could be read.
+        fields: names of fields whose values to keep in `values`: for each field a list of (event, value) where it was available.
     """
 
     phase = "report"
@@ -38,11 +38,11 @@ class Recorder(Callback):
 
     @property
     def events(self) -> list[str]:
-        """The names of the events, in the order in which they were told."""
+        """The names of the events, in the order in which they were fired."""
         return [told.event for told in self.told]
 
     def on_event(self, ctx: Context) -> None:
-        """Write the event down."""
+        """Record the event."""
         readable = frozenset(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
         self.told.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
         for name, values in self.values.items():

@@ -1,4 +1,4 @@
-"""One run of a callback that is tested, and what came of it."""
+"""One run with a callback under test, and its results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from callsheet.testing.small_run import Moments, Watch, small_trainer, weights_o
 from callsheet.trainer import Trainer
 
 CLOCK = ("time/*", "throughput/*", "memory/*", "system/*", "*per_second*", "*seconds*")
-"""Patterns of what is never compared between two runs, since a clock or the machine has its say in it."""
+"""Patterns of values that are never compared between two runs, because they depend on time or on the machine."""
 
 ACTS = ("change", "decide")
-"""The phases of those whose purpose is to act on training: they need not be neutral."""
+"""The phases of callbacks whose purpose is to change training: they need not be neutral."""
 
 Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """A function that makes a trainer, the same each time; it trains for 10 steps at least, evaluates, and makes records.
+    """A function that makes the same trainer each time. The trainer trains for at least 10 steps, evaluates, and makes metrics records.
 
-    It passes `folder` on as `runs_folder`, and `resume`; its run always has the same name.
+    It gets `folder` as `runs_folder`, and `resume`. The name of its run never changes.
     """
 
     def __call__(self, folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer: ...
@@ -41,14 +41,14 @@ class MakesTrainer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A callback to be tested, where its factory alone does not say enough.
+    """A callback under test, if its factory alone is not enough.
 
     Args:
-        make: makes a new one at each call.
-        varies: patterns of what differs between two runs that are alike, besides the usual (`time/*`, `throughput/*`, `memory/*`,
-            `system/*`, and names with `seconds` or `per_second`): metrics by their names, and fields of its state as
+        make: makes a new callback at each call.
+        varies: patterns of values that differ between two equal runs, besides the usual (`time/*`, `throughput/*`, `memory/*`,
+            `system/*`, and names with `seconds` or `per_second`): metrics by their names, and fields of the callback's state as
             `state/<key>`, such as `state/run_id`.
-        trainer: makes the run that it is tested in, where the small one has not what it needs.
+        trainer: makes the trainer for the test, if the small default run lacks something that the callback needs.
     """
 
     make: Factory
@@ -57,21 +57,21 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name of the class that the factory makes, or, where it makes nothing, the factory's."""
+        """The name of the class that the factory makes, or the factory's name if it fails."""
         if isinstance(self.make, type):
             return self.make.__name__
         try:
             return type(self.make()).__name__
-        except Exception:  # which the check tells of that called it
+        except Exception:  # the check reports the error
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
-        """Whether this metric or field of the state has to be the same in two runs that are alike."""
+        """Return whether this metric, or field of the state, must be the same in two equal runs."""
         return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK, *self.varies))
 
 
 class ConformanceError(AssertionError):
-    """A callback that does not hold what it has to: `callback`, the `check`, what was `found`, and the `mend`."""
+    """A callback does not pass a check. Attributes: `callback`, the `check`, what was `found`, and a `hint`."""
 
     def __init__(self, callback: str, check: str, found: str, hint: str) -> None:
         super().__init__(f"{callback} does not pass {check}: {found}; {hint}")
@@ -79,7 +79,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """What a check found, and the mend."""
+    """The finding of a check, with a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -87,23 +87,23 @@ class Found(Exception):
 
 
 class Planted(Exception):
-    """Raised on purpose in the midst of a run."""
+    """Raised on purpose during a run."""
 
 
 class Scene:
-    """One run: `with` makes the trainer, and closes it.
+    """One run; `with` makes the trainer and closes it.
 
     Args:
-        subject: what is tested.
-        folder: for this run alone; where it resumes, that of the run before.
-        callbacks: those in the run, besides `Moments` before them and a `Watch` after them.
-        at: event and step at which
-        act: is called.
-        resume: the checkpoint to go on from.
-        checking: as `CallbackManager` has it.
+        subject: the callback under test.
+        folder: the folder of this run; to resume, that of the earlier run.
+        callbacks: the callbacks of the run, besides a `Moments` before them and a `Watch` after them.
+        at: the event and step at which `act` is called.
+        act: a function to call once.
+        resume: the checkpoint to resume from.
+        checking: as in `CallbackManager`.
 
     Raises:
-        Found: events that the lifecycle does not allow, or a failure of a callback that is isolated.
+        Found: the lifecycle does not allow the events, or a callback failed and was isolated.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class Scene:
         self.watch, self.moments = Watch(), Moments(self.folder, *at, act)
         self.subject, self.callbacks = subject, callbacks
         self.weights: dict[str, Tensor] = {}
-        """At the end."""
+        """The final weights."""
         self.states: list[dict[str, Any]] = []
-        """Of the callbacks, at the end."""
-        self.said: Counter[str] = Counter()
-        """Warnings and worse, and how often each was."""
+        """The final states of the callbacks."""
+        self.warnings: Counter[str] = Counter()
+        """Warnings and errors that were logged, with their counts."""
         self._resume = resume
         self._manager = CallbackManager(checking=checking)
-        self._manager.register("*", self.moments.hear, phase="change")
+        self._manager.register("*", self.moments.record, phase="change")
         self._manager.add(callbacks)
-        self._manager.register("*", self.watch.hear, phase="report")
-        self._listener = _Listener(self.said)
+        self._manager.register("*", self.watch.record, phase="report")
+        self._listener = _Listener(self.warnings)
 
     def __enter__(self) -> Self:
         logging.getLogger().addHandler(self._listener)
@@ -145,12 +145,12 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
-            with self.trainer:  # which is closed, also where a state cannot be read
+            with self.trainer:  # also closes it if a state cannot be read
                 if error is not None:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # which waits for those in lanes
+                    self._manager.state_dict()  # waits for callbacks in lanes
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)
@@ -159,33 +159,33 @@ class Scene:
 
     @property
     def comes_to(self) -> tuple[int, str]:
-        """How many steps it made, and its outcome."""
+        """The number of steps that the run made, and its outcome."""
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train, to the end where nothing else is said."""
+        """Train until `until`, by default to the end."""
         self.trainer.fit(until or self._longest)
         return self
 
     def _look(self) -> None:
         check_events(self.watch.events)
         for failed in self._manager.cost_report(0).failures:
-            raise Found(f"it failed, and was isolated: {failed.last}", "isolation is for what is down, not for mistakes")
+            raise Found(f"it failed, and was isolated: {failed.last}", "isolation is for services that are down, not for mistakes")
 
 
 class _Listener(logging.Handler):
-    def __init__(self, said: Counter[str]) -> None:
+    def __init__(self, warnings: Counter[str]) -> None:
         super().__init__(logging.WARNING)
-        self._said = said
+        self._warnings = warnings
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._said[record.getMessage()] += 1
+        self._warnings[record.getMessage()] += 1
 
 
 def difference_of_records(
     subject: Subject, one: Sequence[tuple[int, dict[str, str]]], other: Sequence[tuple[int, dict[str, str]]]
 ) -> str:
-    """Where two runs' records differ first, in what can be compared; empty where they do not."""
+    """Return the first difference between two runs' records, in the values that are compared; empty if there is none."""
     for (step, values), (other_step, others) in zip(one, other, strict=False):
         if step != other_step:
             return f"a record at step {step} in one, at step {other_step} in the other"
@@ -200,12 +200,12 @@ def difference_of_records(
 
 
 def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Where two states differ first, in what can be compared; empty where they do not."""
+    """Return the first difference between two states, in the values that are compared; empty if there is none."""
     return difference(subject, dict(_leaves(one, "state")), dict(_leaves(other, "state")))
 
 
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The first name that is in one alone, or has another value there; of all names where there is no subject."""
+    """Return the first name that is missing in one, or has another value. Without a subject all names are compared."""
     for name in sorted(one.keys() | other.keys()):
         if (subject is None or subject.compares(name)) and one.get(name) != other.get(name):
             return f"{name} is {_readable(one.get(name))} in one, {_readable(other.get(name))} in the other"

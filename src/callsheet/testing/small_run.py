@@ -1,4 +1,4 @@
-"""A small run with a bit of everything, in which callbacks are tested."""
+"""A small run with a bit of everything, to test callbacks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from callsheet.manager import CallbackManager
 from callsheet.trainer import Trainer
 
 STEPS = 10
-"""How long the small run is."""
+"""The number of steps of the small run."""
 
 SAVED_AT = 3
-"""The step after which a checkpoint is asked for: in the midst of an epoch, of a record, and between two evaluations."""
+"""The step after which a checkpoint is requested: inside an epoch, between two metrics records and between two evaluations."""
 
 FIRED_AT = (2, 7)
-"""The steps at which a table, images, a file and settings are given to the loggers: once before the checkpoint, once after it."""
+"""The steps at which a table, images, a file and hyperparameters are logged: once before the checkpoint, and once after it."""
 
 
 class SmallModel(nn.Module):
-    """Four numbers to one: `body`, `norm`, `dropout` and `head`. It has random draws that matter, and buffers that training moves."""
+    """A model from four numbers to one: `body`, `norm`, `dropout` and `head`. It uses random numbers, and training changes its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class SmallModel(nn.Module):
 
 
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """A trainer of a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, records, evaluation; the same each time.
+    """Return the same trainer of a `SmallModel` each time, on the CPU, with microbatches, a scheduler, clipping, records and evaluation.
 
-    It trains for 10 steps in epochs of 6, makes a record every 2 steps and evaluates every 4, as `validation`. On several ranks, which
-    share the data, an epoch has fewer steps.
+    It trains for 10 steps in epochs of 6, makes a metrics record every 2 steps and evaluates `validation` every 4. On several ranks,
+    which share the data, an epoch has fewer steps.
     """
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(24, 4, generator=generator)
@@ -77,40 +77,40 @@ def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None =
 
 
 def small_batches() -> DataLoader[tuple[Tensor, ...]]:
-    """What the small run evaluates: three batches of inputs and targets."""
+    """Return the evaluation data of the small run: three batches of inputs and targets."""
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(8))
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
 
 
 class Moments:
-    """What happens in a small run, before anybody else hears the event: a checkpoint is asked for, and the loggers are told something.
+    """Acts in a small run at fixed events, before all other callbacks: it requests a checkpoint, and logs something.
 
     Called at every event.
 
     Args:
-        folder: for the file that they are told of.
-        event: at which something more happens,
-        step: in which step, and
-        act: what.
+        folder: the folder for the file that is logged.
+        event: the event at which `act` is called.
+        step: the step at which `act` is called.
+        act: a function to call once.
     """
 
     def __init__(self, folder: Path, event: str = "", step: int = 0, act: Callable[[Context], Any] | None = None) -> None:
         self._path = folder / "a file.txt"
         self._event, self._step, self._act = event, step, act
         self.has_come = False
-        """Whether `act` was called; it is once."""
+        """Whether `act` was called."""
 
-    def hear(self, ctx: Context) -> None:
-        """Look whether it is time."""
+    def record(self, ctx: Context) -> None:
+        """Act if it is time."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
-            self._tell(ctx)
+            self._log(ctx)
         if self._act is not None and not self.has_come and ctx.event == self._event and ctx.step == self._step:
             self.has_come = True
             self._act(ctx)
 
-    def _tell(self, ctx: Context) -> None:
+    def _log(self, ctx: Context) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text("something\n", encoding="utf-8")
         ctx.log({"small/step": float(ctx.step), "small/nothing": float("nan")}, across="same")
@@ -121,7 +121,7 @@ class Moments:
 
 
 class Watch:
-    """What a run comes to, to the last bit: its events, each step's loss, every record and evaluation, where its checkpoints stand.
+    """Records the results of a run bit for bit: its events, each step's loss, every record and evaluation, the paths of its checkpoints.
 
     Called at every event.
     """
@@ -133,8 +133,8 @@ class Watch:
         self.checkpoints: dict[int, str] = {}
         self.outcome = ""
 
-    def hear(self, ctx: Context) -> None:
-        """Write it down."""
+    def record(self, ctx: Context) -> None:
+        """Record the event."""
         event = str(ctx.event)
         self.events.append(event)
         if event == "on_train_step_end":
@@ -151,15 +151,15 @@ class Watch:
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of the model's weights and buffers."""
+    """Return a copy of the model's weights and buffers."""
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether they are the same to the last bit."""
+    """Return whether two sets of weights are the same bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def steps_of(records: Sequence[tuple[int, dict[str, str]]], *, after: int) -> list[tuple[int, dict[str, str]]]:
-    """The records of later steps."""
+    """Return the records of steps after `after`."""
     return [record for record in records if record[0] > after]
