@@ -106,7 +106,7 @@ def test_an_average_of_the_weights_is_not_trained_with(subjects: Mapping[str, Su
     for folder, held in (("with", [subjects["EMA"].make()]), ("without", [])):
         watch = Watch()
         manager = CallbackManager(held)
-        manager.register("*", watch.hear)
+        manager.register("*", watch.record)
         with small_trainer(tmp_path / folder, manager) as trainer:
             trainer.fit()
         losses.append(watch.losses)

@@ -93,7 +93,7 @@ def test_run_again_it_goes_on_or_starts_anew_as_it_is_told(recipe: Path, capsys:
     assert main(arguments) == 0
     capsys.readouterr()
     assert main(arguments) == 0
-    assert "complete at step 6; --max_duration 12ba goes on" in capsys.readouterr().out
+    assert "complete at step 6; --max_duration 12ba continues it" in capsys.readouterr().out
     assert main([*arguments, "--max_duration", "9ba"]) == 0
     assert "at step 6, 67% of 9ba; resuming it" in capsys.readouterr().out
     assert max(steps_in(Path("runs/tiny"))) == 9

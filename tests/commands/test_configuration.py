@@ -199,7 +199,7 @@ def test_names_in_other_places_are_left_alone() -> None:
         (["--callbacks+=nowhere.Some"], "callbacks: cannot import 'nowhere.Some': there is no module 'nowhere'"),
         (
             ["--callbacks+=callsheet.callbacks.CheckpointSaver", "--callbacks.keep", "x"],
-            "callbacks.keep=x: CheckpointSaver takes int or null",
+            "callbacks.keep=x: CheckpointSaver expects int or null",
         ),
         (["--callbacks+=callsheet.callbacks.LoadCheckpoint"], "callbacks: LoadCheckpoint needs 'path' among its init_args"),
         (["--batch_size", "many"], "batch_size=many: give int"),

@@ -422,7 +422,7 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
     llava["text_config"]["vocab_size"] = 100
     with pytest.raises(ConfigError, match=r"262 tokens, and the model of model\.config knows 100"):
         VisionLanguageModel(config=llava).make_model(byte_processor(8, 2), 64)
-    with pytest.raises(ConfigError, match="this recipe cannot train a model of model.config"):
+    with pytest.raises(ConfigError, match=r"this recipe cannot train a model of model\.config"):
         VisionLanguageModel(config={"model_type": "bert"}).make_model(byte_processor(8, 2), 64)
 
 

@@ -51,9 +51,9 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
     values = {12_345: 99.0, 54_321: math.nan}
     drawn = curves(run_of([MetricsRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
     curve = drawn["curves"]["train/loss"]
-    drawn = dict(zip(curve["x"], curve["y"], strict=True))
-    assert len(drawn) <= MOST_POINTS
-    assert (drawn[12_345], drawn[54_321], drawn[99_999]) == (99.0, None, 1.0)
+    points = dict(zip(curve["x"], curve["y"], strict=True))
+    assert len(points) <= MOST_POINTS
+    assert (points[12_345], points[54_321], points[99_999]) == (99.0, None, 1.0)
     assert (curve["count"], curve["odd"], curve["odd_at"]) == (100_000, 1, [(54_321, "NaN")])
 
 

@@ -246,7 +246,7 @@ class DownLogger(Logger):
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (Stale, r"a used one in a new run, and a new one: at step 2 sound/count is 12.0 in one, 2.0 in the other"),
+        (Stale, r"a used callback in a new run, and a new one: at step 2 sound/count is 12.0 in one, 2.0 in the other"),
         (OnceOnly, "AssertionError: once is enough"),
         (Nags, "in a run of 10 steps it logs 8 times: there is nothing to do"),
         (NoPredictions, "nobody told me of predictions"),
@@ -315,7 +315,7 @@ def test_outside_the_main_thread_nothing_can_be_preempted_which_is_said(tmp_path
     thread.start()
     thread.join()
     assert [type(error) for error in raised] == [SkipTest]
-    assert "signals reach the main thread alone" in str(raised[0])
+    assert "signals reach only the main thread" in str(raised[0])
 
 
 # --- resumes ---
@@ -446,7 +446,10 @@ class Stops(Callback):
     ("make", "found"),
     [
         (Draws, "drew random numbers at on_forward_start"),
-        (Runs, "the weights differ from a run without the callback"),  # batch norm's statistics say nothing about a step in training
+        (
+            Runs,
+            "the weights differ from a run without the callback",
+        ),  # batch norm's statistics say nothing about a step in training
         (Nudges, "differ from a run without the callback"),
         (Stops, "the run's outcome, and what comes of it, differ from a run without the callback"),
     ],
@@ -549,7 +552,7 @@ class LeavesOnFailure(Callback):
         ("collection", "garbage collection is (False,"),
         ("variable", "the variable LEFT of the environment"),
         ("handler", "the root logger is"),
-        ("model", "the model, which something keeps"),
+        ("model", "the model, which something that outlives"),
     ],
 )
 def test_leaves_nothing(what: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,9 @@ def _described(run: str) -> tuple[Path, Path | None]:
     if Path(run).is_file() or (run in RECIPES and not Path(run).exists()):
         return recipe_path(run), None
     if (there := next((folder for folder in (Path(run), RUNS / run) if folder.is_dir()), None)) is not None:
-        raise ConfigError(f"{there} has no {CONFIG}, so it is not the run of a recipe; give the recipe file that it was trained with")
+        raise ConfigError(
+            f"{there} has no {CONFIG}, so it is not the run of a recipe; give the recipe file that it was trained with"
+        )
     beside = RUNS if Path(run).name == run else Path(run).parent
     near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
     raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")

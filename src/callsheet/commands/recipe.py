@@ -116,7 +116,13 @@ def values_of(
             read_yaml(Path(value))  # raises an error with a clear message
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)
-    return Values(path, kind, parser, parsed_with(parser, path, overrides, from_environment), (*from_environment, *(key for key, _ in pairs(overrides))))
+    return Values(
+        path,
+        kind,
+        parser,
+        parsed_with(parser, path, overrides, from_environment),
+        (*from_environment, *(key for key, _ in pairs(overrides))),
+    )
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
@@ -184,7 +190,12 @@ def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], fr
     except argparse.ArgumentError as error:
         why = plain_rejection(parser, str(error), path, [*before, *overrides])
         variable = next(
-            (environment.variable(key) for key, value in from_environment.items() if f"{key}={value}:" in why or f"'{key}'" in why), ""
+            (
+                environment.variable(key)
+                for key, value in from_environment.items()
+                if f"{key}={value}:" in why or f"'{key}'" in why
+            ),
+            "",
         )
         source = f" (the environment variable {variable})" if variable else ""
         raise ConfigError(f"{why}{source} ({parser.prog} --help explains every key)") from None

@@ -60,9 +60,13 @@ def constructs(subject: Subject, folder: Path) -> None:
     built = CallbackSpec.from_dict({**json.loads(written), "state": state}).build()
     again, state_again = _as_json(built)
     if again != written:
-        raise Found(f"rebuilt from its spec {written} it has the spec {again}", "take only options that JSON and YAML can represent")
+        raise Found(
+            f"rebuilt from its spec {written} it has the spec {again}", "take only options that JSON and YAML can represent"
+        )
     if differs := difference_of_states(subject, state, state_again):
-        raise Found(f"rebuilt from its spec it has another state: {differs}", "make load_state_dict restore what state_dict returned")
+        raise Found(
+            f"rebuilt from its spec it has another state: {differs}", "make load_state_dict restore what state_dict returned"
+        )
 
 
 def registers(subject: Subject, folder: Path) -> None:
@@ -158,7 +162,8 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
-            f"a preempted run ended as {scene.watch.outcome!r}, without its checkpoint", "leave the requests of other callbacks alone"
+            f"a preempted run ended as {scene.watch.outcome!r}, without its checkpoint",
+            "leave the requests of other callbacks alone",
         )
     with Scene(subject, scene.folder, subject.make(), resume=scene.watch.checkpoints[5]) as resumed:
         resumed.fit()
@@ -308,7 +313,8 @@ def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseExc
 def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
     if SAVED_AT not in whole.watch.checkpoints:
         raise Found(
-            f"the run ended before its checkpoint at step {SAVED_AT}", "give it options with which a run of 10 steps is not stopped"
+            f"the run ended before its checkpoint at step {SAVED_AT}",
+            "give it options with which a run of 10 steps is not stopped",
         )
 
     def fail(ctx: Context) -> None:

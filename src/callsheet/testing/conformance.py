@@ -65,7 +65,9 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
         except Exception as error:
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             raised = f"{type(error).__name__}: {error}{notes}"
-            raise ConformanceError(subject.name, check.__name__, raised, "the traceback above shows where it comes from") from error
+            raise ConformanceError(
+                subject.name, check.__name__, raised, "the traceback above shows where it comes from"
+            ) from error
 
     return run
 

@@ -152,7 +152,9 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        self._windows: dict[str, tuple[str, int]] = {}  # by available field: the event that closes its window, and the depth at which it opened
+        self._windows: dict[
+            str, tuple[str, int]
+        ] = {}  # by available field: the event that closes its window, and the depth at which it opened
         self._past = ""
         self._failed = False
         self._count = 0

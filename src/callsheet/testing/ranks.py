@@ -98,7 +98,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     with RankProcesses(function, world_size, *arguments) as ranks:
         ends = ranks.wait(timeout)
     if any(end.error or end.exitcode != 0 for end in ends):
-        failures = [f"rank {end.rank}: {end.error or f'exit code {end.exitcode}'}" for end in ends if end.error or end.exitcode != 0]
+        failures = [
+            f"rank {end.rank}: {end.error or f'exit code {end.exitcode}'}" for end in ends if end.error or end.exitcode != 0
+        ]
         raise RanksFailed("\n".join(failures))
     return [end.value for end in ends]
 

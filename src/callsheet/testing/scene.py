@@ -170,7 +170,9 @@ class Scene:
     def _look(self) -> None:
         check_events(self.watch.events)
         for failed in self._manager.cost_report(0).failures:
-            raise Found(f"it failed, and was isolated: {failed.last}", "isolation is for services that are down, not for mistakes")
+            raise Found(
+                f"it failed, and was isolated: {failed.last}", "isolation is for services that are down, not for mistakes"
+            )
 
 
 class _Listener(logging.Handler):
