@@ -120,8 +120,8 @@ def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureF
     manager.close()
     assert time.monotonic() - began < 10
     assert slow.steps == [1, 2, 3]  # it had its time, though the other's was over
-    assert caplog.text.count("a lane has not told everything") == 1
-    assert "a lane has not told everything: Hangs: 2 waiting, and one has not returned" in caplog.text
+    assert caplog.text.count("a lane has not delivered all events") == 1
+    assert "a lane has not delivered all events: Hangs: 2 waiting, and one has not returned" in caplog.text
 
 
 def test_a_lane_that_hangs_takes_its_own_deadline_alone(hangs: Hangs) -> None:
@@ -306,7 +306,7 @@ def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_p
         timeout=60,
     )
     assert time.monotonic() - began < 30
-    assert "the program ends, and a lane has not told everything: Writes: 49 waiting, and one has not returned" in ran.stderr
+    assert "the program ends, and a lane has not delivered all events: Writes: 49 waiting, and one has not returned" in ran.stderr
 
 
 def test_a_manager_that_nobody_holds_any_more_is_emptied_all_the_same() -> None:
@@ -358,7 +358,7 @@ def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptu
     manager.close()
     assert 0.3 <= seconds < 10
     assert state["callbacks"]["Stateful"] == {"steps": [1, 2, 3]}
-    assert "the state of HangsWithState, which is in a lane, is behind" in caplog.text
+    assert "The state of HangsWithState is out of date" in caplog.text
 
 
 def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> None:

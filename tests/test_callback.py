@@ -216,7 +216,9 @@ def test_more_named_arguments_are_carried() -> None:
 
 
 def test_more_positional_arguments_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"Many takes \*names, which a CallbackSpec cannot carry by name; make them a list"):
+    with pytest.raises(
+        ConfigError, match=r"Many takes \*names, which a CallbackSpec cannot hold by name; make it one argument, a list"
+    ):
         CallbackSpec.of(Many("a", "b"))
     assert CallbackSpec.of(Many()).init_args == {}
 
@@ -295,7 +297,7 @@ def test_an_error_of_the_constructor_comes_out_as_it_is() -> None:
 
 def test_positional_only_arguments_are_rejected() -> None:
     with pytest.raises(
-        ConfigError, match="Strict takes size by position only, which a CallbackSpec cannot carry; give it a name"
+        ConfigError, match="Strict takes size by position only, which a CallbackSpec cannot hold; make it a named argument"
     ):
         CallbackSpec.of(Strict(3))
     assert CallbackSpec.of(Strict()).init_args == {}
@@ -325,7 +327,7 @@ def test_import_path_says_when_there_is_no_module(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["", ".Thing", "callsheet.", "callsheet..Callback"])
 def test_import_path_rejects_what_is_no_dotted_path_in_its_own_words(path: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{path!r} is no import path, such as 'package.module.Name'")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path!r} is not an import path; write one like 'package.module.Name'")):
         import_path(path)
 
 

@@ -30,7 +30,7 @@ def test_a_field_that_is_not_told_names_its_window(name: str) -> None:
     with pytest.raises(FieldNotAvailable) as caught:
         getattr(ctx, name)
     message = str(caught.value)
-    assert message.startswith(f"ctx.{name} is not told here: it can be read ")
+    assert message.startswith(f"ctx.{name} is not available here; it is available ")
     for window in FIELDS[name].windows:
         assert all(event in message for event in window)
     assert not hasattr(ctx, name)
@@ -40,9 +40,9 @@ def test_a_field_that_is_not_told_names_its_window(name: str) -> None:
 def test_the_message_names_the_event_at_which_it_was_read() -> None:
     ctx = context()
     ctx.event = Event.TRAIN_START
-    with pytest.raises(FieldNotAvailable, match=r"^ctx.record is not told at on_train_start: it can be read at on_log$"):
+    with pytest.raises(FieldNotAvailable, match=r"^ctx.record is not available at on_train_start; it is available at on_log$"):
         _ = ctx.record
-    with pytest.raises(FieldNotAvailable, match=r"it can be read from on_clip_gradients_end to on_train_step_end$"):
+    with pytest.raises(FieldNotAvailable, match=r"it is available from on_clip_gradients_end to on_train_step_end$"):
         _ = ctx.grad_norm
 
 

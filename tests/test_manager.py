@@ -290,9 +290,9 @@ def test_a_gated_function_can_be_removed() -> None:
 
 
 def test_removing_what_is_not_here_says_who_is() -> None:
-    with pytest.raises(RegistrationError, match="is not on the call sheet; here are: nobody"):
+    with pytest.raises(RegistrationError, match="is not on the call sheet, which holds nothing"):
         CallbackManager().remove(Quiet)
-    with pytest.raises(RegistrationError, match="is not on the call sheet; here are: Notes, Keeps"):
+    with pytest.raises(RegistrationError, match="is not on the call sheet, which holds Notes, Keeps"):
         CallbackManager([Notes([]), Keeps()]).remove(Quiet)
 
 
@@ -616,7 +616,7 @@ def test_loggers_are_told_where_they_have_the_method(caplog: pytest.LogCaptureFi
     manager.notify_loggers("log_table", ctx, name="t")
     assert told == ["t"]
     assert caplog.records[0].getMessage().startswith("callback Tables (test_manager.py:")
-    assert "failed at log_table, step 0, rank 0; training goes on: ConnectionError: the tracker is down" in caplog.text
+    assert "failed at log_table, step 0, rank 0; training continues: ConnectionError: the tracker is down" in caplog.text
     manager.notify_loggers("log_table", ctx, name="u")
     assert told == ["t", "u", "u"]
 
@@ -627,7 +627,7 @@ def test_a_logger_that_fails_three_times_in_a_row_is_switched_off(caplog: pytest
     for i in range(5):
         manager.notify_loggers("log_table", context(), name=str(i))
     assert told == []
-    assert "callback Tables is switched off after 3 failures in a row" in caplog.text
+    assert "Callback Tables is switched off after 3 failures in a row" in caplog.text
 
 
 def test_a_logger_that_fails_now_and_then_stays() -> None:

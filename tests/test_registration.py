@@ -124,7 +124,7 @@ def test_a_callback_that_hears_nothing_and_means_nothing_may_be_added() -> None:
 
 def test_on_event_beside_an_event_is_rejected() -> None:
     assert rejection(RegistrationError, Both()) == (
-        f"overrides both on_event and on_log; on_event hears that too, keep one of them (callback Both, {at_line('both')})"
+        f"overrides both on_event and on_log; on_event handles that event too, so keep only one of them (callback Both, {at_line('both')})"
     )
 
 
@@ -177,7 +177,7 @@ def test_more_arguments_with_defaults_are_no_mistake() -> None:
 )
 def test_an_interval_or_a_phase_on_what_is_no_event_is_rejected(callback: Callback, marker: str, name: str) -> None:
     message = rejection(RegistrationError, callback)
-    assert message == f"'help' has an interval or a phase and is no event (callback {name}, {at_line(marker)})"
+    assert message == f"'help' has an interval or a phase, but is not an event (callback {name}, {at_line(marker)})"
 
 
 def test_a_gated_helper_is_no_mistake() -> None:
@@ -201,8 +201,11 @@ def test_a_gated_helper_is_no_mistake() -> None:
         ({"collective": True, "ranks": "zero"}, "calls collectives, so it must run on all ranks, not on zero"),
         ({"collective": True, "ranks": {0}}, "calls collectives, so it must run on all ranks, not on frozenset({0})"),
         ({"collective": True, "lane": "background"}, "calls collectives, so it must run inline, not in the lane 'background'"),
-        ({"collective": True, "on_error": "isolate"}, "calls collectives, so its errors must be raised: isolated on one rank"),
-        ({"lane": "background", "on_error": "raise"}, "in the lane 'background' errors are always isolated; leave on_error out"),
+        (
+            {"collective": True, "on_error": "isolate"},
+            "calls collectives, so its errors must be raised: an error isolated on one rank",
+        ),
+        ({"lane": "background", "on_error": "raise"}, "errors in the lane 'background' are always isolated; leave on_error out"),
     ],
 )
 def test_words_that_cannot_work_name_the_callback_and_the_classs_line(words: dict[str, Any], said: str) -> None:
@@ -253,7 +256,7 @@ def test_only_a_window_that_can_be_longer_is_kept(name: str) -> None:
 def test_a_name_must_be_a_string() -> None:
     callback: Any = Logs()
     callback.name = 3
-    assert "the name of a callback is a string, not 3" in rejection(RegistrationError, callback)
+    assert "the name of a callback must be a string, not 3" in rejection(RegistrationError, callback)
 
 
 # --- what is no callback ---
@@ -290,7 +293,7 @@ def test_errors_can_be_told_apart_in_the_usual_ways() -> None:
 
 def test_async_is_rejected_inline() -> None:
     message = rejection(RegistrationError, Async())
-    assert "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane" in message
+    assert "the handler is async, and nothing awaits it on the training thread: make it a plain function, or set `lane" in message
     assert message.endswith(f"(callback Async, {at_line('async')})")
 
 
@@ -307,7 +310,7 @@ def test_async_behind_a_gate_is_seen() -> None:
         @rank_zero_only
         async def on_log(self, ctx: Context) -> None: ...
 
-    assert "it is async" in rejection(RegistrationError, Gated())
+    assert "the handler is async" in rejection(RegistrationError, Gated())
 
 
 def test_an_async_function_is_rejected_inline() -> None:
@@ -315,7 +318,7 @@ def test_an_async_function_is_rejected_inline() -> None:
 
     manager = CallbackManager()
     for given in (told, functools.partial(told)):
-        with pytest.raises(RegistrationError, match="it is async"):
+        with pytest.raises(RegistrationError, match="the handler is async"):
             manager.register("on_log", given)
     manager.register("on_log", told, lane="background")
     assert manager.has_callbacks("on_log")
@@ -325,7 +328,7 @@ def test_an_object_with_an_async_call_is_rejected_inline() -> None:
     class Told:
         async def __call__(self, ctx: Context) -> None: ...
 
-    with pytest.raises(RegistrationError, match="it is async"):
+    with pytest.raises(RegistrationError, match="the handler is async"):
         CallbackManager().register("on_log", Told())
 
 
@@ -344,7 +347,7 @@ def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
         ({"ranks": "zeros"}, "unknown ranks 'zeros'; did you mean 'zero'?"),
         ({"lane": "proces"}, "unknown lane 'proces'; did you mean 'process'?"),
         ({"on_error": "rise"}, "unknown on_error 'rise'; did you mean 'raise'?"),
-        ({"lane": "process", "on_error": "raise"}, "in the lane 'process' errors are always isolated; leave on_error out"),
+        ({"lane": "process", "on_error": "raise"}, "errors in the lane 'process' are always isolated; leave on_error out"),
         ({"every": "10bananas"}, "unknown unit 'bananas'"),
         ({"every": 0}, "an interval must be more than 0"),
     ],

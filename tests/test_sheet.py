@@ -80,7 +80,7 @@ def test_the_printed_table_says_each_event_once() -> None:
 
 
 def test_an_empty_table_says_so() -> None:
-    assert str(CallSheet()).splitlines()[1] == "nobody is called"
+    assert str(CallSheet()).splitlines()[1] == "no handlers"
     assert CallbackManager().call_sheet().rows() == []
 
 
@@ -350,7 +350,7 @@ def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCa
     (record,) = caplog.records
     assert "callback Fails (test_sheet.py:" in record.getMessage()
     assert record.getMessage().endswith(
-        "failed at on_train_step_end, step 2, rank 2; training goes on: ConnectionError: no network"
+        "failed at on_train_step_end, step 2, rank 2; training continues: ConnectionError: no network"
     )
     assert record.exc_info is not None
     assert ctx.event is None
@@ -366,7 +366,7 @@ def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureF
     assert "switched off" not in caplog.text
     train(manager, ctx, 3)
     assert told == [3]  # switched off at the sixth step; it would succeed at the seventh
-    assert f"callback Fails is switched off after {FAILURES_ALLOWED} failures in a row" in caplog.text
+    assert f"Callback Fails is switched off after {FAILURES_ALLOWED} failures in a row" in caplog.text
     assert len(caplog.records) == 6
 
 

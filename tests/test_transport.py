@@ -320,7 +320,7 @@ def test_classes_that_cannot_be_sent_are_rejected() -> None:
         pack([Local()])
     with pytest.raises(TransportError, match="takes first by position only"):
         pack([ByPosition(1)])
-    with pytest.raises(TransportError, match=r"takes \*files, which a CallbackSpec cannot carry"):
+    with pytest.raises(TransportError, match=r"takes \*files, which a CallbackSpec cannot hold"):
         pack([Several("a")])
     with pytest.raises(TypeError, match="is a class"):
         pack([Keeps])  # type: ignore[list-item]

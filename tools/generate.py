@@ -1,4 +1,4 @@
-"""Write what is derived from the lifecycle table into the marked regions of the source and the docs.
+"""Write the generated regions of the source and the docs.
 
 python tools/generate.py            write
 python tools/generate.py --check    exit 1 and name the files that would change
@@ -30,17 +30,17 @@ def events() -> list[str]:
 def hooks() -> list[str]:
     lines: list[str] = []
     for event in EVENTS:
-        told = ", ".join(fields_available(event))
+        fields = ", ".join(fields_available(event))
         lines += [
             f"def {event}(self, ctx: Context) -> Awaitable[None] | None:",
-            f'    """{description(event)}' + ("" if told else '"""'),
-            *(["", f"    Told here: {told}.", '    """'] if told else []),
+            f'    """{description(event)}' + ("" if fields else '"""'),
+            *(["", f"    Available here: {fields}.", '    """'] if fields else []),
             "",
         ]
     return lines
 
 
-def heard() -> list[str]:
+def has_listeners() -> list[str]:
     return [f"{event}: bool" for event in EVENTS]
 
 
@@ -56,7 +56,7 @@ def event_table() -> list[str]:
     rows = [
         f"| `{event}` | {description(event)} | {', '.join(f'`{name}`' for name in fields_available(event))} |" for event in EVENTS
     ]
-    return ["| event | told | fields told, besides those of every event |", "| --- | --- | --- |", *rows]
+    return ["| event | when it is fired | available fields, besides those of every event |", "| --- | --- | --- |", *rows]
 
 
 def field_table() -> list[str]:
@@ -68,17 +68,17 @@ def field_table() -> list[str]:
         f"| `{field.name}` | `{field.type.replace('|', chr(92) + '|')}` | {field.meaning} | {field.kind} | {window(field.name)} |"
         for field in FIELDS.values()
     ]
-    return ["| field | type | meaning | ranks | readable |", "| --- | --- | --- | --- | --- |", *rows]
+    return ["| field | type | meaning | ranks | available |", "| --- | --- | --- | --- | --- |", *rows]
 
 
 def order_table() -> list[str]:
     rows = [f"| `{span.name}` | `{span.order.replace('|', chr(92) + '|')}` |" for span in SPANS.values() if span.order]
     anywhere = ", ".join(f"`{name}`" for name in POINTS if name in ANYWHERE)
-    return ["| span | what may stand directly inside |", "| --- | --- |", *rows, f"| any | {anywhere} |"]
+    return ["| span | what may occur directly inside |", "| --- | --- |", *rows, f"| any | {anywhere} |"]
 
 
 def figures(name: str) -> Callable[[], list[str]]:
-    """What a benchmark printed when it last ran."""
+    """Return a function that reads what a benchmark printed when it last ran."""
     path = ROOT / "benchmarks" / "results" / f"{name}.md"
 
     def lines() -> list[str]:
@@ -92,7 +92,7 @@ def figures(name: str) -> Callable[[], list[str]]:
 REGIONS: dict[str, Callable[[], list[str]]] = {
     "events": events,
     "hooks": hooks,
-    "heard": heard,
+    "has-listeners": has_listeners,
     "spans": spans,
     "tree": tree,
     "event-table": event_table,
@@ -127,7 +127,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
 
 
 def filled(text: str) -> str:
-    """`text` with the content of every region between `generated: NAME` and `end of generated: NAME` made anew."""
+    """Return `text` with the content of every region between `generated: NAME` and `end of generated: NAME` generated again."""
     result: list[str] = []
     inside = ""
     for line in text.splitlines():

@@ -1,6 +1,6 @@
 """One callback, every training loop.
 
-A `Callback` hears the events of a run's lifecycle; a `CallbackManager` tells them; a `Trainer` is a loop that tells them all.
+A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires them, and a `Trainer` is a loop that fires them all.
 """
 
 from typing import TYPE_CHECKING
@@ -89,7 +89,7 @@ __all__ = [
     "should_fire",
 ]
 
-__getattr__ = attributes(  # what these modules import costs something: torch, or what starts processes
+__getattr__ = attributes(  # imported at first use, since these modules import torch or start processes
     __name__,
     {
         "Process": "callsheet.process",

@@ -1,4 +1,4 @@
-"""What a callback is: an object with methods named after events, and a few words on how it wants to be called."""
+"""The base class of callbacks: methods named after events, and class attributes that say how they are called."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from callsheet.context import Context
 
 PHASES = ("change", "measure", "decide", "save", "report", "restore")
-"""The order within one event; within a phase, the order of registration."""
+"""The order of handlers within one event. Within a phase, handlers are called in the order of registration."""
 
 LANES = ("inline", "background", "process")
 ERROR_POLICIES = ("raise", "isolate")
 
 
 class Callback(Hooks):
-    """The base of all callbacks: override the methods of the events you want to hear; each takes the context.
+    """The base of all callbacks: override the methods of the events that you want to handle; each receives the context.
 
-    `on_event` hears every event instead; a class overrides either it or methods of single events. Class attributes say the rest, and an
-    instance may have its own. Everything is checked when the callback is added, not when an event is told.
+    A class overrides either these methods or `on_event`, which handles every event. The options are class attributes, and an instance may
+    have its own. They are checked when the callback is added, not when an event is fired.
 
     Example:
         >>> class Greeter(Callback):
@@ -38,32 +38,32 @@ class Callback(Hooks):
     """
 
     name: str = ""
-    """Under which state is kept and errors are reported; the class's name where it is empty."""
+    """The name for its state, in messages and in tables; if empty, the class's name."""
     phase: str = "measure"
-    """Where in each event's order its methods stand: one of `PHASES`. `change` and `decide` are for what acts on training."""
+    """The place of its handlers in an event's order: one of `PHASES`. `change` and `decide` are for callbacks that act on training."""
     ranks: RankGate = "all"
-    """Which ranks it is told on: `all`, `zero`, `local_zero`, or a set of ranks."""
+    """The ranks on which it is called: `all`, `zero`, `local_zero`, or a set of ranks."""
     lane: str = "inline"
     """Where it runs: `inline` on the training thread, `background`, or `process`."""
     on_error: str = ""
-    """`raise`, the default inline: its error ends the run. `isolate`: it is reported; after three in a row it is switched off."""
+    """`raise`, the default inline: an error ends the run. `isolate`: an error is logged; three in a row switch the callback off."""
     collective: bool = False
-    """It calls collectives, so it must run inline on every rank."""
+    """Whether it calls collectives, so that it must run inline on every rank."""
     draws_random: bool = False
-    """It draws random numbers: the random states are put back after its methods, so that training does not notice."""
+    """Whether it draws random numbers. If so, the random states are restored after each handler, so that training is not affected."""
     keep_fields: tuple[str, ...] = ()
-    """Fields whose window it wants as long as can be, such as `outputs`."""
+    """Fields whose window should be extended as far as the lifecycle allows, such as `outputs`."""
     snapshot_fields: tuple[str, ...] = ()
-    """Fields that its lane's snapshots hold; where none are named, those that cost nothing to take."""
+    """Fields that the snapshots of its lane hold; if empty, all fields that need no copy."""
     writes_to_run_folder: bool = False
-    """It writes files to `ctx.run.folder`, so that a host keeps a second process from training in that folder; a Trainer always does."""
+    """Whether it writes files to `ctx.run.folder`. If so, a host locks the folder against a second process; a Trainer always does."""
     transport_ignore: tuple[str, ...] = ()
-    """Attributes that each process makes for itself, so that they may differ where the callback is sent to; see `callsheet.transport`."""
+    """Attributes that each process makes for itself, and that may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
-    """How long its lane's queue is, and what happens when it is full."""
+    """The size of its lane's queue, and what happens when it is full."""
     common: Any = None
-    """What callbacks of a kind keep together: those that run inline on one call sheet are given one object of this one's class, unless its
-    `is_alone` says that it is this callback's own."""
+    """An object that callbacks share: all inline callbacks of one call sheet whose `common` is of the same class get one instance, unless
+    its `is_alone` is true."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,23 +76,23 @@ class Callback(Hooks):
         return self
 
     def on_event(self, ctx: Context) -> Awaitable[None] | None:
-        """Told at every event; `ctx.event` says which."""
+        """Handle every event; `ctx.event` says which."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What must survive a resume, as plain data and tensors; read when a checkpoint is saved."""
+        """Return what must survive a resume, as plain data and tensors. Called when a checkpoint is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned. Called when a checkpoint is loaded."""
 
 
 def label_of(callback: Callback) -> str:
-    """The callback's name in tables, errors and checkpoints: its own, or its class's."""
+    """Return the callback's name in tables, errors and checkpoints: its own, or its class's."""
     return callback.name or type(callback).__name__
 
 
 class Marks(NamedTuple):
-    """What `every`, `at` and the rank gates wrote on a function; None leaves the callback's own."""
+    """The options that the decorators `every`, `at` and the rank gates set on a function; None: the callback's option applies."""
 
     every: Interval | None = None
     phase: str | None = None
@@ -103,13 +103,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
-    """Tell the method only each `interval`, such as `"100ba"`, `"1ep"` or `"10m"`; a whole number means batches.
+    """Call the method only every `interval`, such as `"100ba"`, `"1ep"` or `"10m"`; a whole number means batches.
 
-    On `on_train_step_end` it is told at 100, 200, ...; elsewhere an interval compares with the event's previous telling. With
-    `at_end` it is told also when `max_duration` is reached.
+    At `on_train_step_end`, `"100ba"` means steps 100, 200, ... At other events the method is called if an interval was completed since the
+    event was last fired. With `at_end` it is also called when `max_duration` is reached.
 
     Raises:
-        RegistrationError: an interval that is none, or not above zero; the message names the method and its line.
+        RegistrationError: the interval is invalid or not above zero; the message names the method and its line.
     """
     if callable(interval):
         raise RegistrationError(f"write @every('100ba'), with an interval ({interval.__qualname__}, {where(interval)})")
@@ -117,35 +117,35 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: str) -> Callable[[F], F]:
-    """Put the method in this phase instead of the callback's own.
+    """Put the method in this phase instead of the callback's.
 
     Raises:
-        RegistrationError: an unknown phase; the message names the method and its line.
+        RegistrationError: the phase is unknown; the message names the method and its line.
     """
     return _mark(lambda: {"phase": one_of("phase", phase, PHASES)})
 
 
 def rank_zero_only(function: F) -> F:
-    """Run the function on the first process of all, and nowhere else. What it returns elsewhere is None.
+    """Run the function on global rank 0 only. On other ranks it returns None.
 
-    The rank is read when the call sheet is compiled, or at the call, never at import.
+    The rank is read when the call sheet is compiled, or when the function is called, never at import.
     """
     return _gated("zero", function)
 
 
 def local_rank_zero_only(function: F) -> F:
-    """Run the function on the first process of each machine. See `rank_zero_only`."""
+    """Run the function on local rank 0 of each machine only. See `rank_zero_only`."""
     return _gated("local_zero", function)
 
 
 def marks(function: Any) -> Marks:
-    """What the decorators wrote on a function or bound method."""
+    """Return the options that the decorators set on a function or bound method."""
     found: Marks = getattr(function, "__callsheet__", Marks())
     return found
 
 
 def one_of(what: str, word: str, words: tuple[str, ...]) -> str:
-    """`word`, if it is one of `words`; else a `ConfigError` that names the nearest."""
+    """Return `word` if it is one of `words`; else raise a `ConfigError` that names the nearest."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
     return word
@@ -175,7 +175,7 @@ _GATE = _gated("zero", lambda: None).__code__
 
 
 def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside a rank gate: the call sheet does the gating, once, when it is compiled."""
+    """Return the function inside a rank gate, since the call sheet checks the rank once, when it is compiled."""
     function: Any = getattr(handler, "__func__", handler)
     if getattr(function, "__code__", None) is not _GATE:
         return handler
@@ -185,10 +185,10 @@ def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallbackSpec:
-    """A callback as data: what the YAML, the run's folder, the report and the transport share.
+    """A callback as plain data, as in the YAML, the run's folder, the report and the transport.
 
-    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is one that was given to the instance;
-    `state` is its `state_dict`.
+    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's, if it was set; `state` is
+    its `state_dict`.
     """
 
     class_path: str
@@ -200,7 +200,7 @@ class CallbackSpec:
 
     @classmethod
     def of(cls, callback: Callback) -> Self:
-        """How `callback` was made, and the state it has now."""
+        """Return the spec of `callback`: how it was constructed, and its current state."""
         kind = type(callback)
         args, kwargs = callback._arguments
         bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
@@ -211,23 +211,23 @@ class CallbackSpec:
                 init_args.update(value)
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(
-                    f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot carry; give it a name"
+                    f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot hold; make it a named argument"
                 )
             elif parameter.kind is parameter.VAR_POSITIONAL and value:
                 raise ConfigError(
-                    f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot carry by name; make them a list"
+                    f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot hold by name; make it one argument, a list"
                 )
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 init_args[name] = value
         name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
         for argument, value in init_args.items():
-            if isinstance(value, Callback):  # one around another keeps its state as its own
+            if isinstance(value, Callback):  # the state of an inner callback is part of the outer one's
                 init_args[argument] = replace(cls.of(value), state={})
         return cls(f"{kind.__module__}.{kind.__qualname__}", init_args, name, dict(callback.state_dict()))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The spec that `to_dict` gave; raises `ConfigError` on keys it does not know."""
+        """Return the spec of which `to_dict` returned `data`. Raises `ConfigError` on unknown keys."""
         for key in data:
             one_of("key of a callback spec", key, cls._KEYS)
         if not isinstance(data.get("class_path"), str):
@@ -239,7 +239,7 @@ class CallbackSpec:
         return cls(data["class_path"], init_args, data.get("name") or "", dict(data.get("state") or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is empty is left out."""
+        """Return the spec as plain data, without empty fields."""
         init_args = {
             name: value.to_dict() if isinstance(value, CallbackSpec) else value for name, value in self.init_args.items()
         }
@@ -247,13 +247,13 @@ class CallbackSpec:
         return {key: value for key, value in full.items() if value}
 
     def build(self) -> Callback:
-        """A callback made from the spec, with its name and state.
+        """Construct the callback, with its name and state.
 
-        The class is imported, which runs its module: build only specs whose origin you trust.
+        This imports the class, which runs its module: build only specs whose origin you trust.
 
         Raises:
             ConfigError: the class cannot be found, or does not take these arguments.
-            NotACallbackError: what was found is no `Callback` class.
+            NotACallbackError: the class is not a subclass of `Callback`.
         """
         kind = import_path(self.class_path)
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
@@ -274,10 +274,10 @@ class CallbackSpec:
 
 
 def import_path(path: str) -> Any:
-    """The object at `package.module.Name`, nested names included; `ConfigError` says which part is missing."""
+    """Return the object at `package.module.Name`, nested names included. Raises a `ConfigError` that names a missing part."""
     parts = path.split(".")
     if not all(parts):
-        raise ConfigError(f"{path!r} is no import path, such as 'package.module.Name'")
+        raise ConfigError(f"{path!r} is not an import path; write one like 'package.module.Name'")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])
         try:
@@ -285,7 +285,7 @@ def import_path(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
                 continue
-            raise  # the module is there, and misses one of its own
+            raise  # the module exists, and one of its own imports is missing
         for depth, part in enumerate(parts[cut:], cut):
             if not hasattr(found, part):
                 raise ConfigError(f"{'.'.join(parts[:depth])} has no {part!r}{did_you_mean(part, dir(found))} (in {path!r})")

@@ -1,4 +1,4 @@
-"""Taking snapshots: what a callback off the training thread is to read is noted when an event is told, and built where it is read."""
+"""Capturing snapshots: the training thread copies an event's fields into a tuple, and the lane's thread builds a snapshot from it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
 _OF_STATE = ("timestamp", "previous_timestamp", "course")
-"""What every snapshot holds of the state; it is written anew, never changed."""
+"""Attributes of `TrainState` that every snapshot holds. They are replaced, never changed in place, so they need no copy."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
-_NOT_TOLD = object()
+_UNAVAILABLE = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was taken: what tells it, the kind of snapshots to build, and the fields; a tuple of what cannot change, or a list with copies in it."""
+"""What was captured: the function that delivers it, the snapshot class, and the fields. A list if it holds copies, else a tuple."""
 
-Tell = Callable[[Values], None]
+Deliver = Callable[[Values], None]
 
 
 class DeviceNumbers:
-    """The scalar tensors of one event on the host: one copy for all lanes that hear it, which nobody waits for here."""
+    """Copies the scalar tensors of one event to the host, once for all lanes that handle it, without waiting for the device."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """The fields that any lane wants."""
-        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: one that was written to is copied anew
+        """The fields that any lane reads."""
+        self._tensors: list[tuple[Any, int | None]] = []  # with their versions: a tensor that was written to is copied again
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Copies of the scalars that are told now, by the identity of their tensors; on their way, where they lie on an accelerator."""
+        """Return copies of the scalars that are available now, by the `id` of their tensors; a `Pending` for one on an accelerator."""
         tensors: list[Any] = []
         for name in sorted(self.names):
             if ctx.has(name):
@@ -59,7 +59,7 @@ class DeviceNumbers:
 
 
 class Pending:
-    """Scalars that are on their way from a device."""
+    """A scalar whose copy from a device may still be running."""
 
     __slots__ = ("_arrived", "_buffer", "_place", "_type")
 
@@ -67,7 +67,7 @@ class Pending:
         self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
 
     def read(self) -> Any:
-        """The scalar, as a tensor on the host; waits for its copy."""
+        """Wait for the copy, and return the scalar as a tensor on the host."""
         self._arrived.synchronize()
         return self._buffer[self._place].to(self._type)
 
@@ -87,105 +87,110 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Takes snapshots at one event for one callback.
+    """Captures snapshots of one event for one callback.
 
     Args:
-        event: at which.
-        needs: the fields that the callback named, or none for those that cost nothing to take.
+        event: the event's name; None outside events.
+        needs: the callback's `snapshot_fields`; empty for the fields that need no copy.
         by: the callback's name, for its requests.
-        inbox: where what it says goes.
-        numbers: shared by all takers of the event.
+        inbox: receives the callback's messages.
+        numbers: shared by all captures of the event.
     """
 
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
-        told = fields_available(event) if event is not None else ()
+        available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # at which the run has its outcome
+        self._is_last = self._event is Event.RUN_END  # when the run has its outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
             for name in dict.fromkeys(needs or _BY_DEFAULT)
             if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
         ]
-        self._names = tuple(name for name in wanted if name in told or name in ALWAYS)
+        self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the run's, of what was taken last; None where the next needs a kind of its own
+        self._state: TrainState | None = None  # the state of the run that `_kind` was made for; None: make a new class next time
         self._kind: type[Snapshot] = Snapshot
         new = self._names.index("loss") + _BEFORE_FIELDS if "loss" in self._names else None
-        self._written = _written(self._names, self._changing, new)
+        self._functions = _compiled_functions(self._names, self._changing, new)
 
-    def handing(
-        self, tell: Tell, member: Registration, queue: Lane, otherwise: Callable[[Context], object]
+    def enqueuer(
+        self, deliver: Deliver, member: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
-        """What puts, on the training thread, what is told now into the queue.
+        """Return the function that puts the event into the queue, on the training thread.
 
         Args:
-            tell: stands in front of it there.
-            member: which is told nothing while it is off.
-            otherwise: called instead where that is not all: there is something to copy, the loop does not tell every field, the member is
-                off.
+            deliver: the first item of what is put; the lane calls it with the whole.
+            member: the callback, which receives nothing while it is switched off.
+            queue: the callback's lane.
+            otherwise: called instead if a value must be copied, a field is not available, or the callback is switched off.
         """
-        hand: Callable[[Context], None] = self._written["handing"](self.snapshot_class_for, tell, member, queue, otherwise)
-        return hand
+        enqueue: Callable[[Context], None] = self._functions["enqueuer"](
+            self.snapshot_class_for, deliver, member, queue, otherwise
+        )
+        return enqueue
 
-    def telling(
+    def deliverer(
         self,
         event: str,
         member: Registration,
         handler: Callable[[Snapshot], Any],
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
-    ) -> Tell:
-        """What builds, on the lane's thread, a snapshot of what was taken, and calls the handler with it.
+    ) -> Deliver:
+        """Return the function that builds a snapshot of what was captured and calls the handler with it, on the lane's thread.
 
         Args:
-            event: what it is called where the member is off.
-            member: whose failures are counted.
+            event: the event or logger method; nothing is delivered if the callback is silent at it.
+            member: the callback, whose failures are counted.
             handler: called with the snapshot.
-            answered: is given what it returns, if that is anything.
-            fails: is given the snapshot, as far as it was built, and what has gone wrong.
+            answered: called with what the handler returns, unless that is None.
+            fails: called with the snapshot, which may be incomplete, and the error.
         """
-        tell: Tell = self._written["telling"](self, event, member, handler, answered, fails)
-        return tell
+        deliver: Deliver = self._functions["deliverer"](self, event, member, handler, answered, fails)
+        return deliver
 
-    def take(self, tell: Tell, ctx: Context) -> Values:
-        """On the training thread: what is told now, with copies of what may change."""
+    def take(self, deliver: Deliver, ctx: Context) -> Values:
+        """Capture the fields, on the training thread, with copies of what may change."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
-        fields = [getattr(ctx, name) if ctx.has(name) else _NOT_TOLD for name in self._names]
-        values = [tell, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
+        fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
+        values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
         for place in self._changing:
             values[place] = copied(values[place], numbers)
         return values
 
     def arrived(self, values: Values) -> Values:
-        """What has copies in it, with those that were on their way."""
+        """Return the values with every `Pending` scalar replaced by its tensor; waits for the copies."""
         return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
-    def forget_untold(self, made: Snapshot) -> None:
-        """Leave out of a snapshot the fields that the loop has not told."""
+    def drop_unavailable(self, made: Snapshot) -> None:
+        """Delete from a snapshot the fields that were not available."""
         for name in self._names:
-            if getattr(made, name) is _NOT_TOLD:
+            if getattr(made, name) is _UNAVAILABLE:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """The kind of snapshots in this run, and its state, while which is the same the kind is."""
+        """Return the snapshot class for this run, and the run's state: the class is valid as long as the state is the same object."""
         if self._state is None or self._state is not ctx.state:
-            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of it that a lane has
+            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of the control that a lane may use
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
         return self._kind, self._state
 
 
 @functools.cache
-def _written(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
-    """What takes these fields, of which those places may hold what changes, and what puts them into a snapshot and tells it.
+def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
+    """Compile `enqueuer` and `deliverer` for these fields.
 
-    The place `new` holds the step's loss, which is not copied where the loop makes a new one each step: on the CPU, without a graph.
+    Args:
+        names: the fields to capture.
+        changing: the indices at which a value may change later, and must be copied unless it is a plain one.
+        new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
 
-    Every event that is handed over goes through both: with a loop over names they take three times as long. Nothing is put into the source but names of
-    the lifecycle's table.
+    The functions are generated because every event in a lane goes through both, and loops over the names take three times as long. The
+    source contains nothing but names from the lifecycle's table.
     """
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
@@ -193,16 +198,16 @@ def _written(names: tuple[str, ...], changing: tuple[int, ...], new: int | None)
     is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
     are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
     source = f"""
-def handing(snapshot_class_for, tell, member, queue, otherwise):
+def enqueuer(snapshot_class_for, deliver, member, queue, otherwise):
     items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
-    def hand(ctx):
+    def enqueue(ctx):
         nonlocal kind, known, loss_is_new
         try:
             state = ctx.state
             if state is not known:
                 kind, known = snapshot_class_for(ctx)
                 loss_is_new = ctx.loss_is_new
-            values = (tell, kind, {", ".join(taken)})
+            values = (deliver, kind, {", ".join(taken)})
         except FieldNotAvailable:
             return otherwise(ctx)
         if member.is_off{are_changing}:
@@ -211,10 +216,10 @@ def handing(snapshot_class_for, tell, member, queue, otherwise):
             append(values)
         else:
             queue.put(values)
-    return hand
+    return enqueue
 
-def telling(taker, event, member, handler, answered, fails):
-    def tell(values):
+def deliverer(capture, event, member, handler, answered, fails):
+    def deliver(values):
         if member.is_off and member.is_silent_at(event):
             return
         made = new(values[1])
@@ -223,17 +228,17 @@ def telling(taker, event, member, handler, answered, fails):
             if type(values) is tuple:
                 _, _, {", ".join(filled)} = values
             else:
-                _, _, made.step, made.epoch, *_ = values  # for whom a copy's failure is told to
-                _, _, {", ".join(filled)} = taker.arrived(values)
-                taker.forget_untold(made)
+                _, _, made.step, made.epoch, *_ = values  # the report of a failed copy reads these
+                _, _, {", ".join(filled)} = capture.arrived(values)
+                capture.drop_unavailable(made)
             if (answer := handler(made)) is not None:
                 answered(answer)
         except BaseException as error:
             fails(made, error)
         else:
-            if member.failures_in_a_row:  # nothing is written that the training thread would have to fetch anew
+            if member.failures_in_a_row:  # an unneeded write would slow down the training thread's next read
                 member.failures_in_a_row = 0
-    return tell
+    return deliver
 """
     scope: dict[str, Any] = {
         "plain": _PLAIN, "FieldNotAvailable": FieldNotAvailable, "new": object.__new__, "TrainState": TrainState,
@@ -267,14 +272,14 @@ def _collect(value: Any, scalars: list[Any]) -> None:
 
 
 def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
-    """`value`, with its containers and tensors copied; objects of other kinds are copied as they copy themselves."""
-    if type(value) in _PLAIN or value is _NOT_TOLD:
+    """Return `value` with its containers and tensors copied; other objects go through `copy.deepcopy`."""
+    if type(value) in _PLAIN or value is _UNAVAILABLE:
         return value
     if _is_tensor(value):
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
         copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # what Hugging Face's models return is both
+        return type(value)(**copies) if is_dataclass(value) else copies  # a Hugging Face ModelOutput is both
     if type(value) in (list, tuple):
         return type(value)(copied(each, scalars) for each in value)
     if isinstance(value, tuple):
@@ -283,7 +288,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
 
 
 def _arrived(value: Any) -> Any:
-    """`value`, with what was on its way from a device."""
+    """Return `value` with every `Pending` scalar replaced by its tensor."""
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""The context: what a callback is given to read.
+"""The context: the object that every handler receives.
 
-One instance a loop (training, evaluation, test, prediction), reused for every event. A field that is not told has an empty slot, and
-reading it raises `FieldNotAvailable`: nothing stale is ever read, and a field that is told costs no more than an attribute.
+Each loop (training, evaluation, test, prediction) has one, which it reuses for every event. A field outside its window is an empty slot, and
+reading it raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than an attribute.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class RunInfo:
-    """The run: its name, where it writes, what it was configured with, and where this process stands in it.
+    """The run: its name, folder, configuration, and this process's ranks and device.
 
-    `checkpoints` is where its checkpoints stand, a folder or a URL; the folder `checkpoints` in `folder` where nobody said otherwise.
+    `checkpoints` is where its checkpoints are, a folder or a URL; by default the folder `checkpoints` in `folder`.
     `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
     "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
     `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
@@ -65,17 +65,17 @@ class RunInfo:
 
     @property
     def rank(self) -> int:
-        """This process among all, from 0."""
+        """The number of this process among all, from 0."""
         return self.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine, from 0."""
+        """The number of this process among those of its machine, from 0."""
         return self.ranks.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine among all, from 0."""
+        """The number of this machine among all, from 0."""
         return self.ranks.node_rank
 
     @property
@@ -85,17 +85,17 @@ class RunInfo:
 
     @property
     def is_world_process_zero(self) -> bool:
-        """This is the first process of all."""
+        """Whether this is the first process of all."""
         return self.ranks.rank == 0
 
     @property
     def is_local_process_zero(self) -> bool:
-        """This is the first process of its machine."""
+        """Whether this is the first process of its machine."""
         return self.ranks.local_rank == 0
 
 
 class RunConstants(NamedTuple):
-    """What of a `TrainState` no step changes: written anew where it changes, so that a snapshot takes it as one."""
+    """The attributes of a `TrainState` that no step changes. It is replaced, never changed in place, so that a snapshot needs no copy."""
 
     max_duration: Time | None = None
     baseline: Timestamp = Timestamp()
@@ -112,11 +112,11 @@ def _of_course(name: str) -> Any:
 
 @dataclass(init=False, slots=True)
 class TrainState:
-    """How far training is.
+    """The progress of training.
 
-    `timestamp` counts what is completed and moves just before each end event; `previous_timestamp` is the one before the last step.
-    Its samples, tokens and seconds are those of the last log boundary and stand still between. `baseline` is where this process began.
-    `epoch_batches` is how many steps an epoch has, where that is known; `evaluators` are the names of the datasets that are evaluated.
+    `timestamp` counts what is completed and changes just before each end event; `previous_timestamp` is the one before the last step.
+    Samples, tokens and seconds in them are those of the last log boundary. `baseline` is the timestamp at which this process began.
+    `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
     """
 
     timestamp: Timestamp
@@ -126,7 +126,7 @@ class TrainState:
     def __init__(
         self,
         max_duration: Time | None = None,
-        timestamp: Timestamp = Timestamp(),  # noqa: B008  # it cannot change
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # immutable
         previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
         baseline: Timestamp = Timestamp(),  # noqa: B008
         epoch_batches: int | None = None,
@@ -135,7 +135,7 @@ class TrainState:
         self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
         self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
 
-    if TYPE_CHECKING:  # else they would be fields of the dataclass
+    if TYPE_CHECKING:  # annotations at run time would make them fields of the dataclass
         max_duration: Time | None
         baseline: Timestamp
         epoch_batches: int | None
@@ -144,29 +144,29 @@ class TrainState:
         max_duration, baseline, epoch_batches, evaluators = map(_of_course, RunConstants._fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training is, as plain data."""
+        """Return the progress as plain data."""
         return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave: this process begins there. Raises ConfigError where it is not what `state_dict` gives."""
+        """Continue from what `state_dict` returned. Raises ConfigError if `state` is not of that form."""
         self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
         self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
 
     @property
     def elapsed(self) -> float | None:
-        """The completed fraction of `max_duration`, or None where no duration is known."""
+        """The completed fraction of `max_duration`, or None if there is no `max_duration`."""
         return elapsed_fraction(self.timestamp, self.max_duration)
 
     @property
     def is_complete(self) -> bool:
-        """`max_duration` has been reached."""
+        """Whether `max_duration` has been reached."""
         elapsed = self.elapsed
         return elapsed is not None and elapsed >= 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """What was logged since the last boundary, as floats; speeds are of training alone, evaluation and saving left out."""
+    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving."""
 
     step: int
     values: dict[str, float]
@@ -180,8 +180,8 @@ class MetricsRecord:
 class CheckpointInfo:
     """One checkpoint. `kind` is periodic, best, final, preempt or requested.
 
-    `size_bytes` and `is_finite`, whether weights and loss were, are known once it is written. `requested_by` are the names under which
-    it was asked for (`Control.save`), each once; empty where no request was made.
+    `size_bytes`, and `is_finite` (whether weights and loss are), are known once it is written. `requested_by` holds the name of each
+    requester (`Control.save`) once; it is empty if no request was made.
     """
 
     path: str
@@ -197,30 +197,30 @@ class CheckpointInfo:
 
 
 Loggable = Mapping[Any, Any]
-"""Numbers by name, or tensors of one dimension by the tuple of their numbers' names. (No narrower type takes a dict of either.)"""
+"""Numbers by name, or one-dimensional tensors by a tuple of names, one for each number. (No narrower type accepts a dict of either.)"""
 
 
 class Accumulator(Protocol):
-    """Where logged values go until the next boundary; see `callsheet.metrics`."""
+    """Collects logged values until the next log boundary; see `callsheet.metrics`."""
 
     def log(self, values: Loggable, *, over: str, across: str, weight: Any) -> None:
-        """Take values; see `Context.log`."""
+        """Add values; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
-        """What has been taken; see `Context.logged`."""
+        """Return the last values; see `Context.logged`."""
 
 
 class LoggerLine(Protocol):
-    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.notify_loggers`."""
+    """Passes a call such as `log_table` to every logger of the run; see `CallbackManager.notify_loggers`."""
 
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
 
 
 class Context:
-    """What callbacks read, and the few methods with which they write.
+    """The fields that callbacks read, and the methods with which they log and make requests.
 
-    The fields are those of `callsheet.lifecycle.FIELDS`, which says what each means and when it is told. Attributes that are no fields
-    are for the loop that owns the context.
+    The fields are those of `callsheet.lifecycle.FIELDS`, which says what each means and when it is available. Other attributes are for the
+    loop that owns the context.
 
     Raises:
         FieldNotAvailable: on reading a field outside its window; the message names the window.
@@ -278,17 +278,17 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.excuse: Callable[[str], None] | None = None
-        """Logs that a handler could not be called for want of a field, where the loop is another framework's; None: that is an error."""
+        """In another framework's loop: called to log that a handler was skipped because a field is missing. None: a missing field is an error."""
         self.kept: frozenset[str] = frozenset()
         self.loss_is_new = False
-        """Whether the loop makes a new tensor for each step's loss and never writes to it again: then a snapshot need not copy it."""
+        """Whether the loop makes a new tensor for each step's loss and never writes to it again, so that a snapshot need not copy it."""
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
-        """For the manager: what `mute` and `unmute` call."""
+        """Called by `mute` and `unmute`; set by the manager."""
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
-        """A context for another loop of the same run, such as an evaluation: it shares all but the fields of a window.
+        """Return a context for another loop of the same run, such as an evaluation. It shares all fields that are always available.
 
-        What is logged on it goes to `accumulator`, or where this context's goes.
+        Values that are logged on it go to `accumulator`, or to this context's if none is given.
         """
         other = Context(
             self.run,
@@ -309,52 +309,53 @@ class Context:
         """Log numbers for the next record; tensors stay on their device until the boundary.
 
         Args:
-            values: numbers or scalar tensors by name, names as `family/name`. A tuple of names takes a tensor of one dimension, a
-                number for each: for many numbers that is much cheaper.
-            over: what becomes of several values of one name until the boundary: `last`, `mean` or `sum`.
-            across: how the data-parallel ranks' values become one: `mean`, `sum`, `max`, or `same` where they are equal already.
-            weight: of each value in a mean, a number or scalar tensor; 1 where it is None.
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names takes a one-dimensional tensor with a
+                number for each name, which is much cheaper for many numbers.
+            over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
+            across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal already.
+            weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
 
-        A tensor is not copied: what is logged is what it holds at the boundary.
+        A tensor is not copied: the record holds its value at the boundary.
 
         Raises:
-            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is not one number
-                a name.
+            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
         """
         if self._accumulator is not None:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """What was logged as `<family>/<name>` since the last boundary, on this rank: the last value of each, by that name.
+        """Return the last value of each `<family>/<name>` that this rank logged since the last log boundary, by full name.
 
-        What loops log themselves, such as `train/loss`, is there where somebody hears records.
+        Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
         """
         return self._accumulator.latest(family) if self._accumulator is not None else {}
 
     def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Give the run's settings to every logger."""
+        """Pass the run's settings to every logger."""
         self._to_loggers("log_hyperparameters", values=dict(values))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Give a table to every logger: one sequence of cells a row, as long as `columns`."""
+        """Pass a table to every logger: each row is a sequence of cells as long as `columns`."""
         self._to_loggers("log_table", name=name, columns=list(columns), rows=[list(row) for row in rows])
 
     def log_images(self, name: str, images: Sequence[Any]) -> None:
-        """Give images to every logger: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        """Pass images to every logger: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
         self._to_loggers("log_images", name=name, images=list(images))
 
     def log_file(self, name: str, path: str | Path) -> None:
-        """Give a file that was written to every logger that can store one."""
+        """Pass the path of a file to every logger that can store files."""
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
-        """Tell the callback these events no more, from the next one on and until the run's end: then they cost it nothing.
+        """Stop calling the callback's handlers for these events, from the next event to the run's end; a muted handler costs nothing.
 
-        For what is only needed now and then: `ctx.mute(self, "on_forward_end")`.
+        Use it for handlers that are needed only now and then: `ctx.mute(self, "on_forward_end")`.
 
         Args:
-            until: the step from whose beginning on they are told again. They are told all the same if it is but a few steps away, which
-                does not pay, or in a loop that does not say when its steps have ended: so look at `ctx.step`, too.
+            callback: whose handlers.
+            events: their names.
+            until: the step at whose beginning they are unmuted. The call has no effect if that is only a few steps away, or in a loop that
+                does not report the ends of its steps; so check `ctx.step` in the handler as well.
 
         Raises:
             UnknownEventError: no such event.
@@ -365,24 +366,24 @@ class Context:
             self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Tell them to it again; see `mute`."""
+        """Call the callback's handlers for these events again; see `mute`."""
         if self.muting is not None:
             self.muting(callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in the order of ranks. A collective: every rank must reach it.
+        """Return the `value` of every rank, in the order of ranks. This is a collective: every rank must call it.
 
         Raises:
             RequestRejected: in a handler that runs on some ranks only.
         """
         if self.control.in_gate:
             raise RequestRejected(
-                "ctx.gather() in a handler that runs on some ranks only would hang the others; let it run on all ranks, and gate the writing"
+                "ctx.gather() in a handler that runs on some ranks only would hang; let the handler run on all ranks, and write on one of them"
             )
         return distributed.gather(value)
 
     def has(self, name: str) -> bool:
-        """Whether the field `name` can be read now. `hasattr` says the same, but writes a message to say no."""
+        """Return whether the field `name` is available now. `hasattr` returns the same, but is slower, since it formats an error message."""
         reads = _READS.get(name)
         if reads is None:
             return hasattr(self, name)
@@ -393,20 +394,20 @@ class Context:
         return True
 
     def close(self, event: str) -> None:
-        """For the loop: `event` has been told, and the windows that end with it are shut."""
+        """Delete the fields whose window ends with `event`. The loop calls this after firing it."""
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a listener wants it as long as can be
+                if not (keeps and name in self.kept):  # `keep_fields` names it, so that it stays until `kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
-            shut = _SHUTS.get(event)
-            if shut is None:
-                shut = _SHUTS[event] = _shutting(name for name, _ in _CLOSED_BY.get(event, ()))
-            shut(self)
+            delete = _DELETERS.get(event)
+            if delete is None:
+                delete = _DELETERS[event] = _deleter(name for name, _ in _CLOSED_BY.get(event, ()))
+            delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """For the loop: every window is shut, as after an exception; those that end with the event `before` stay open."""
+        """Delete the fields of all windows, for example after an exception; keep those whose window ends with the event `before`."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):
@@ -416,40 +417,40 @@ class Context:
         if self._loggers is not None:
             self._loggers(method, self, **payload)
 
-    if not TYPE_CHECKING:  # a type checker should know the fields, and no others
+    if not TYPE_CHECKING:  # so that a type checker rejects unknown attributes
 
         def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
             if name in FIELDS:
-                raise FieldNotAvailable(_not_told(name, self.event), name=name)
+                raise FieldNotAvailable(_not_available(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
-"""The slots' own ways of being read, which write no message for one that is empty."""
+"""The getters of the slots, which bypass `Context.__getattr__` and its error message."""
 
 
-def _not_told(name: str, event: str | None) -> str:
+def _not_available(name: str, event: str | None) -> str:
     windows = " and ".join(
         f"at {opens}" if opens == closes else f"from {opens} to {closes}" for opens, closes in FIELDS[name].windows
     )
-    return f"ctx.{name} is not told {f'at {event}' if event else 'here'}: it can be read {windows or 'once the loop has set it'}"
+    return f"ctx.{name} is not available {f'at {event}' if event else 'here'}; it is available {windows or 'once the loop has set it'}"
 
 
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # where a listener may ask that it be kept
+        _keeps = _event == _field.windows[0][1]  # `keep_fields` may keep it beyond this event
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
-def _shutting(names: Iterable[str]) -> Callable[[Context], None]:
-    """Empties these slots, one after the other: every step does, and a loop over names takes twice as long."""
-    empty = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # a slot that is empty cannot be emptied
+def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
+    """Compile a function that deletes these fields. It runs at every step, and a loop over the names takes twice as long."""
+    lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
     scope: dict[str, Any] = {}
-    exec(f"def shut(ctx):\n{empty}    return", scope)  # of names in the lifecycle's table
-    shut: Callable[[Context], None] = scope["shut"]
-    return shut
+    exec(f"def delete(ctx):\n{lines}    return", scope)  # the names come from the lifecycle's table
+    delete: Callable[[Context], None] = scope["delete"]
+    return delete
 
 
-_SHUTS: dict[str, Callable[[Context], None]] = {}
-"""What empties the fields that an event closes; compiled when the event is first closed, which takes about 0.1 ms."""
+_DELETERS: dict[str, Callable[[Context], None]] = {}
+"""By event, the function that deletes the fields whose window it ends; compiled at the event's first `close`, which takes about 0.1 ms."""

@@ -1,10 +1,10 @@
-"""What callbacks may ask of the loop.
+"""The requests that callbacks make of the loop.
 
-A request is sticky: it stays until the loop has carried it out, and no later callback can take it back. The loop looks at its
-boundaries, never in the middle of a step.
+A request stays until the loop has carried it out; no later callback can cancel it. The loop carries requests out at its boundaries, never
+in the middle of a step.
 
-On many ranks a request made with `replicated=True`, by all of them alike, acts at the next boundary. Any other is a wish of one rank
-until the loop has made it known to all, and acts then.
+On several ranks, a request with `replicated=True`, which every rank makes, acts at the next boundary. Any other request is local to its
+rank until the loop has told it to all ranks, and acts after that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 from callsheet.hooks import Hooks
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
-"""Kinds of checkpoints; where several are asked for at one boundary, one is written, of the kind that stands last here."""
+"""Kinds of checkpoints. If several are requested at one boundary, one checkpoint is written, of the kind that comes last here."""
 
 
 class Request(NamedTuple):
     """One request.
 
-    `by` is the name that the asker gave, or else that of the callback that asked: its `name`, or its class. For a function outside a
-    callback it is the function's qualified name. `resumable` says of a stop that the same command trains on afterwards.
+    `by` is the name that the requester gave, or else the callback's `name` or class. For a function outside a callback it is the
+    function's qualified name. `resumable` says of a stop that the same command continues training afterwards.
     """
 
     what: str
@@ -40,10 +40,10 @@ class Request(NamedTuple):
 
 
 class Control:
-    """The requests of a run: `stop`, `save`, `evaluate`, and, where the loop can, `set_gradient_accumulation` and `load`.
+    """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
 
-    `able` names what the loop behind it can carry out now; anything else is refused when it is asked for, not ignored.
-    `is_shared` says that there are other ranks, so that requests of one wait in `wishes` until they are agreed.
+    `able` names the requests that the loop supports now; any other raises `RequestRejected` at once.
+    `is_shared` says that there are other ranks, so that the requests of one rank wait in `local_requests` until all have agreed on them.
     """
 
     __slots__ = (
@@ -58,41 +58,41 @@ class Control:
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
-        self.pending = False  # whether the loop has anything to look at, for a loop that looks at every step
+        self.pending = False  # whether the loop has requests to process; a loop checks it at every step
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
-        """For the manager: the callbacks that all ranks know to have failed too often."""
-        self.is_hurried = False  # a lane has asked for something that the loop has not yet heard of
-        self.is_rescheduled = False  # the next step to look at is another one than the loop knows of
-        self.in_gate = False  # the manager says here that the handler being told does not run on every rank
+        """For the manager: callbacks that all ranks agree to switch off."""
+        self.is_hurried = False  # a lane has made a request that the loop has not yet processed
+        self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
+        self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
-        """Ask that training end at the next boundary, outcome `stopped`.
+        """Request that training ends at the next boundary, with outcome `stopped`.
 
-        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is complete then:
-        `resume="auto"` trains no further step. With `resumable=True` it does, as for a stop that has nothing to do with training.
-        `replicated=True` says that every rank makes the same request, from replicated or reduced fields alone.
+        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then complete, and
+        `resume="auto"` trains no further step. Pass `resumable=True` for a stop after which it should continue training.
+        `replicated=True` says that every rank makes the same request, based only on replicated or reduced fields.
 
         Raises:
-            RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop cannot stop.
+            RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop does not support the request.
         """
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Ask for a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
+        """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
 
-        `by` is the name under which the asker will know it, in `ctx.checkpoint.requested_by`, also after a resume; `metric` the one by
-        which it is the best, told as `ctx.checkpoint.best_metric_key`.
+        `by` is the requester's name, by which it finds the checkpoint in `ctx.checkpoint.requested_by`, also after a resume. `metric` is the
+        metric by which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
         """
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Ask that all evaluators run at the next boundary. Raises as `stop` does."""
+        """Request that all evaluators run at the next boundary. Raises as `stop` does."""
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
-        """From the next step on, accumulate gradients over so many fetched batches: on every rank alike. Raises as `stop` does."""
+        """Accumulate gradients over this many batches, from the next step on. Every rank must call it. Raises as `stop` does."""
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
         self._check("set_gradient_accumulation")
@@ -100,23 +100,23 @@ class Control:
         self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """At `on_checkpoint_load_start`: load this checkpoint instead of the one that was found. Raises as `stop` does."""
+        """Load this checkpoint instead of the one that was found. Call it at `on_checkpoint_load_start`. Raises as `stop` does."""
         self._check("load")
         self.load_path = os.fspath(path)
 
     @property
     def stop_requested(self) -> Request | None:
-        """Who asked first that training stop, and why."""
+        """The first request to stop training."""
         return self._stop
 
     @property
     def save_requested(self) -> Request | None:
-        """The save request that the next boundary will carry out; it stands for all of them."""
+        """The save request whose kind the next boundary's checkpoint will have."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property
     def save_requests(self) -> tuple[Request, ...]:
-        """All that the next boundary's checkpoint will answer."""
+        """All save requests that the next boundary's checkpoint will satisfy."""
         return tuple(self._saves)
 
     @property
@@ -125,7 +125,7 @@ class Control:
         return self._evaluate
 
     def check(self, request: Request) -> None:
-        """Raises as `stop` does, and `ConfigError` for an unknown kind of checkpoint, where `ask` could not be carried out."""
+        """Raise as `stop` does if the loop does not support the request, and `ConfigError` for an unknown kind of checkpoint."""
         self._check(request.what)
         if request.what == "save" and request.kind not in SAVE_KINDS:
             raise ConfigError(
@@ -133,18 +133,18 @@ class Control:
             )
 
     def ask(self, request: Request) -> None:
-        """A request of this rank alone, made elsewhere: it acts as soon as all ranks know of it."""
+        """Add a request of this rank alone. It acts as soon as all ranks know of it."""
         if self.is_shared:
             self.local_requests.append(request)
         else:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """For the manager: an isolated callback fails too often here; when all ranks know it, it stands in `switched_off`."""
+        """Request that all ranks switch off an isolated callback that failed too often here. For the manager; see `switched_off`."""
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
-        """For the loop: the pending requests of this kind, `save`, `evaluate` or `stop`, have been carried out."""
+        """Remove the pending requests of this kind: `save`, `evaluate` or `stop`. The loop calls this after carrying them out."""
         if what not in ("save", "evaluate", "stop"):
             raise ConfigError(f"there is no request {what!r}{did_you_mean(what, ('save', 'evaluate', 'stop'))}")
         if what == "save":
@@ -156,21 +156,21 @@ class Control:
         self.look_again()
 
     def look_again(self) -> None:
-        """For the loop: `pending` is whether anything is left to be carried out."""
+        """Set `pending` to whether any request is left. For the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if self.is_hurried or self.is_rescheduled:  # after the line before it: a lane may have said so in between
+        if self.is_hurried or self.is_rescheduled:  # checked last, since a lane may set it at any time
             self.pending = True
 
     def take_requests(self) -> list[Request]:
-        """For the loop: what this rank has asked for since the last call."""
+        """Return and remove the local requests of this rank. For the loop."""
         taken = self.local_requests[:]
-        del self.local_requests[: len(taken)]  # not `= []`: another thread may be asking
+        del self.local_requests[: len(taken)]  # not `= []`: another thread may append
         return taken
 
     def agree(self, request: Request) -> None:
-        """For the loop: every rank knows of this request now, and the next boundary acts on it."""
+        """Make the next boundary act on a request that every rank knows. For the loop."""
         if request.what == "stop":
-            self._stop = self._stop or request  # the first asker is remembered
+            self._stop = self._stop or request  # the first request is kept
         elif request.what == "evaluate":
             self._evaluate = self._evaluate or request
         elif request.what == "switch off":
@@ -196,15 +196,16 @@ class Control:
     def _reject_in_gate(self, what: str) -> None:
         if self.in_gate:
             raise RequestRejected(
-                f"control.{what}(replicated=True) in a handler that runs on some ranks only: the others would not ask; leave replicated out"
+                f"control.{what} with replicated=True in a handler that runs on some ranks only: the others would not request it; "
+                "leave replicated out"
             )
 
 
 def _asker() -> str:
     """Return the name of the callback that made the request, or the qualified name of the function that did.
 
-    It is read from the frames of the call, up to the one that dispatched the event: requests are rare, and events are not. No frame beyond
-    is read, since `f_locals` would keep what its variables hold until that frame returns: a model, say, that its owner deletes.
+    It is found in the frames of the call, since requests are rare and noting the callback at every event would cost more. The search ends
+    at the frame that dispatched the event: reading `f_locals` of a frame keeps its variables alive until it returns, a model for example.
     """
     asking = frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:

@@ -1,4 +1,4 @@
-"""How what is told reaches a callback in a lane: a snapshot is taken here, and read there."""
+"""Delivery of events to callbacks in lanes: the training thread captures the fields, and the lane calls the handler with a snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """A callback in a lane raised SystemExit or the like, which would have ended a program."""
+    """A callback in a lane raised SystemExit or another error that would have ended a program."""
 
 
 class CallbackLane:
@@ -42,25 +42,25 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """The lane takes nothing more; its process is told to end, or killed, where it has not returned. `join` waits for it."""
+        """Close the lane, and end its process: politely, or with a kill if it is still busy. `join` waits for it."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """The lane was ended: its process is gone when this returns, killed after so long."""
+        """Wait for the process of an ended lane, and kill it after `seconds`."""
         if self._process is not None:
             self._process.join(seconds)
 
     def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
-        """What calls a method on the lane's thread, here or in its process, with a snapshot and the payload."""
+        """Return what calls a method with a snapshot and the payload, on the lane's thread or in its process."""
         if (process := self._process) is not None:
-            return lambda snapshot: process.tell(method.__name__, snapshot, payload)
+            return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method
 
     def answered(self, answer: Any) -> None:
-        """A handler has returned something: await it, where it is to be awaited."""
+        """Await what a handler has returned, if it is awaitable."""
         if inspect.isawaitable(answer):
             self._await(answer)
 
@@ -81,22 +81,22 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Lanes were ended: wait for their processes, which end at the same time."""
+    """Wait for the processes of ended lanes, which end at the same time."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
 
 
 class LaneDelivery:
-    """One callback's hearing of one event, or one call of a logger's method, off the training thread.
+    """The delivery of one event, or of one call of a logger's method, to one callback in a lane.
 
     Args:
-        event: what it is called where it fails.
-        kind: by which a lane that keeps the latest alone tells one from another.
-        member: whose it is.
-        lane: that it goes through.
-        handler: called there, with a snapshot.
-        taker: of snapshots.
+        event: the event's or method's name, for messages about failures.
+        kind: a lane with `overflow="latest"` keeps the newest item of each kind.
+        member: the callback.
+        lane: its lane.
+        handler: called in the lane with a snapshot.
+        capture: captures the snapshots.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class LaneDelivery:
         capture: SnapshotCapture,
     ) -> None:
         self._event, self._member, self._lane, self._capture = event, member, lane, capture
-        self._tell = capture.telling(event, member, handler, lane.answered, self._fails)
-        self._tell.kind = kind  # type: ignore[attr-defined]  # what the lane finds in its queue
+        self._deliver = capture.deliverer(event, member, handler, lane.answered, self._fails)
+        self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads it from the items of its queue
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """What is told, on the training thread, of a line of the call sheet whose handler runs in a lane."""
+        """Return what the training thread calls in place of a handler that runs in a lane."""
         capture = SnapshotCapture(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
         made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), capture)
-        return capture.handing(made._tell, entry.member, lane.lane, made.put)
+        return capture.enqueuer(made._deliver, entry.member, lane.lane, made.put)
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Hand over one call of a logger's method, such as `log_table`."""
+        """Enqueue one call of a logger's method, such as `log_table`."""
         assert isinstance(lane.member.thing, Callback)
         called = getattr(inner(lane.member.thing), method)
         capture = SnapshotCapture(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
@@ -133,18 +133,18 @@ class LaneDelivery:
             cls(method, (method, payload.get("name")), lane.member, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
-        """On the training thread, where something has to be copied, or may not be told."""
+        """Enqueue the event, on the training thread, if a value must be copied or the callback may be silent."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
-            values = self._capture.take(self._tell, ctx)
-        except Exception as error:  # what cannot be copied is the callback's failure, and not the run's
+            values = self._capture.take(self._deliver, ctx)
+        except Exception as error:  # a value that cannot be copied is a failure of the callback, not of the run
             failed(self._member, self._event, ctx, error)
         else:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """On the lane's thread: what `isolated` does, for what may end a program."""
+        """Count and log a failure, on the lane's thread, as `isolated` does inline; also one that would end a program."""
         failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 
 
@@ -153,7 +153,7 @@ def _kind(values: Values) -> object:
 
 
 def as_failure(error: BaseException) -> LaneExit:
-    """What would have ended a program, as a failure of the callback."""
+    """Return a `LaneExit` for an error that would have ended a program."""
     failure = LaneExit(f"{type(error).__name__}: {text_of(error)}")
     failure.__cause__ = error
     return failure

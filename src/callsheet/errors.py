@@ -1,7 +1,7 @@
-"""What callsheet raises, and how it words it.
+"""The exceptions of callsheet, and helpers for their messages.
 
-Every error says what was wrong, where, and the mend. All share the base `CallsheetError`; those that a caller may want to
-tell apart have a class of their own, which is also the built-in kind that a caller would expect (`ValueError`, `TypeError`, ...).
+Every message says what is wrong, where, and what to do. All exceptions derive from `CallsheetError`. Each also derives from the built-in
+exception that a caller would expect (`ValueError`, `TypeError`, ...).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class CallsheetError(Exception):
 
 
 class UnknownEventError(CallsheetError, ValueError):
-    """An event name that the lifecycle does not have."""
+    """The lifecycle has no event of this name."""
 
 
 class RegistrationError(CallsheetError, ValueError):
-    """A callback that cannot be added as it stands: the message names it, its source line and the mend."""
+    """A callback cannot be added: the message names it, its source line and a hint."""
 
 
 class NotACallbackError(CallsheetError, TypeError):
-    """Something was given in the place of a callback that is none."""
+    """An object that is not a callback was given as one."""
 
 
 class FieldNotAvailable(CallsheetError, AttributeError):
-    """A context field was read outside the window in which the lifecycle tells it."""
+    """A context field was read outside its window."""
 
 
 class MixedUnitsError(CallsheetError, TypeError):
@@ -41,55 +41,55 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """A request to the loop that cannot be carried out from where it was made."""
+    """A request to the loop is not supported, or not from where it was made."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):
-    """A run that has ended was asked to go on."""
+    """A run that has ended was asked to continue."""
 
 
 class CheckpointError(CallsheetError, RuntimeError):
-    """A checkpoint that cannot be written, or does not hold when it is read."""
+    """A checkpoint cannot be written, or is invalid when it is read."""
 
 
 class RunInUseError(CallsheetError, RuntimeError):
-    """Another process, or another run of this one, trains in the run's folder."""
+    """Another process, or another run of this process, trains in the run's folder."""
 
 
 class RunLockLostError(CheckpointError):
-    """Another process has taken over the run's folder from this one, which was suspended or cut off for too long."""
+    """Another process has taken over the run's folder, since this process was suspended or disconnected for too long."""
 
 
 class DistributedError(CallsheetError, RuntimeError):
-    """The ranks could not agree: one of them is dead, stuck, or somewhere else in the loop; the message names it."""
+    """The ranks could not agree: one of them is dead, stuck, or at another place in the loop; the message names it."""
 
 
 class HangError(CallsheetError, TimeoutError):
-    """No step came for much longer than one takes."""
+    """No step ended for much longer than a step takes."""
 
 
 class NonFiniteError(CallsheetError, FloatingPointError):
-    """A loss, norm or weight that is NaN or infinite."""
+    """A loss, norm or weight is NaN or infinite."""
 
 
 class MissingPackage(CallsheetError, ImportError):
-    """An optional package that is not installed; the message says how to install it."""
+    """An optional package is not installed; the message says how to install it."""
 
 
 class ConfigError(CallsheetError, ValueError):
-    """An argument or a configuration value that cannot work: the message names it and the mend."""
+    """An argument or a configuration value is invalid: the message names it and says what to do."""
 
 
 class UnknownArgument(ConfigError, TypeError):
-    """A keyword argument that a class or function does not have; the message says what it is called here."""
+    """A class or function does not have this keyword argument; the message names the right one."""
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host could not follow another framework's loop, and observes the run no longer; training goes on."""
+    """A host could not follow another framework's loop. It stops observing the run, and training continues."""
 
 
 class NotSupported(CallsheetError, RuntimeError):
-    """Something that a bridge cannot carry over between callsheet and another framework; the message names both sides."""
+    """A bridge to another framework does not support an event, field or request; the message names both sides."""
 
 
 def text_of(error: BaseException) -> str:
@@ -103,9 +103,9 @@ def text_of(error: BaseException) -> str:
 def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Return `; did you mean 'x'?` for the valid name nearest to `name`, or the empty string if none is near.
 
-    Upper and lower case are compared as one. `cutoff` is how alike the two must be, from 0 to 1.
+    The comparison ignores case. `cutoff` is the minimal similarity, from 0 to 1.
     """
-    import difflib  # which only a mistake needs
+    import difflib  # imported here, since only error messages need it
 
     by_folded: dict[str, str] = {}
     for each in valid:
@@ -115,9 +115,9 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that a keyword argument it does not have raises `UnknownArgument`, with what to write in its place.
+    """Decorate a function so that an unknown keyword argument raises `UnknownArgument`, with a hint.
 
-    `familiar` returns what to write for arguments of other frameworks.
+    `familiar` returns the hints for arguments of other frameworks.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,7 +139,7 @@ def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callab
 
 
 def where(thing: object) -> str:
-    """`file.py:12` of the function, method or class `thing`, or `<unknown source>` where it has none (a notebook's, a builtin)."""
+    """Return `file.py:12` for a function, method or class, or `<unknown source>` if it has no file (in a notebook, a builtin)."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     function = inspect.unwrap(thing) if callable(thing) else thing
@@ -159,8 +159,8 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Note on the error that it comes from code of the user's, such as a callback: a host lets it out."""
-    error.__dict__["_callsheet_users"] = True  # not setattr: a frozen exception would refuse it
+    """Note on the error that it comes from the user's code, such as a callback; a host raises such an error."""
+    error.__dict__["_callsheet_users"] = True  # not setattr, which a frozen exception rejects
 
 
 def is_users(error: BaseException) -> bool:

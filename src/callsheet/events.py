@@ -76,10 +76,10 @@ _EVENTS = {event.value: event for event in Event}
 
 
 def as_event(name: str) -> Event:
-    """The event called `name`.
+    """Return the event called `name`.
 
     Raises:
-        UnknownEventError: there is none; the message names the nearest.
+        UnknownEventError: there is no such event; the message names the nearest.
     """
     try:
         return _EVENTS[name]

@@ -1,6 +1,6 @@
-"""The other end of a `Process` lane: `python -m callsheet.lane_process FD`, started by it and by nobody else.
+"""The program that a `Process` lane starts: `python -m callsheet.lane_process FD`.
 
-What arrives is unpickled: it comes over one end of a pair of sockets that only the two processes hold.
+It unpickles what it receives. That is safe, since only the two processes hold the pair of sockets.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class _Sent(Inbox):
-    """What is said over here is said over there."""
+class _RemoteInbox(Inbox):
+    """Sends messages to the run's process."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
 
-    def put(self, said: LaneMessage) -> None:
-        """Send it."""
-        self._connection.send_bytes(pickle.dumps(("said", said)))
+    def put(self, message: LaneMessage) -> None:
+        """Send the message."""
+        self._connection.send_bytes(pickle.dumps(("message", message)))
 
 
 def serve(connection: Connection) -> None:
-    """Make the callback, and call it until nobody asks any more."""
+    """Build the callback and answer calls until the connection is closed."""
     callback: Callback | None = None
     runner: asyncio.Runner | None = None
     while True:
@@ -42,29 +42,29 @@ def serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            message = pickle.loads(received)  # of a class that is not found over here: this call fails, and the next may not
+            message = pickle.loads(received)  # fails if a class cannot be found here; the next call may succeed
             answer = None
             if callback is None:
                 callback = CallbackSpec(*message).build()
             else:
-                answer = _called(callback, message, _Sent(connection))
+                answer = _called(callback, message, _RemoteInbox(connection))
                 if inspect.isawaitable(answer):
                     import asyncio
 
                     runner = runner or asyncio.Runner()
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
-        except BaseException:  # SystemExit too: it is not for a callback to end this
+        except BaseException:  # SystemExit too: a callback must not end this process
             reply = pickle.dumps(("failed", traceback.format_exc()))
         connection.send_bytes(reply)
 
 
 def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
     what, *rest = message
-    if what != "tell":
+    if what != "call":
         return getattr(callback, what)(*rest)
-    method, fields, payload, told = rest
-    control = LaneControl(control_of(told), inbox, callback.name)
+    method, fields, payload, values = rest
+    control = LaneControl(control_of(values), inbox, callback.name)
     return getattr(callback, method)(snapshot_of(fields, control), **payload)
 
 
@@ -73,5 +73,5 @@ async def _awaited(result: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process has it, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles it, and ends this one
     serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The callback manager: it holds the call sheet and tells the events."""
+"""The callback manager: it holds the call sheet and fires the events."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ logger = logging.getLogger("callsheet")
 F = TypeVar("F", bound=Callable[..., Any])
 Every = str | int | Time | Interval | None
 _NOT_COMPILED: dict[str, CompiledEvent] = {}
-_BEFORE_THE_END = 0.8  # of the lanes' last seconds, for what came before the run's end
-_BEFORE_LOGGERS_END = 0.9  # and for what they say at it
-_WORDS = ("log_table", "log_images", "log_file", "log_hyperparameters")
-_SETTLE_SECONDS = 0.2  # that the last record waits for what lanes log
-_MIN_PAUSE_SECONDS = 20  # steps for which it pays to be muted and told again
-_STATE_SECONDS = 1.0  # for the state of a callback whose lane has hung already
-_LEAST_STATE_SECONDS = 0.1  # for a state even if a signal leaves no time
-_GRACE_SHARE = 1 / 3  # of what is left after a signal, that callbacks in lanes may delay a checkpoint
+_BEFORE_THE_END = 0.8  # share of a lane's deadline for the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # share of it that may have passed when the loggers handle `on_run_end`
+_LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
+_SETTLE_SECONDS = 0.2  # how long the last record waits for what lanes log
+_MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
+_STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
+_LEAST_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
+_GRACE_SHARE = 1 / 3  # share of the time left after a signal that callbacks in lanes may delay a checkpoint
 
 
 class CallbackManager:
-    """Callbacks and functions, in the order in which they are told.
+    """Hold the callbacks and functions of a run, and call them in order when an event is fired.
 
     Args:
-        callbacks: the first of them.
-        checking: refuse observers that draw random numbers without saying so; it reads every random state around every handler, so it
-            is for tests.
-        costs: how the callbacks' time is taken: `sampled`, in a few steps now and then; `all`; or `off`. See `cost_report`.
-        warn_share: a callback that takes more than this fraction of the step is named in a warning, once; None: never.
+        callbacks: added first; more can be added later.
+        checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after every
+            handler, so use it in tests only.
+        costs: how the callbacks are timed: `sampled`, in a few steps now and then; `all`; or `off`. See `cost_report`.
+        warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
 
     Raises:
-        ConfigError: an unknown way to take the time, or a share that is none.
+        ConfigError: `costs` is unknown, or `warn_share` is not a positive fraction.
 
     Example:
         >>> manager = CallbackManager()
@@ -98,7 +98,7 @@ class CallbackManager:
     ) -> None:
         self.user_state: dict[str, Any] = {}
         self.current: Event | None = None
-        """The event that is dispatched now; None outside events."""
+        """The event that is being dispatched; None outside events."""
         self.has_listeners = HasListeners()
         self.costs = Costs(costs, warn_share)
         self._checking = checking
@@ -107,7 +107,7 @@ class CallbackManager:
         self._entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
         self._numbers, self._member_numbers = count(), count()
         self._active = _NOT_COMPILED  # empty until compiled: a lookup that fails compiles
-        self._plain = self._timed = _NOT_COMPILED  # what `_told` is between windows of costs, and in them
+        self._plain = self._timed = _NOT_COMPILED  # `_active` is one of these: `_timed` inside a timing window, else `_plain`
         self._ranks: Ranks | None = None
         self._spans: list[Spans] = []  # of the run in progress
         self._ctx: weakref.ref[Context] | None = None
@@ -115,16 +115,16 @@ class CallbackManager:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._undelivered: dict[
             Registration, int
-        ] = {}  # what lanes had not told when the end was; they stay until another run begins
-        self._dropped: dict[Registration, int] = {}  # and what ended lanes have dropped
+        ] = {}  # events that the lanes had not delivered when the run ended; kept until another run begins
+        self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
         self._is_over = False  # a run has ended, and no other has begun
         self._behind: dict[
             Registration, int
-        ] = {}  # lanes that hung when their state was read, and how much they had done by then
-        self._slow: dict[Registration, int] = {}  # the same of those that the last record did not wait for any longer
-        self._until = inf  # when the process will be killed
-        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # the step before which a member hears events again
-        self._handed: dict[HandlerEntry, Handler] = {}
+        ] = {}  # lanes that hung when their state was read, with their `done` count at that time
+        self._slow: dict[Registration, int] = {}  # lanes that the last record stopped waiting for, with their `done` count
+        self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
+        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, member, events): unmute before this step
+        self._enqueuers: dict[HandlerEntry, Handler] = {}  # for handlers in lanes: what the training thread calls instead
         self._state_calls = StateCalls()
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
@@ -142,10 +142,10 @@ class CallbackManager:
         return [member.thing for member in self._registrations if isinstance(member.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
-        """Add a callback, or several, all or none.
+        """Add one callback or several. If one is rejected, none is added.
 
         Raises:
-            NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and the mend.
+            NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and a hint.
         """
         if isinstance(callbacks, (str, bytes, Mapping)):
             raise NotACallbackError(f"{callbacks!r} is not a callback, nor an iterable of callbacks")
@@ -204,13 +204,13 @@ class CallbackManager:
         on_error: str = "",
         name: str = "",
     ) -> Any:
-        """Have `function(ctx)` called at `event`, or at every event where it is `"*"`; without a function, a decorator.
+        """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`. Without a function, return a decorator.
 
-        The words mean what they mean on a `Callback`; `every` is an interval such as `"100ba"`, a whole number of batches, or an `Interval`.
+        The options mean what they mean on a `Callback`. `every` is an interval such as `"100ba"`, a number of batches, or an `Interval`.
 
         Raises:
             UnknownEventError: no such event.
-            RegistrationError: an unknown word, or a function that cannot be called with the context alone.
+            RegistrationError: an option's value is unknown, or the function cannot be called with the context alone.
         """
         if function is None:
             if event != "*":
@@ -227,12 +227,12 @@ class CallbackManager:
             raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
-        if any(entry.member.thing == function for told in events for entry in self._entries[told]):
+        if any(entry.member.thing == function for each in events for entry in self._entries[each]):
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
         member = Registration(function, label, where(function), next(self._member_numbers))
-        lines = [self._entry(told, function, member, Callback, given) for told in events]
+        lines = [self._entry(each, function, member, Callback, given) for each in events]
         if lane == "process":
             raise RegistrationError(
                 f"a function cannot be sent to another process; make it a method of a Callback in a module ({label}, {where(function)})"
@@ -241,10 +241,10 @@ class CallbackManager:
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
-        """Remove a callback, all callbacks of a class, or a function; returns how many were removed.
+        """Remove a callback, all callbacks of a class, or a function. Return how many were removed.
 
         Raises:
-            RegistrationError: it is not here.
+            RegistrationError: it is not on the call sheet.
         """
         gone = [
             member
@@ -255,37 +255,37 @@ class CallbackManager:
             or (isinstance(what, type) and isinstance(member.thing, Callback) and isinstance(inner(member.thing), what))
         ]
         if not gone:
-            here = ", ".join(member.label for member in self._registrations) or "nobody"
-            raise RegistrationError(f"{what!r} is not on the call sheet; here are: {here}")
+            labels = ", ".join(member.label for member in self._registrations) or "nothing"
+            raise RegistrationError(f"{what!r} is not on the call sheet, which holds {labels}")
         self._registrations = [member for member in self._registrations if member not in gone]
         self._wakes = [wake for wake in self._wakes if wake[1] not in gone]
         for event, entries in self._entries.items():
             self._entries[event] = [entry for entry in entries if entry.member not in gone]
-        self._handed = {entry: handed for entry, handed in self._handed.items() if entry.member not in gone}
+        self._enqueuers = {entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.member not in gone}
         self._changed()
         return len(gone)
 
     def list_callbacks(self, event: str) -> list[Callback | Handler]:
-        """The callbacks and functions told at `event`, in order, of all ranks; a new list."""
+        """Return a new list of the callbacks and functions that handle `event` on any rank, in order."""
         return [entry.member.thing for entry in sorted(self._entries[as_event(event)], key=lambda entry: entry.order)]
 
     def has_callbacks(self, event: str) -> bool:
-        """Whether anybody on this rank hears `event`."""
+        """Return whether `event` has a handler on this rank."""
         self._lookup(as_event(event))
         return self._plain[event][0] is not None
 
     def call_sheet(self) -> CallSheet:
-        """The printable table of all ranks."""
+        """Return the printable table of all handlers, of all ranks."""
         return all_entries(self._entries)
 
-    # --- telling ---
+    # --- dispatch ---
 
     def fire(self, event: str, ctx: Context) -> None:
-        """Tell `event` to all who hear it.
+        """Call all handlers of `event`, in order.
 
         Raises:
             UnknownEventError: no such event.
-            BaseException: what a callback raised, unless it is isolated; reports and restorations have been told by then.
+            BaseException: what a callback that is not isolated raised. The handlers of phases `report` and `restore` are called first.
         """
         try:
             first, rest, named, entries = self._active[event]
@@ -308,18 +308,18 @@ class CallbackManager:
             self.current = ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
-        """The spans with which a loop tells its events on `ctx`."""
+        """Return the spans with which a loop fires its events on `ctx`."""
         spans = Spans(ctx, self)
         self._spans.append(spans)
         self._compile()
         return spans
 
     def open(self, ctx: Context) -> None:
-        """Compile the call sheet for the run that begins: its ranks are known now. `ctx` gets the manager's `user_state`.
+        """Compile the call sheet for a run that begins, whose ranks are now known. Give `ctx` the manager's `user_state`.
 
         Raises:
-            ConfigError: an interval is a fraction of a duration that this run does not have.
-            RequestRejected: the manager serves another run, which has not ended.
+            ConfigError: an interval is a fraction of `max_duration`, and this run has none.
+            RequestRejected: the manager serves another run that has not ended.
         """
         other = self._ctx() if self._ctx is not None else None
         if other is not None and other is not ctx:
@@ -345,7 +345,10 @@ class CallbackManager:
         self._compile()
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
-        """Call `method(ctx, **payload)` on every callback that has it: how tables, images and files reach the loggers. Isolated."""
+        """Call `method(ctx, **payload)` on every callback that has such a method. Errors are isolated.
+
+        Tables, images and files reach the loggers this way.
+        """
         ranks = self._ranks or read_ranks()
         for member in self._registrations:
             if not isinstance(member.thing, Callback) or not ranks.passes(member.thing.ranks):
@@ -354,7 +357,7 @@ class CallbackManager:
             if handler is not None and not getattr(handler, "does_nothing", False):
                 if member.thing.lane != "inline":
                     if self._is_over and member not in self._lanes:
-                        logger.error("%s is not told %s: its lane has ended with the run", member.label, method)
+                        logger.error("%s does not receive %s: its lane ended with the run", member.label, method)
                     else:
                         LaneDelivery.put_call(self._lane_of(member), method, ctx, payload)
                     continue
@@ -363,15 +366,18 @@ class CallbackManager:
                     call = partial(in_gate, call)
                 isolated(call, member, method, ctx)
 
-    # --- what it costs ---
+    # --- costs ---
 
     @property
     def next_step(self) -> int:
-        """For a loop: the step after which `between_steps` is to be called; a request that is pending may have changed it."""
+        """The step after which the loop calls `between_steps` next. Read it again when `control.pending` is set."""
         return min([self.costs.next_step, *(step - 1 for step, _, _ in self._wakes)])
 
     def between_steps(self, step: int) -> None:
-        """For a loop: `step` has ended. Called before the first step, and after those that `next_step` names."""
+        """Open or close a timing window and unmute events, after `step`.
+
+        The loop calls this before the first step, and after each step that `next_step` names.
+        """
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, member, events = wake
@@ -385,7 +391,7 @@ class CallbackManager:
             self._use_table()
 
     def cost_report(self, step: int) -> CostReport:
-        """What the callbacks of this process have cost by the end of `step`, and which of them failed."""
+        """Return what the callbacks of this process have cost by the end of `step`, and which of them failed."""
         dropped = self._dropped | {member: each.lane.dropped for member, each in self._lanes.items()}
         undelivered = self._undelivered
         failures = (
@@ -397,13 +403,13 @@ class CallbackManager:
                 dropped.get(member, 0),
                 undelivered.get(member, 0),
             )
-            for member in dict.fromkeys([*self._registrations, *dropped])  # with those that were removed and were in a lane
+            for member in dict.fromkeys([*self._registrations, *dropped])  # `dropped` adds callbacks in lanes that were removed
             if member.failures or dropped.get(member) or undelivered.get(member)
         )
         return self.costs.report(step, tuple(failures))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """For a loop, after a record: give the loggers the costs and the latest window, where it is time to; always where it `is_last`."""
+        """Pass the costs and the latest window to the loggers if they are due, or if it `is_last`. The loop calls this after a record."""
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.is_told_now(is_last=is_last) or (report is not None and report.failures):
             self.notify_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
@@ -413,8 +419,11 @@ class CallbackManager:
     # --- lanes ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """For a loop, at a boundary: do what lanes have said, and switch off what all ranks know to fail."""
-        ctx.control.is_hurried = False  # before it is emptied: what is said meanwhile is another hurry
+        """Process the messages of the lanes, and switch off the callbacks that all ranks agree to have failed too often.
+
+        The loop calls this at each boundary.
+        """
+        ctx.control.is_hurried = False  # before the inbox is emptied: a message that arrives during that sets it again
         self._inbox.empty(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
@@ -424,39 +433,39 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """For a loop, before what may be its last record: give lanes a moment, so that what they log now stands in it."""
+        """Wait a moment for the lanes, so that the record holds what they log now. The loop calls this before a record that may be the last."""
         moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
         drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
         self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """For a loop: the process will be killed after so long, and a checkpoint does not wait for lanes as it would."""
+        """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`. The loop calls this on a signal."""
         self._until = time.monotonic() + seconds
 
     def drain(self, ctx: Context) -> None:
-        """Before the end is told: wait until the lanes have told everything else, for most of the time that each has in all."""
+        """Wait until the lanes have delivered all events so far, for most of each lane's deadline. Called before `on_run_end` is fired."""
         self._drain(share=_BEFORE_THE_END)
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
-        """The run is over: its lanes end, its ranks and loops are forgotten. May be called twice; the manager may serve another run.
+        """End the run's lanes and forget its ranks and loops. May be called twice; afterwards the manager may serve another run.
 
-        Each lane is waited for until its deadline, all at the same time; what they have not told by then is named in an error, and in
-        `cost_report` until another run begins.
+        All lanes are waited for together, each until its deadline. Events that were not delivered by then are logged as an error, and
+        counted in `cost_report` until another run begins.
         """
         lanes = list(self._lanes.values())
         try:
             for undelivered in self._drain():
-                logger.error("the run ends, and a lane has not told everything: %s", undelivered)
+                logger.error("The run ends, and a lane has not delivered all events: %s", undelivered)
         finally:
             for member, each in self._lanes.items():
                 self._dropped[member] = each.lane.dropped
                 each.end()
             join(lanes)
-        self._inbox.name_lost()
-        self._inbox = Inbox()  # what a lane says from now on is for no run
-        self._lanes, self._handed, self._behind, self._slow = {}, {}, {}, {}
+        self._inbox.log_lost()
+        self._inbox = Inbox()  # later messages of these lanes belong to no run
+        self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
         self._spans = []
         self._ranks = self._ctx = None
         self._active = self._plain = self._timed = _NOT_COMPILED
@@ -529,7 +538,7 @@ class CallbackManager:
         self.user_state.update(state.get("user_state", {}))
 
     def _move_state(self, old: Registration, giver: Callback, new: Registration, capture: Callback) -> None:
-        """A callback is in another lane now: give it the state that it has in the old one."""
+        """Copy the state of a callback from its old lane to its new one."""
         states = self._state_calls.results({old: partial(_state_of, giver)}, self._state_deadline, _starts_without)
         if old in states:
             self._state_calls.results({new: partial(capture.load_state_dict, states[old])}, self._state_deadline, _starts_without)
@@ -543,18 +552,18 @@ class CallbackManager:
         }
 
     def _state_deadline(self, member: Registration) -> float:
-        """Seconds that a callback in a lane has to give or take its state; little if its lane already hung for its deadline."""
+        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""
         lane = self._lanes.get(member)
         own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
         return min(own, _STATE_SECONDS if member in self._behind else inf, max(self._seconds_for_states, _LEAST_STATE_SECONDS))
 
     @property
     def _seconds_for_states(self) -> float:
-        """What a checkpoint may wait for lanes; infinite while no signal has come."""
+        """How long a checkpoint may wait for lanes; infinite until a signal arrives."""
         return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
 
     def _settle_states(self, *, is_loading: bool = False) -> None:
-        """Callbacks in lanes have heard all that was told before their states are read or given back."""
+        """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
         most = self._seconds_for_states
         stateful = {
             member: each.lane
@@ -564,28 +573,28 @@ class CallbackManager:
             and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
         }
         moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
-        drain(moving, lambda lane: min(lane.options.deadline, most))  # together, and one that hangs once
+        drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
         self._behind = {member: lane.done for member, lane in stateful.items() if not lane.is_idle}
         for member in self._behind:
-            logger.error("the state of %s, which is in a lane, is behind", member.label)
+            logger.error("The state of %s is out of date: its lane has not handled all events in time", member.label)
         for member in stateful:
-            if isinstance(member.thing, Background):  # one that was waited for in vain is not waited for again
+            if isinstance(member.thing, Background):  # do not wait again for a lane that has missed its deadline
                 member.thing.patience = 0.0 if member in self._behind else self._seconds_for_states
 
     # --- compiling ---
 
     def _entry(self, event: str, handler: Handler, member: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
-        wish = resolve_options(owner, handler, member.label, given)
+        options = resolve_options(owner, handler, member.label, given)
         return HandlerEntry(
             event=event,
             handler=ungated(handler),
             member=member,
-            phase=wish.phase,
-            ranks=wish.ranks,
-            lane=wish.lane,
-            on_error=wish.on_error,
-            every=wish.every,
-            draws_random=wish.draws_random,
+            phase=options.phase,
+            ranks=options.ranks,
+            lane=options.lane,
+            on_error=options.on_error,
+            every=options.every,
+            draws_random=options.draws_random,
             number=next(self._numbers),
         )
 
@@ -607,7 +616,7 @@ class CallbackManager:
                 )
 
     def _enter(self, members: list[Registration], lines: list[HandlerEntry]) -> None:
-        """All or none: what cannot be compiled for a run in progress is not added to it."""
+        """Add the members and their entries. If one does not suit the run in progress, none is added."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
@@ -623,28 +632,26 @@ class CallbackManager:
     def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
         member = next((each for each in self._registrations if each.thing is callback), None)
         if member is None:
-            raise RegistrationError(
-                f"{label_of(callback)} is not on the call sheet of this run, and hears nothing that it could mute"
-            )
+            raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
         named = frozenset(as_event(event).value for event in events)
         ctx = self._ctx() if self._ctx is not None else None
         if until is not None and ctx is not None:
-            # A loop that does not come to `between_steps` would wake nobody, and to be woken costs what a few tellings do.
-            if not self.costs.has_begun or until < ctx.step + _MIN_PAUSE_SECONDS:
+            # A loop that does not call `between_steps` would never unmute, and unmuting costs as much as a few calls.
+            if not self.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:
                 return
-            named -= member.muted - self._waking(member)  # for good, and it stays so
+            named -= member.muted - self._waking(member)  # events that are muted for good stay muted
         self._forget_wakes(member, named)
         if until is not None and ctx is not None:
             self._wakes.append((until, member, named))
-            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to ask anew for `next_step`
+            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to read `next_step` again
         self._set_muted(member, member.muted | named if is_muted else member.muted - named)
 
     def _waking(self, member: Registration) -> frozenset[str]:
-        """The events that it has muted until some step."""
+        """Return the events that the member has muted until some step."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
 
     def _forget_wakes(self, member: Registration, events: frozenset[str]) -> None:
-        """It has said something else about these events since."""
+        """Cancel the scheduled unmuting of these events, which a later `mute` or `unmute` replaces."""
         left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 
@@ -657,12 +664,12 @@ class CallbackManager:
         return frozenset(name for callback in self.callbacks for name in callback.keep_fields)
 
     def _changed(self, *events: str) -> None:
-        """The call sheet of these events has; where none is named, of all."""
+        """Recompile these events after the call sheet has changed; all of them if none is given."""
         is_running = bool(self._spans) or self._ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
             self._active = self._plain = self._timed = _NOT_COMPILED
-        if is_running:  # it must know from the next event on
+        if is_running:  # the change must act from the next event on
             self._compile(events if is_compiled else EVENTS)
 
     def _lookup(self, event: str) -> CompiledEvent:
@@ -676,7 +683,7 @@ class CallbackManager:
         self._use_table(events)
 
     def _use_table(self, events: Iterable[str] = EVENTS) -> None:
-        """Tell from the table that the costs want now."""
+        """Dispatch from the timed table inside a timing window, else from the plain one."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table(_NOT_COMPILED, EVENTS, in_window=True)
         self._active = self._timed if self.costs.is_window else self._plain
@@ -684,21 +691,21 @@ class CallbackManager:
             spans.link(self._active, events)
 
     def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """That table with these events as they are now."""
+        """Return a copy of `table` in which these events are compiled from the current entries."""
         ranks = self._ranks or read_ranks()
         table = dict(table)
         for event in events:
             timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
-            told = compiled(event, self._entries[event], ranks, checking=self._checking, timed=timed, handed=self._handover)
+            made = compiled(event, self._entries[event], ranks, checking=self._checking, timed=timed, in_lane=self._enqueuer)
             if event == Event.RUN_END:
-                told = self._heard_out(told)
-            table[event] = marked(told, self._mark(event)) if in_window and event not in POINTS else told
+                made = self._with_lanes_drained(made)
+            table[event] = marked(made, self._mark(event)) if in_window and event not in POINTS else made
         return table
 
-    def _handover(self, entry: HandlerEntry) -> Handler:
-        if entry not in self._handed:
-            self._handed[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
-        return self._handed[entry]
+    def _enqueuer(self, entry: HandlerEntry) -> Handler:
+        if entry not in self._enqueuers:
+            self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+        return self._enqueuers[entry]
 
     def _lane_of(self, member: Registration) -> CallbackLane:
         if member not in self._lanes:
@@ -706,16 +713,16 @@ class CallbackManager:
         return self._lanes[member]
 
     def _left_lane(self, member: Registration) -> CallbackLane | None:
-        """The lane of what was removed and is added again: what it has still to tell comes before the new, never beside it."""
+        """Return the lane of a callback that was removed and is added again, so that its queued events are delivered before new ones."""
         for old, lane in self._lanes.items():
             if old not in self._registrations and _is_same(old.thing, member.thing):
                 del self._lanes[old]
                 if old.thing == member.thing:
                     lane.member = member
                     return lane
-                drain([lane.lane], lane.lane.options.deadline)  # it lies in another `Background` now
+                drain([lane.lane], lane.lane.options.deadline)  # the callback is inside another `Background` now
                 if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and keeps_state(member.thing):
-                    self._move_state(old, old.thing, member, member.thing)  # which may be in another process
+                    self._move_state(old, old.thing, member, member.thing)  # the state may be in another process
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
                 join([lane])
@@ -723,7 +730,7 @@ class CallbackManager:
         return None
 
     def _in_its_process(self, callback: Callback) -> Callback:
-        """`callback`, inside a `Process` where its class says that it runs in one; in that of old where it was here before."""
+        """Return `callback`, wrapped in a `Process` if its lane is `process`: the earlier one if the callback was added before."""
         if callback.lane != "process" or isinstance(callback, Background):
             return callback
         for member in self._lanes:
@@ -734,23 +741,26 @@ class CallbackManager:
         options = callback.lane_options
         return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
 
-    def _heard_out(self, told: CompiledEvent) -> CompiledEvent:
-        """The run's end, where lanes have had their say before the loggers hear of it: these close what it would be written to."""
-        handlers, (_, _, event, entries) = compiled_handlers(told), told
+    def _with_lanes_drained(self, run_end: CompiledEvent) -> CompiledEvent:
+        """Return `on_run_end` with one more handler, which waits for the lanes before the loggers are called.
+
+        The loggers close their files at `on_run_end`; what the lanes log must arrive before.
+        """
+        handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
         both = list(zip(handlers, entries, strict=True))
-        place = next((place for place, entry in enumerate(entries) if _takes_words(entry.member)), len(both))
-        late = [each for each in both[place:] if each[1].lane != "inline" and not _takes_words(each[1].member)]
+        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.member)), len(both))
+        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].member)]
         before, after = both[:place] + late, [each for each in both[place:] if each not in late]
         members = {entry.member for _, entry in before if entry.lane != "inline"}
         if not members:
-            return told
+            return run_end
 
-        def hear_out(ctx: Context) -> None:
+        def drain_lanes(ctx: Context) -> None:
             drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
             self.process_lane_messages(ctx)
 
-        ours = self._own_entry(event, hear_out, "the lanes' last words", "manager.py")
-        both = [*before, (hear_out, ours), *after]
+        ours = self._own_entry(event, drain_lanes, "the wait for lanes", "manager.py")
+        both = [*before, (drain_lanes, ours), *after]
         return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
 
     def _mark(self, event: str) -> HandlerEntry:
@@ -761,7 +771,7 @@ class CallbackManager:
             event=event,
             handler=handler,
             member=Registration(handler, label, source),
-            phase="report",  # told also when a callback fails
+            phase="report",  # this phase is called even after a callback fails
             ranks="all",
             lane="inline",
             on_error="raise",
@@ -772,7 +782,7 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
-    """A manager of `callbacks`: itself, a new one of any iterable, or None for None.
+    """Return a manager of `callbacks`: the given manager itself, a new one for an iterable, or None for None.
 
     Raises:
         NotACallbackError, UnknownEventError, RegistrationError: as `CallbackManager.add`.
@@ -785,12 +795,12 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
 
 
 def should_fire(manager: CallbackManager | None, event: str) -> bool:
-    """Whether there is a manager, and somebody hears `event`; UnknownEventError for what is none."""
+    """Return whether there is a manager with a handler for `event`. Raises UnknownEventError for an unknown event."""
     return manager is not None and manager.has_callbacks(event)
 
 
 def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
-    """Whether it is the same callback, in whatever lane, or the same function."""
+    """Return whether both are the same callback, in whatever lane, or the same function."""
     if isinstance(one, Callback) and isinstance(other, Callback):
         return inner(one) is inner(other)
     return one == other
@@ -806,15 +816,15 @@ def _interval(every: str | int | Time, label: str, function: Callable[..., Any])
 def _check_interval(entry: HandlerEntry, ctx: Context) -> None:
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
         raise ConfigError(
-            f"{entry.member.label} ({entry.member.source}) wants {entry.event} {entry.every}, and this run has no max_duration; "
-            "give it another unit"
+            f"{entry.member.label} ({entry.member.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
+            "use another unit"
         )
 
 
-def _takes_words(member: Registration) -> bool:
-    """Whether it is a logger: tables, images, files or settings reach it."""
+def _is_logger(member: Registration) -> bool:
+    """Return whether the callback is a logger: it takes tables, images, files or hyperparameters."""
     thing = inner(member.thing) if isinstance(member.thing, Callback) else None
-    methods = (getattr(thing, method, None) for method in _WORDS)
+    methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
     return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
 
 

@@ -1,4 +1,4 @@
-"""`Process(callback)`: a callback in a process of its own, for code that holds the interpreter, or may crash."""
+"""`Process(callback)`: a callback in its own process, for code that holds the interpreter lock or may crash."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from callsheet.snapshot import Snapshot
 
 logger = logging.getLogger("callsheet")
 
-_START_SECONDS = 120.0  # for a process to import the callback's module and make it; it is killed when it does not
-_ANSWER_SECONDS = 1.0  # for one that is not at work; it is killed when it does not answer
+_START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
+_ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
 
 _started: weakref.WeakSet[Process] = weakref.WeakSet()  # in this process
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process of a callback ended by itself; it is started again for the next event, with the state it had last given."""
+    """The process of a callback died. It is started again for the next event, with the last state that it returned."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
-    """A callback raised in its process; the message is its traceback."""
+    """A callback raised an error in its process; the message is the traceback."""
 
 
 class Process(Background):
-    """Run a callback in a process of its own: what it computes, and what it crashes, is not training's.
+    """Run a callback in its own process, so that it can neither slow down nor crash training.
 
-    Like `Background`, with the snapshots sent on by the lane's thread. The callback is made anew over there, from its constructor's
-    arguments and its state; what it keeps besides stays here and there apart. The process starts at the first event, is a child that
-    ends with this one, and gets no Ctrl-C.
+    It works like `Background`; the lane's thread sends the snapshots to the process. The callback is built again in the process, from the
+    constructor's arguments and the state; other attributes are not shared. The process starts at the first event, ends with this process,
+    and ignores Ctrl-C.
 
     Args:
-        callback: which; its class is importable by its name.
+        callback: the callback; its class must be importable by its name.
         queue: see `Background`.
         overflow: see `Background`.
         deadline: see `Background`.
 
     Raises:
-        ConfigError: the callback cannot be made anew in another process; the message says why.
-        NotACallbackError: `callback` is none, or in a lane already.
+        ConfigError: the callback cannot be built in another process; the message says why.
+        NotACallbackError: `callback` is not a callback, or is in a lane already.
     """
 
     lane = "process"
@@ -63,29 +63,31 @@ class Process(Background):
         if kind.__module__ in ("__main__", "__mp_main__") or "<locals>" in kind.__qualname__:
             raise ConfigError(
                 f"{kind.__qualname__} is defined in {'a function' if '<locals>' in kind.__qualname__ else 'the script itself'}, where "
-                "another process does not find it; put the class into a module"
+                "another process cannot find it; move the class into a module"
             )
         if import_path(f"{kind.__module__}.{kind.__qualname__}") is not kind:
-            raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is another class than that of this callback")
+            raise ConfigError(
+                f"{kind.__module__}.{kind.__qualname__} is not the class of this callback, which another process needs"
+            )
         try:
             pickle.dumps(CallbackSpec.of(callback))
         except Exception as error:
-            raise ConfigError(f"{kind.__qualname__} cannot be made anew in another process: {error}") from None
+            raise ConfigError(f"{kind.__qualname__} cannot be built in another process: {error}") from None
         self._lock = threading.Lock()
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
-        self._ending: subprocess.Popen[bytes] | None = None  # the child that was told to
+        self._ending: subprocess.Popen[bytes] | None = None  # the child that was asked to end
         self._connection: Connection | None = None
-        self._theirs: socket.socket | None = None  # the other end, until the child has it
-        self._state: Mapping[str, Any] | None = None  # the last that is known of
+        self._theirs: socket.socket | None = None  # the child's end of the connection, until the child has it
+        self._state: Mapping[str, Any] | None = None  # the last one that is known
 
-    def tell(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """On the lane's thread: have `method(ctx, **payload)` called over there, and wait until that is done."""
+    def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
+        """Call `method(ctx, **payload)` in the process and wait for it, on the lane's thread."""
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
-        self._ask(("tell", method, fields, dict(payload), snapshot.control_told()), snapshot)
+        self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The callback's, over there; where it does not answer within its deadline, the last that is known."""
+        """Return the state of the callback in the process, or the last known one if it does not answer within its deadline."""
         if self._child is not None and type(self.callback).state_dict is not Callback.state_dict:
             try:
                 self._state = self._ask(("state_dict",), seconds=self.lane_options.deadline)
@@ -94,33 +96,33 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back, here and over there."""
+        """Load the state here and in the process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """A run begins: the process may be started."""
+        """Allow the process to be started, for a run that begins."""
         self._is_over = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id; None while there is no process."""
         child = self._child
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """Have the process end, by closing its line, or `at_once`, where it has not returned. `join` waits for it."""
+        """End the process by closing the connection, or kill it if `at_once`. `join` waits for it."""
         self._is_over = True
         self._ending, self._child = self._child, None
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # its lane still reads from the line, and finds it dead
+            self._ending.kill()  # the lane still reads from the connection, and sees its end
 
     def join(self, seconds: float) -> None:
-        """The process was told to end: it is gone when this returns, killed after so long."""
+        """Wait for the process after `end`, and kill it after `seconds`."""
         child, self._ending = self._ending, None
         _wait(child, seconds)
 
@@ -135,13 +137,13 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                line.shutdown(socket.SHUT_RDWR)  # for whoever was forked meanwhile holds it open as well
+                line.shutdown(socket.SHUT_RDWR)  # a process that was forked since holds the socket open as well
             connection.close()
 
     def _disown(self) -> None:
-        """In a forked child: the process and the line are the parent's."""
+        """Forget the process and the connection in a forked child: they belong to the parent."""
         if self._child is not None:
-            self._child.returncode = 0  # not for us to wait for
+            self._child.returncode = 0  # only the parent waits for it
         for end in (self._connection, self._theirs):
             if end is not None:
                 end.close()
@@ -149,10 +151,10 @@ class Process(Background):
         self._is_over = True
 
     def _ask(self, message: tuple[Any, ...], snapshot: Snapshot | None = None, *, seconds: float | None = None) -> Any:
-        """Have something done over there; with `seconds`, only if the lane is not asking too, and for so long."""
-        packed = pickle.dumps(message)  # what cannot be sent is no reason to end the process
+        """Send a message to the process and return its answer. With `seconds`, wait at most so long, also for a call of the lane to end."""
+        packed = pickle.dumps(message)  # before the `try`: a message that cannot be pickled must not end the process
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
-            raise TimeoutError("it has been at work on something else all the while")
+            raise TimeoutError("the process was busy with another call all the time")
         if seconds is not None:
             seconds = min(seconds, max(self.patience, _ANSWER_SECONDS))
         try:
@@ -167,7 +169,7 @@ class Process(Background):
             self._hang_up()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # an answer may be under way, which the next question would take for its own
+        except BaseException:  # an answer may still arrive, which would be taken for that of the next message
             self._hang_up(at_once=True)
             raise
         finally:
@@ -180,8 +182,8 @@ class Process(Background):
             if seconds is not None and not connection.poll(seconds):
                 raise TimeoutError(f"no answer within {seconds:g} s")
             what, value = pickle.loads(connection.recv_bytes())
-            if what == "said" and snapshot is not None:
-                snapshot.say(value)
+            if what == "message" and snapshot is not None:
+                snapshot.forward(value)
             elif what == "done":
                 return value
             elif what == "failed":
@@ -199,10 +201,10 @@ class Process(Background):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for the run's own process
+                process_group=0,  # so that Ctrl-C reaches only the run's own process
             )
         self._theirs = None
-        if self._is_over:  # by now
+        if self._is_over:  # `end` was called while the process was being started
             raise EOFError
         spec = CallbackSpec.of(self.callback)
         state = self._state if self._state is not None else spec.state
@@ -217,7 +219,7 @@ class Process(Background):
 
 
 def _wait(child: subprocess.Popen[bytes] | None, seconds: float) -> None:
-    """Until it has ended, which it does after so long at the latest."""
+    """Wait until the child has ended, and kill it after `seconds`."""
     if child is not None:
         try:
             child.wait(seconds)
@@ -236,7 +238,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _sendable(value: Any) -> Any:
-    """`value` as it can be pickled: an exception always, since one that cannot be made over there arrives as a stand-in."""
+    """Return `value` in a form that can be pickled. An exception that cannot be rebuilt in the process arrives as a RuntimeError."""
     return _Packed(value) if isinstance(value, BaseException) else value
 
 
@@ -246,7 +248,7 @@ class _Packed:
     def __init__(self, error: BaseException) -> None:
         try:
             self._pickled = pickle.dumps(error)
-        except Exception:  # of a class in a function, or with something in it that stays here
+        except Exception:  # its class is local to a function, or it holds something that cannot be pickled
             self._pickled = b""
         self._name = type(error).__name__
         self._text = text_of(error)
@@ -261,7 +263,7 @@ def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> B
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):
             return made
-    except Exception:  # whatever its class makes of it over here: a stand-in it is
+    except Exception:  # its class may raise anything here; the RuntimeError below replaces it
         pass
     error: RuntimeError = type(name, (RuntimeError,), {})(text)
     for note in notes:

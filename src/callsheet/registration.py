@@ -1,4 +1,4 @@
-"""What is checked before a callback may stand on the call sheet. A mistake fails here, not a thousand steps later."""
+"""The checks on a callback when it is added, so that a mistake fails at once and not a thousand steps later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
 class HandlerOptions(NamedTuple):
-    """How a handler wants to be called, checked."""
+    """The checked options of a handler."""
 
     phase: str
     ranks: RankGate
@@ -31,12 +31,12 @@ class HandlerOptions(NamedTuple):
 
 
 def check_callback(callback: object) -> Callback:
-    """`callback`, if it is an instance of `Callback` with nothing misspelt.
+    """Return `callback` if it is an instance of `Callback` without mistakes.
 
     Raises:
-        NotACallbackError: it is a class, or no callback at all.
+        NotACallbackError: it is a class, or not a callback at all.
         UnknownEventError: a method is named like an event that does not exist.
-        RegistrationError: anything else that could not work.
+        RegistrationError: an option or a method is invalid.
     """
     if isinstance(callback, Background):
         check_callback(callback.callback)
@@ -62,7 +62,7 @@ def check_callback(callback: object) -> Callback:
             and marks(getattr(callback, name)).ranks is None
         ):
             raise RegistrationError(
-                _at(f"{name!r} has an interval or a phase and is no event", callback, getattr(callback, name))
+                _at(f"{name!r} has an interval or a phase, but is not an event", callback, getattr(callback, name))
             )
     keepable = [field.name for field in FIELDS.values() if field.kept_until]
     for what, names, valid in (
@@ -77,7 +77,7 @@ def check_callback(callback: object) -> Callback:
                 )
     _policy(callback, Marks(), {}, label_of(callback), where(type(callback)))
     if not isinstance(callback.name, str):
-        raise RegistrationError(_at(f"the name of a callback is a string, not {callback.name!r}", callback))
+        raise RegistrationError(_at(f"the name of a callback must be a string, not {callback.name!r}", callback))
     return callback
 
 
@@ -91,63 +91,66 @@ _FRAMEWORKS = {
     "keras": "keras",
     "accelerate": "accelerate",
 }
-"""By the package that its class comes from, the bridge that takes a foreign callback."""
+"""Which bridge wraps a foreign callback, by the package of its class."""
 
 
 def bridge_of(thing: object) -> str:
-    """How one of another framework is brought in, where its class says that it is."""
+    """Return the hint how to wrap a callback of another framework, or the empty string if it is of none that has a bridge."""
     packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
     bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
     return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """The handlers of a checked callback by event; all events where it overrides `on_event`."""
+    """Return the handlers of a checked callback by event: of all events if it overrides `on_event`."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
-            raise RegistrationError(_at(f"{event} is {handler!r}, and should be a method", callback))
+            raise RegistrationError(_at(f"{event} should be a method, not {handler!r}", callback))
     if not is_inherited(callback.on_event, "on_event"):
         if events:
             raise RegistrationError(
-                _at(f"overrides both on_event and {next(iter(events))}; on_event hears that too, keep one of them", callback)
+                _at(
+                    f"overrides both on_event and {next(iter(events))}; on_event handles that event too, so keep only one of them",
+                    callback,
+                )
             )
         return dict.fromkeys(EVENTS, callback.on_event)
     if not events:
         for name in _public_names(callback):
             if f"on_{name}" in _EVENTS and callable(getattr(callback, name)):
                 raise RegistrationError(
-                    _at(f"hears nothing; did you mean on_{name!s} where it says {name}?", callback, getattr(callback, name))
+                    _at(f"has no handlers; did you mean on_{name} instead of {name}?", callback, getattr(callback, name))
                 )
     return events
 
 
 def is_inherited(handler: object, name: str) -> bool:
-    """Whether `handler` is the method that does nothing, of the base class."""
+    """Return whether `handler` is the empty method of the base class."""
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
 def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
-    """How `handler` wants to be called: by what was given at registration, its own decorators, then its callback's class.
+    """Return the options of `handler`: those given at registration, else its decorators', else its callback's.
 
     Raises:
-        RegistrationError: an unknown word, or two wishes that forbid each other; the message names the callback and its line.
+        RegistrationError: an option is unknown, or two options exclude each other; the message names the callback and its line.
     """
-    wish = _policy(owner, marks(handler), given, label, where(handler))
-    call = getattr(handler, "__call__", handler)  # noqa: B004  # of an object that is called like a function
+    options = _policy(owner, marks(handler), given, label, where(handler))
+    call = getattr(handler, "__call__", handler)  # noqa: B004  # the handler may be an object with `__call__`
     bodies = [inspect.unwrap(each) for each in (handler, call)]
     if any(inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body) for body in bodies):
         raise RegistrationError(
-            f"it is a generator, whose body a call does not run: leave the yield out (callback {label}, {where(handler)})"
+            f"the handler is a generator, so calling it does not run its body: remove the yield (callback {label}, {where(handler)})"
         )
     awaited = any(inspect.iscoroutinefunction(body) for body in bodies)
-    if awaited and wish.lane == "inline":
+    if awaited and options.lane == "inline":
         raise RegistrationError(
-            "it is async, and nothing awaits it on the training thread: make it a plain function, or choose `lane = 'background'` "
+            "the handler is async, and nothing awaits it on the training thread: make it a plain function, or set `lane = 'background'` "
             f"(callback {label}, {where(handler)})"
         )
     _check_signature(handler, label)
-    return wish
+    return options
 
 
 def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> HandlerOptions:
@@ -160,25 +163,26 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
         )
         if owner.collective and ranks != "all":
             raise ConfigError(
-                f"it calls collectives, so it must run on all ranks, not on {ranks}: gate the writing inside it instead"
+                f"it calls collectives, so it must run on all ranks, not on {ranks}: limit only the writing inside it to some ranks"
             )
         if owner.collective and lane != "inline":
             raise ConfigError(f"it calls collectives, so it must run inline, not in the lane {lane!r}")
         if owner.collective and on_error == "isolate":
             raise ConfigError(
-                "it calls collectives, so its errors must be raised: isolated on one rank, it would leave the others waiting"
+                "it calls collectives, so its errors must be raised: an error isolated on one rank would leave the others waiting"
             )
         if owner.draws_random and lane != "inline":
             raise ConfigError(
-                "it draws random numbers, and a lane would draw them in the midst of training: let it have a generator of its own, and "
-                "leave samples out"
+                "it draws random numbers, and a lane would draw them in the middle of training: use a generator of its own, and leave "
+                "draws_random out"
             )
         if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NEVER]):
             raise ConfigError(
-                f"snapshot_fields: {', '.join(never)} cannot be given to a lane, since training goes on with it; read it inline, and log numbers"
+                f"snapshot_fields: {', '.join(never)} is not available in a lane, since training keeps changing it; read it inline, and "
+                "log numbers"
             )
         if lane != "inline" and on_error == "raise":
-            raise ConfigError(f"in the lane {lane!r} errors are always isolated; leave on_error out")
+            raise ConfigError(f"errors in the lane {lane!r} are always isolated; leave on_error out")
     except ConfigError as error:
         raise RegistrationError(f"{error} (callback {label}, {source})") from None
     return HandlerOptions(phase, ranks, lane, on_error, given.get("every") or own.every, owner.draws_random)
@@ -187,7 +191,7 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
 def _check_signature(handler: Callable[..., Any], label: str) -> None:
     try:
         signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # a builtin without a signature: the first call will tell
+    except (TypeError, ValueError):  # a builtin without a signature cannot be checked before the first call
         return
     try:
         signature.bind(None)
@@ -200,7 +204,7 @@ def _check_signature(handler: Callable[..., Any], label: str) -> None:
 
 
 def _public_names(callback: Callback) -> Iterator[str]:
-    """Names of the callback's own functions and values; properties and the like are left out, since to read one would run it."""
+    """Yield the names of the callback's own functions and values, without properties, since reading one would run its code."""
     base = set(dir(Callback)) - _EVENTS
     for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
         if not name.startswith("_") and name not in base:

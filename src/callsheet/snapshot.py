@@ -1,8 +1,8 @@
-"""Snapshots: what a callback off the training thread is given to read.
+"""Snapshots: what a callback in a lane reads instead of the context.
 
-A snapshot is a context of which just a few fields are told, taken when the event was told. What training goes on to change is copied;
-numbers that lie on a device are copied there and then, without waiting, and read where they are wanted. The model, the optimizer and the
-scheduler are in no snapshot.
+A snapshot is a context in which only a few fields are available, captured when the event was fired. Values that training may change are
+copied. Scalars on a device are copied without waiting, and the lane waits for the copy when it reads them. The model, the optimizer and
+the scheduler are in no snapshot.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from callsheet.lifecycle import ALWAYS, ANYWHERE, fields_available
 logger = logging.getLogger("callsheet")
 
 NEVER = ("model", "optimizer", "scheduler")
-"""Fields that no snapshot holds: training goes on with them."""
+"""Fields that no snapshot holds, since training keeps changing them."""
 
 ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
-"""Fields that a snapshot holds only where the callback names them in `needs`: they have to be copied."""
+"""Fields that a snapshot holds only if the callback names them in `snapshot_fields`, since they must be copied."""
 
 
 class LaneMessage(NamedTuple):
-    """What a lane has to say to the run, as data: `log`, `ask`, `switch off`, or a logger's method, with its arguments."""
+    """A message from a lane to the run: `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments."""
 
     what: str
     arguments: dict[str, Any]
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """On the training thread."""
+        """Carry it out, on the training thread."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -48,37 +48,37 @@ class LaneMessage(NamedTuple):
 
 
 class Inbox:
-    """What lanes have said, until the training thread reaches a boundary."""
+    """Holds the messages of lanes until the training thread reaches a boundary."""
 
     def __init__(self) -> None:
-        self._said: deque[LaneMessage] = deque()
+        self._messages: deque[LaneMessage] = deque()
 
-    def put(self, said: LaneMessage) -> None:
-        """From any thread."""
-        self._said.append(said)
+    def put(self, message: LaneMessage) -> None:
+        """Add a message, from any thread."""
+        self._messages.append(message)
 
     def empty(self, ctx: Context) -> None:
-        """On the training thread: do what was said."""
-        while self._said:
-            said = self._said.popleft()
+        """Carry out all messages, on the training thread."""
+        while self._messages:
+            message = self._messages.popleft()
             try:
-                said.do(ctx)
-            except Exception as error:  # a lane is isolated, and so is what it says
-                logger.error("%s said %r in its lane, which cannot be done: %s", said.by, said.what, text_of(error))
+                message.do(ctx)
+            except Exception as error:  # a lane's errors are isolated, those of its messages too
+                logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
-    def name_lost(self) -> None:
-        """The run is over: say how much of what nobody heard there is, and whose. Requests do not count: there is nothing left to stop."""
-        lost = Counter((said.by, said.what) for said in self._said.copy() if said.what not in ("ask", "switch off"))
+    def log_lost(self) -> None:
+        """Log how many messages of each callback came too late, after the run's end. Requests do not count: there is nothing to stop."""
+        lost = Counter((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
         for (by, what), times in lost.items():
             logger.error(
-                "the run has ended, and what %s said in its lane came too late for the loggers: %s, %d times", by, what, times
+                "Messages from the lane of %s came after the run's end, too late for the loggers: %s, %d times", by, what, times
             )
 
 
 class LaneControl:
-    """The control as a lane has it: its requests are one rank's own, and act once the training thread has heard of them.
+    """The control of a callback in a lane. Its requests are of this rank alone, and act after the training thread has read them.
 
-    What has been asked for can be read as it is at that moment; in a process of its own, as it was when the event was sent.
+    The properties show the requests of this moment; in a process, those of the time when the event was sent.
     """
 
     def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
@@ -86,12 +86,12 @@ class LaneControl:
 
     @property
     def able(self) -> frozenset[str]:
-        """What the loop can do now."""
+        """The requests that the loop supports now."""
         return frozenset(self._control.able)
 
     @property
     def is_shared(self) -> bool:
-        """There are other ranks."""
+        """Whether there are other ranks."""
         return self._control.is_shared
 
     @property
@@ -116,16 +116,16 @@ class LaneControl:
 
     @property
     def accumulation(self) -> int | None:
-        """How many batches were asked for with `Control.set_gradient_accumulation`."""
+        """The number of batches requested with `Control.set_gradient_accumulation`."""
         return self._control.accumulation
 
     @property
     def load_path(self) -> str | None:
-        """Which checkpoint was asked for with `Control.load`."""
+        """The checkpoint requested with `Control.load`."""
         return self._control.load_path
 
-    def told(self) -> dict[str, Any]:
-        """What can be read here, as data, for `control_of`."""
+    def values(self) -> dict[str, Any]:
+        """Return everything that can be read here as plain data, for `control_of`."""
         requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
         return {
             "able": self.able,
@@ -136,36 +136,37 @@ class LaneControl:
         }
 
     def hurry(self) -> None:
-        """The end of the step in hand is a boundary."""
+        """Make the end of the current step a boundary."""
         self._control.is_hurried = True
         self._control.pending = True
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """For the manager; see `Control.switch_off`."""
+        """See `Control.switch_off`. For the manager."""
         self.inbox.put(LaneMessage("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
-        """Ask that training end; see `Control.stop`."""
+        """Request the end of training; see `Control.stop`."""
         self._ask(Request("stop", why, self.by, resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Ask for a checkpoint; see `Control.save`."""
+        """Request a checkpoint; see `Control.save`."""
         self._ask(Request("save", why, by or self.by, kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Ask that all evaluators run; see `Control.evaluate`."""
+        """Request an evaluation; see `Control.evaluate`."""
         self._ask(Request("evaluate", why, self.by), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> NoReturn:
-        """Refused: every rank would have to ask before the same step."""
+        """Raise `RequestRejected`: every rank would have to request it before the same step."""
         raise RequestRejected(
-            f"control.set_gradient_accumulation({batches}) in a lane, where no two ranks are at the same step; ask inline, on every rank alike"
+            f"control.set_gradient_accumulation({batches}) does not work in a lane, where ranks are at different steps; call it inline, on "
+            "every rank"
         )
 
     def load(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Refused: the checkpoint is loaded before a lane has heard of it."""
+        """Raise `RequestRejected`: the checkpoint is loaded before a lane handles `on_checkpoint_load_start`."""
         raise RequestRejected(
-            f"control.load({os.fspath(path)!r}) in a lane, which hears of on_checkpoint_load_start when it is over; ask inline"
+            f"control.load({os.fspath(path)!r}) does not work in a lane, which handles on_checkpoint_load_start too late; call it inline"
         )
 
     if not TYPE_CHECKING:
@@ -173,52 +174,50 @@ class LaneControl:
         def __getattr__(self, name: str) -> NoReturn:
             if name in dir(Control) and not name.startswith("_"):
                 raise FieldNotAvailable(
-                    f"control.{name} is the loop's own and not told in a lane; there are stop, save, evaluate, and stop_requested and the like"
+                    f"control.{name} is not available in a lane; stop, save, evaluate and the properties such as stop_requested are"
                 )
             raise AttributeError(f"the control has no {name!r}{did_you_mean(name, dir(LaneControl))}")
 
     def _ask(self, request: Request, replicated: bool) -> None:
         if replicated:
             raise RequestRejected(
-                f"control.{request.what}(replicated=True) in a lane, where every rank is somewhere else; leave replicated out"
+                f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         self._control.check(request)
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.hurry()
 
 
-def control_of(told: Mapping[str, Any]) -> Control:
-    """A control from which can be read what `LaneControl.told` told."""
-    control = Control(told["able"], is_shared=told["is_shared"])
-    for request in told["requests"]:
+def control_of(values: Mapping[str, Any]) -> Control:
+    """Return a control with the requests that `LaneControl.values` returned."""
+    control = Control(values["able"], is_shared=values["is_shared"])
+    for request in values["requests"]:
         control.agree(request)
-    control.accumulation, control.load_path = told["accumulation"], told["load_path"]
+    control.accumulation, control.load_path = values["accumulation"], values["load_path"]
     return control
 
 
 class Snapshot(Context):
-    """A context that stands still. Its methods reach the run: what is logged stands in the next record, requests act at a boundary.
+    """A context that does not change. What is logged on it is in the next record, and its requests act at a boundary.
 
     Raises:
-        FieldNotAvailable: on reading what it does not hold; the message says how to ask for it.
+        FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
     """
 
     __slots__ = ("_lane",)
 
     _lane: LaneControl
-    """The control once more, as it is, for what is said to the run."""
+    """The same object as `control`, with its own type: messages to the run go through it."""
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
-        """The kind of snapshots at one event of one run: what is the same in all of them stands in their class, and is written once."""
+        """Return the snapshot class for one event of one run. Values that all its snapshots share are attributes of the class."""
         same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
-        """Refused."""
-        raise RequestRejected(
-            "the call sheet is the training thread's, and a lane cannot mute an event: let the callback run inline"
-        )
+        """Raise `RequestRejected`: only the training thread may change the call sheet."""
+        raise RequestRejected("a callback in a lane cannot mute or unmute an event; run the callback inline")
 
     unmute = mute
 
@@ -229,23 +228,23 @@ class Snapshot(Context):
         )
 
     def gather(self, value: Any) -> NoReturn:
-        """Refused: a collective of a lane would meet the training's own."""
+        """Raise `RequestRejected`: a collective in a lane would mix with those of training."""
         raise RequestRejected(
-            "ctx.gather() in a lane would meet the training's own collectives; gather inline, and write in a lane"
+            "ctx.gather() in a lane would mix with the collectives of training; gather inline, and write in a lane"
         )
 
     def has(self, name: str) -> bool:
         """See `Context.has`."""
         return name in _SAME or super().has(name)
 
-    def control_told(self) -> dict[str, Any]:
-        """For a lane that is elsewhere: what can be read from the control."""
-        return self._lane.told()
+    def control_values(self) -> dict[str, Any]:
+        """Return what can be read from the control, to send to a lane in another process."""
+        return self._lane.values()
 
-    def say(self, said: LaneMessage) -> None:
-        """For a lane that is elsewhere: pass on what was said there."""
-        self._lane.inbox.put(said)
-        if said.what == "ask":
+    def forward(self, message: LaneMessage) -> None:
+        """Pass on a message from a lane in another process."""
+        self._lane.inbox.put(message)
+        if message.what == "ask":
             self._lane.hurry()
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
@@ -256,11 +255,11 @@ class Snapshot(Context):
         def __getattr__(self, name: str) -> Any:
             if name in NEVER:
                 raise FieldNotAvailable(
-                    f"ctx.{name} is not told in a lane: training goes on with it; use it inline, and hand over numbers"
+                    f"ctx.{name} is not available in a lane, since training keeps changing it; use it inline, and log numbers"
                 )
             if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_available(self.event))):
                 raise FieldNotAvailable(
-                    f"ctx.{name} is told in a lane where it is asked for: let the callback's class say snapshot_fields = ({name!r}, ...)"
+                    f"ctx.{name} is not in this snapshot; to get it, set snapshot_fields = ({name!r}, ...) in the callback's class"
                 )
             return super().__getattr__(name)
 
@@ -269,9 +268,9 @@ _SAME = frozenset({"control", "event", "run"})
 
 
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
-    """A snapshot that holds these fields."""
+    """Return a snapshot that holds these fields."""
     made = Snapshot.__new__(Snapshot)
-    made.control = control  # type: ignore[assignment]  # the part of it that a lane has
+    made.control = control  # type: ignore[assignment]  # the part of the control that a lane may use
     made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)

@@ -1,10 +1,10 @@
-"""Spans: the loop is written with them, so that it reads like the lifecycle.
+"""Spans: context managers that fire a span's start and end, so that the loop reads like the lifecycle.
 
     with spans.train_step:
         ...
 
-A span that nobody hears does nothing but note its name when an exception passes. Handlers are looked up when an edge is told, so a
-callback that is added inside a span hears its end.
+A span whose events have no handlers only notes its name when an exception passes. Handlers are looked up when an event is fired, so a
+callback that is added inside a span is called at its end.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from callsheet.sheet import CompiledEvent, Dispatcher, recover
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
-    """`error` left `span`: write it on the error itself; the first span that does so is the innermost."""
-    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr: a frozen exception would refuse it
+    """Note on `error` that it left `span`. Only the first call, for the innermost span, has an effect."""
+    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr, which a frozen exception rejects
 
 
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
-    """The innermost span that `error` left, and the context of its loop.
+    """Return the innermost span that `error` left, and the context of its loop, and remove the note.
 
-    The error forgets them: whoever catches or pickles it later does not hold the model, and a run around this one notes its own.
+    Without the note, the error does not keep the model alive, can be pickled, and can be noted by a run around this one.
     """
     noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
     return noted
 
 
 class Span:
-    """One span of one context: a context manager that tells its start and its end."""
+    """One span of one context: a context manager that fires its start and its end."""
 
     __slots__ = ("_ctx", "_dispatcher", "ends", "name", "starts")
 
@@ -45,35 +45,35 @@ class Span:
 
     def __enter__(self) -> None:
         if self.starts is not None:
-            self._tell(self.starts)
+            self._fire(self.starts)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if error is not None:
             note_span(error, self.name, self._ctx)
         elif self.ends is not None:
-            self._tell(self.ends)
+            self._fire(self.ends)
 
-    def _tell(self, told: CompiledEvent) -> None:  # the body of CallbackManager.fire, which a span cannot afford to call
-        first, rest, event, _ = told
+    def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
+        first, rest, event, _ = compiled
         ctx, dispatcher = self._ctx, self._dispatcher
         outer = dispatcher.current
         dispatcher.current = ctx.event = event
         try:
-            first(ctx)  # type: ignore[misc]  # a span is linked to events that have a handler
+            first(ctx)  # type: ignore[misc]  # `link` sets only events that have a handler
             if rest is not None:
                 for handler in rest:
                     handler(ctx)
         except BaseException as error:
             note_span(error, self.name, ctx)
             try:
-                recover(told, locals().get("handler", first), error, ctx)
+                recover(compiled, locals().get("handler", first), error, ctx)
             finally:
                 dispatcher.current = ctx.event = outer
         dispatcher.current = ctx.event = outer
 
 
 _EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
-"""The spans that an event is an edge of, and which: the slot of `Span` that tells it."""
+"""For every start or end event, its span and the slot of `Span` that holds it."""
 for _span in SPANS.values():
     for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
         _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
@@ -118,25 +118,25 @@ class Spans:
     def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self.ctx = ctx
         self.links = 0
-        """How often they were pointed at another call sheet."""
+        """How often `link` was called."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Point the spans that these events are the edges of at the handlers that a new call sheet has for them."""
+        """Set the compiled form of these events in their spans, after the dispatch table has changed."""
         self.links += 1
         for event in events:
-            told = table[event]
+            compiled = table[event]
             for name, side in _EDGES.get(event, ()):
-                setattr(getattr(self, name), side, told if told[0] is not None else None)
+                setattr(getattr(self, name), side, compiled if compiled[0] is not None else None)
 
 
 class HasListeners:
-    """Whether anybody hears an event, as an attribute of its name: `if heard.on_log:` costs what a flag costs."""
+    """Whether an event has a handler, as an attribute of the event's name: `if has_listeners.on_log:` costs no more than a flag."""
 
     __slots__ = EVENTS
 
-    # generated: heard
+    # generated: has-listeners
     on_run_start: bool
     on_checkpoint_load_start: bool
     on_checkpoint_load_end: bool
@@ -194,13 +194,13 @@ class HasListeners:
     on_preempt: bool
     on_exception: bool
     on_run_end: bool
-    # end of generated: heard
+    # end of generated: has-listeners
 
     def __init__(self) -> None:
         for event in EVENTS:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Take the answers that a new call sheet has for these events."""
+        """Update the attributes of these events after the dispatch table has changed."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

@@ -182,7 +182,7 @@ def test_a_field_outside_its_window_is_the_callback_s_own_error(tmp_path: Path) 
 
     loop = Loop(tmp_path, [Reads()])
     loop.run.begin()
-    with pytest.raises(FieldNotAvailable, match=r"ctx\.loss is not told at on_train_step_start"):
+    with pytest.raises(FieldNotAvailable, match=r"ctx\.loss is not available at on_train_step_start"):
         loop.train()
     loop.run.fail(ZeroDivisionError())
 

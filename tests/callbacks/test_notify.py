@@ -556,7 +556,7 @@ def test_what_waits_is_bounded_and_so_is_the_end(hook: Hook, tmp_path: Path, cap
     assert time.monotonic() - start < 30
     assert trained.run.outcome == "finished"
     assert len(memory.history("train/loss")[0]) == 80
-    (said,) = [message for message in caplog.messages if "a lane has not told everything" in message]
+    (said,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
     assert said.endswith(": Notify: 4 waiting, and one has not returned")
     assert memory.costs is not None
     (lost,) = [each for each in memory.costs.failures if each.callback == "Notify"]

@@ -115,7 +115,7 @@ def test_one_that_hangs_delays_no_step_and_the_end_by_its_deadline(
     assert training.run.outcome is Outcome.FINISHED
     assert trained - start < 20
     assert ended - trained < 20  # it hangs for 60
-    (said,) = [message for message in caplog.messages if "a lane has not told everything" in message]
+    (said,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
     assert said.endswith("and one has not returned")
 
 
@@ -239,7 +239,7 @@ def test_one_that_hangs_holds_up_no_checkpoint_which_knows_its_run(
         stuck.lets_go.set()
     assert seconds < 20
     assert state["callbacks"]["Stuck"] == {"run": training.run.name, "run_id": "an id"}
-    assert "is behind" not in caplog.text
+    assert "is out of date" not in caplog.text
 
 
 def test_a_state_that_holds_more_than_the_run_is_waited_for(tmp_path: Path) -> None:

@@ -132,4 +132,4 @@ def test_the_check_can_fail(tmp_path: Path) -> None:
             runs_folder=tmp_path,
         ) as trainer:
             trainer.fit()
-    assert any("batch is not told at on_train_start" in fault for fault in checker.faults)
+    assert any("batch is not available at on_train_start" in fault for fault in checker.faults)

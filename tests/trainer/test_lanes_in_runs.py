@@ -185,11 +185,11 @@ def test_what_it_does_not_hold_is_named_with_the_mend(tmp_path: Path) -> None:
                     messages[name] = str(error)
 
     fit(tmp_path, Background(Greedy()))
-    assert "not told in a lane: training goes on with it" in messages["model"]
-    assert "not told in a lane" in messages["optimizer"]
+    assert "not available in a lane, since training keeps changing it" in messages["model"]
+    assert "not available in a lane" in messages["optimizer"]
     assert "snapshot_fields = ('loss', ...)" in messages["loss"]
     assert "snapshot_fields = ('user_state', ...)" in messages["user_state"]
-    assert "it can be read at on_eval_all_end" in messages["eval_results"]
+    assert "it is available at on_eval_all_end" in messages["eval_results"]
     assert "has no field 'nonsense'" in messages["nonsense"]
 
 
@@ -317,7 +317,7 @@ def test_failures_are_isolated_counted_and_switch_it_off(tmp_path: Path, caplog:
     assert trainer.run.outcome is Outcome.FINISHED
     assert broken.calls == 3
     assert len(history.losses) == STEPS
-    assert "callback Broken is switched off after 3 failures in a row" in caplog.text
+    assert "Callback Broken is switched off after 3 failures in a row" in caplog.text
     assert "LaneExit: SystemExit: a lane is no program" in caplog.text
 
 
@@ -378,7 +378,7 @@ def test_what_cannot_be_copied_is_the_callbacks_failure(tmp_path: Path, caplog: 
         trainer.fit()
         manager.user_state.clear()
     assert trainer.run.outcome is Outcome.FINISHED
-    assert "callback Wants is switched off after 3 failures in a row" in caplog.text
+    assert "Callback Wants is switched off after 3 failures in a row" in caplog.text
     assert "cannot pickle" in caplog.text
 
 
@@ -404,7 +404,7 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
     assert 0.9 < took < 3
     assert well.heard[-1][0] == "on_run_end"
     for number in range(3):
-        assert f"a lane has not told everything: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
+        assert f"a lane has not delivered all events: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
 
 
 @pytest.mark.parametrize("end", ["error", "interrupt"])
