@@ -177,7 +177,7 @@ def test_loggers_in_a_lane_are_told_nothing_after_the_end(caplog: pytest.LogCapt
     manager.close()
     manager.notify_loggers("log_table", ctx, name="too late", columns=[], rows=[])
     assert manager._lanes == {}
-    assert "Tables is not told log_table: its lane has ended with the run" in caplog.text
+    assert "Tables does not receive log_table: its lane ended with the run" in caplog.text
     manager.open(ctx)
     manager.notify_loggers("log_table", ctx, name="again", columns=[], rows=[])
     manager.close()
@@ -306,7 +306,7 @@ def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_p
         timeout=60,
     )
     assert time.monotonic() - began < 30
-    assert "the program ends, and a lane has not delivered all events: Writes: 49 waiting, and one has not returned" in ran.stderr
+    assert "The program ends, and a lane has not delivered all events: Writes: 49 waiting, and one has not returned" in ran.stderr
 
 
 def test_a_manager_that_nobody_holds_any_more_is_emptied_all_the_same() -> None:
@@ -431,5 +431,5 @@ def test_what_comes_too_late_for_the_loggers_is_counted_and_named(tmp_path: Path
     lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.notify_loggers))
     lifetime.start()
     lifetime.end()
-    assert "what Late said in its lane came too late for the loggers: log_file, 1 times" in caplog.text
+    assert "Messages from the lane of Late came after the run's end, too late for the loggers: log_file, 1 times" in caplog.text
     assert "log_table, 1 times" in caplog.text

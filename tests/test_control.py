@@ -119,7 +119,7 @@ def test_a_replicated_request_is_rejected_where_only_some_ranks_are() -> None:
     control = Control()
     control.in_gate = True
     for ask in (control.stop, control.save, control.evaluate):
-        with pytest.raises(RequestRejected, match="the others would not ask; leave replicated out"):
+        with pytest.raises(RequestRejected, match="the others would not request it; leave replicated out"):
             ask("x", replicated=True)
     assert (control.stop_requested, control.save_requested, control.evaluate_requested) == (None, None, None)
     control.stop("from one rank")

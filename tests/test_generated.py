@@ -33,12 +33,12 @@ def test_every_method_takes_the_context_and_does_nothing() -> None:
         assert getattr(Callback(), event)(None) is None
 
 
-def test_every_method_says_when_it_is_told_and_what_can_be_read() -> None:
+def test_every_method_says_when_it_is_fired_and_what_is_available() -> None:
     for event in EVENTS:
         text = inspect.getdoc(getattr(Hooks, event)) or ""
         assert text.startswith(description(event)), event
-        told = ", ".join(fields_available(event))
-        assert (f"Told here: {told}." in text) if told else ("Told here" not in text), event
+        fields = ", ".join(fields_available(event))
+        assert (f"Available here: {fields}." in text) if fields else ("Available here" not in text), event
 
 
 def test_the_contexts_annotations_are_the_fields() -> None:

@@ -141,7 +141,7 @@ def test_a_full_queue_that_stands_still_is_not_waited_for_for_ever(
         lane.put(item)
     assert 0.2 < time.monotonic() - began < 2
     assert lane.dropped >= 6
-    assert caplog.text.count("the lane of Stuck has stood still") == 1
+    assert caplog.text.count("The lane of Stuck has made no progress") == 1
     close([lane])
 
 
@@ -176,7 +176,7 @@ def test_system_exit_ends_neither_the_lane_nor_the_process(caplog: pytest.LogCap
         lane.put(item)
     assert drain([lane], 10) == []
     assert done == [0, 2, 3]
-    assert "the lane of Quitter: SystemExit: 3" in caplog.text
+    assert "An error in the lane of Quitter: SystemExit: 3" in caplog.text
     close([lane])
 
 

@@ -222,7 +222,7 @@ def test_every_event_is_described_by_its_own_sentence() -> None:
     assert all(sentence.endswith(".") for sentence in sentences)
     assert description("on_train_start") == SPANS["train"].start
     assert description("on_train_end") == SPANS["train"].end
-    assert description("on_log") == POINTS["on_log"].told
+    assert description("on_log") == POINTS["on_log"].fired
 
 
 def test_names_in_mentions_each_once_in_order() -> None:

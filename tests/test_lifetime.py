@@ -184,7 +184,9 @@ def test_a_run_that_has_ended_cannot_go_on() -> None:
     _, _, lifetime = begun()
     lifetime.end(Outcome.STOPPED)
     with (
-        pytest.raises(RunEndedError, match=r"the run 'mine' has ended \(stopped\); make a new trainer, with resume= to go on"),
+        pytest.raises(
+            RunEndedError, match=r"the run 'mine' has ended \(stopped\); make a new trainer, with resume= to continue the run"
+        ),
         lifetime,
     ):
         pytest.fail("it went on")

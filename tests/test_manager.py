@@ -615,7 +615,7 @@ def test_loggers_are_told_where_they_have_the_method(caplog: pytest.LogCaptureFi
     manager.open(ctx)
     manager.notify_loggers("log_table", ctx, name="t")
     assert told == ["t"]
-    assert caplog.records[0].getMessage().startswith("callback Tables (test_manager.py:")
+    assert caplog.records[0].getMessage().startswith("Callback Tables (test_manager.py:")
     assert "failed at log_table, step 0, rank 0; training continues: ConnectionError: the tracker is down" in caplog.text
     manager.notify_loggers("log_table", ctx, name="u")
     assert told == ["t", "u", "u"]
@@ -923,4 +923,4 @@ def test_a_lane_cannot_mute() -> None:
     manager.drain(ctx)
     [failed] = manager.cost_report(1).failures
     manager.close()
-    assert "RequestRejected: the call sheet is the training thread's" in failed.last
+    assert "RequestRejected: a callback in a lane cannot mute or unmute an event" in failed.last

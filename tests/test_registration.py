@@ -110,7 +110,7 @@ def test_attributes_that_only_sound_like_events_are_left_alone() -> None:
 def test_a_method_that_misses_its_prefix_is_found() -> None:
     message = rejection(RegistrationError, Prefixless())
     assert message == (
-        f"hears nothing; did you mean on_train_start where it says train_start? (callback Prefixless, {at_line('prefixless')})"
+        f"has no handlers; did you mean on_train_start instead of train_start? (callback Prefixless, {at_line('prefixless')})"
     )
 
 
@@ -443,7 +443,7 @@ def test_an_event_that_is_no_function_is_rejected() -> None:
     callback: Any = Logs()
     callback.on_train_end = None
     message = rejection(RegistrationError, callback)
-    assert message == f"on_train_end is None, and should be a method (callback Logs, {at_line('logs')})"
+    assert message == f"on_train_end should be a method, not None (callback Logs, {at_line('logs')})"
 
 
 @pytest.mark.parametrize("words", [{"phase": "reprot"}, {"ranks": "zeros"}, {"lane": "backgroud"}, {"on_error": "isolated"}])
@@ -471,5 +471,5 @@ def test_a_handler_whose_body_a_call_does_not_run_is_rejected() -> None:
         def on_log(self, ctx: Context) -> Any:
             yield ctx
 
-    with pytest.raises(RegistrationError, match=r"it is a generator.*Yields, test_registration.py:\d+"):
+    with pytest.raises(RegistrationError, match=r"the handler is a generator.*Yields, test_registration.py:\d+"):
         CallbackManager([Yields()])

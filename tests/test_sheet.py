@@ -186,7 +186,9 @@ class Halves(Callback):
         self.told.append(ctx.step)
 
 
-NO_DURATION = r"^Halves \(test_sheet\.py:\d+\) wants on_train_step_end every 0\.5dur, and this run has no max_duration; give it another unit$"
+NO_DURATION = (
+    r"^Halves \(test_sheet\.py:\d+\) handles on_train_step_end every 0\.5dur, but this run has no max_duration; use another unit$"
+)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
@@ -348,7 +350,7 @@ def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCa
     assert told == [1, 3]
     assert after == [1, 2, 3]
     (record,) = caplog.records
-    assert "callback Fails (test_sheet.py:" in record.getMessage()
+    assert "Callback Fails (test_sheet.py:" in record.getMessage()
     assert record.getMessage().endswith(
         "failed at on_train_step_end, step 2, rank 2; training continues: ConnectionError: no network"
     )

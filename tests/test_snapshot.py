@@ -118,7 +118,7 @@ def test_what_can_be_asked_is_there_for_all_to_read(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("set_gradient_accumulation", "ask inline, on every rank alike"), ("load", "ask inline")]
+    ("name", "hint"), [("set_gradient_accumulation", "call it inline, on every rank"), ("load", "call it inline")]
 )
 def test_what_cannot_work_says_why(name: str, hint: str) -> None:
     control = Control(("stop", "set_gradient_accumulation", "load"))
@@ -133,7 +133,7 @@ def test_what_cannot_work_says_why(name: str, hint: str) -> None:
 def test_what_is_the_loops_says_so(name: str) -> None:
     error = tried(lambda lane: getattr(lane, name), Control())
     assert isinstance(error, FieldNotAvailable)
-    assert f"control.{name} is the loop's own" in str(error)
+    assert f"control.{name} is not available in a lane" in str(error)
 
 
 def test_what_is_no_name_of_the_control_is_an_attribute_error() -> None:

@@ -1,8 +1,8 @@
-"""What callbacks cost, and where the time of a few steps went.
+"""The time that callbacks take, and a timeline of a few steps.
 
-Events of the step's path are told many times a second, so they are timed in *windows*: a few steps in a row, now and then, for which the
-manager tells from a second table of handlers, in which each is timed and every edge of a span is marked. Between windows their handlers
-run bare. Everything else, such as records, evaluations and checkpoints, is rare, and each telling of it is timed.
+Events inside a step are fired many times a second, so they are timed only in *windows*: a few steps in a row, now and then. In a window the
+manager dispatches from a second table, in which each handler is timed and the start and end of every span is noted. Outside windows the
+handlers are called directly. All other events, such as records, evaluations and checkpoints, are rare, and timed every time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ logger = logging.getLogger("callsheet")
 MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
-_FIRST_STEP = 2  # steps that are left out at the beginning: they allocate, and compile
-_SPARSE = 16  # windows are at most one step in so many,
-_APART_SECONDS, _APART_SHARE = 1.0, 0.25  # and begin at most so often, or after so much more of the time that has passed
-_TOLD_GROWTH, _TOLD_SECONDS = 1.1, 2.0  # after so many times the time of the last telling, and seconds: few lines in a long run
-_SLICES = 20_000  # a window with a long evaluation in it keeps so many
-_SURE = 20  # steps that must have been timed before a callback is named
-_NOTICEABLE = 50e-6  # seconds a step below which nobody is named
+_FIRST_STEP = 2  # steps that are not timed at the beginning, since they allocate and compile
+_STEPS_PER_TIMED_STEP = 16  # at most one step in this many is in a window
+_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # a pause between windows grows with the run's time by this share, up to the seconds
+_PUBLISH_GROWTH, _PUBLISH_SECONDS = (
+    1.1,
+    2.0,
+)  # the costs are published next after this many times the run's time, plus the seconds
+_MAX_SLICES = 20_000  # how many slices of a window are kept; a long evaluation may have more
+_MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
+_MIN_WARN_SECONDS = 50e-6  # time per step below which there is no warning
 
 _STEP = ("fetch", "train_step")
-"""The spans that a step is made of."""
-_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # with what callbacks are asked after it
+"""The spans that make up a step."""
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # the time of a step includes the handlers of this event
 
 
 def _path_events() -> frozenset[str]:
-    """The events of every batch: the edges of what a step is made of, and the question whether to save, which is asked after each."""
+    """Return the events of every batch: those of the spans in a step, and `on_checkpoint_due`, which is fired after each step."""
     spans = [*_STEP, "eval_step", "test_step", "predict_step"]
-    for name in spans:  # grows with what stands inside
+    for name in spans:  # the list grows while it is read
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
         {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}
@@ -54,7 +57,7 @@ PATH_EVENTS = _path_events()
 
 
 class Cost(NamedTuple):
-    """What one callback has taken at one event, in seconds of this process; where `is_sampled`, in the windows alone."""
+    """The time that one callback took at one event in this process, in seconds; if `is_sampled`, in the windows only."""
 
     callback: str
     event: str
@@ -65,8 +68,11 @@ class Cost(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """How often an isolated callback failed in this process, what it said last, whether it has been switched off, how many events its
-    lane dropped, and how many the lane had not told when the end was."""
+    """The failures of an isolated callback in this process.
+
+    `last` is the last error's message. `is_off` says whether the callback was switched off. `dropped` and `undelivered` count the events
+    that its lane dropped, and those that the lane had not delivered at the run's end.
+    """
 
     callback: str
     count: int  # type: ignore[assignment]  # not tuple.count: nobody counts equal fields
@@ -77,10 +83,10 @@ class Failures(NamedTuple):
 
 
 class CostReport(NamedTuple):
-    """What this process has come to so far.
+    """The costs and failures of the callbacks in this process so far.
 
-    `steps` were made in `seconds`, evaluations and saves included; of them `window_steps` were timed, which took `window_seconds`, from
-    the fetch of their batch to their end.
+    `seconds` is the time of `steps` steps, with evaluations and saves. `window_steps` of them were timed; these took `window_seconds`, from
+    the fetch of the batch to the step's end.
     """
 
     mode: str
@@ -92,12 +98,12 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """The fraction of the time that it takes: of a step, where it is told at every step, else of the whole."""
+        """Return the fraction of the time that it takes: of a step if it is sampled, else of the whole run."""
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the report as plain data."""
         costs, failures = ([each._asdict() for each in part] for part in (self.costs, self.failures))
         return self._asdict() | {"costs": costs, "failures": failures}
 
@@ -113,7 +119,7 @@ class Slice(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A few steps in a row: `began` in seconds since 1970. `is_whole` is False where there was more than is kept."""
+    """A few timed steps in a row. `began` is in seconds since 1970. `is_whole` is False if slices were left out."""
 
     first_step: int
     last_step: int
@@ -123,12 +129,12 @@ class Window(NamedTuple):
     is_whole: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; a slice is the list of its fields."""
+        """Return the window as plain data; a slice is the list of its fields."""
         return self._asdict() | {"slices": [list(each) for each in self.slices]}
 
 
 class _Cell:
-    """What a handler has taken."""
+    """The time that a handler has taken."""
 
     __slots__ = ("callback", "calls", "event", "seconds", "window_seconds", "worst")
 
@@ -153,11 +159,11 @@ class Costs:
     """Times the handlers of one manager.
 
     Args:
-        mode: `sampled`, the default; `all` times every telling, which costs a fifth of a microsecond each; `off` times nothing.
-        warn_share: a callback that takes more than this fraction of the step is named in a warning, once; None: never.
+        mode: `sampled`, the default; `all` times every call, which costs 0.2 microseconds each; `off` times nothing.
+        warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
 
     Raises:
-        ConfigError: an unknown mode, or a share that is none.
+        ConfigError: the mode is unknown, or the share is not above zero.
     """
 
     def __init__(self, mode: str = "sampled", warn_share: float | None = 0.05) -> None:
@@ -169,7 +175,7 @@ class Costs:
         self.reset()
 
     def reset(self) -> None:
-        """A run begins."""
+        """Forget everything, for a run that begins."""
         self._cells: dict[tuple[int, str, str], _Cell] = {}
         self._named: set[str] = set()
         self._open = None
@@ -178,27 +184,27 @@ class Costs:
         self._window_seconds = 0.0
         self._began = perf_counter()
         self._latest: Window | None = None
-        self._tell_at = 0.0
+        self._publish_at = 0.0
         self.next_step = sys.maxsize
-        """The step after which a window begins or ends; a loop that does not look at every step looks then."""
+        """The step after which a window begins or ends."""
 
     def begin(self, step: int) -> None:
-        """This process trains on after `step`."""
+        """Begin to count after `step`, from which this process trains on."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP
 
     @property
     def is_window(self) -> bool:
-        """A window is open: events are to be told from the table with everything timed."""
+        """Whether a window is open, so that events are dispatched from the timed table."""
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Whether handlers of `event` are timed in this table."""
+        """Return whether handlers of `event` are timed: in the timed table if `in_window`, else in the plain one."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
-        """`handler`, timed."""
+        """Return a function that calls `handler` and measures its time."""
         label, event = entry.member.label, entry.event
         cell = self._cells.setdefault((entry.member.number, label, event), _Cell(label, event))
 
@@ -219,12 +225,12 @@ class Costs:
         return run
 
     def mark(self, ctx: Context) -> None:
-        """Told at the edges of spans while a window is open."""
+        """Note the time of a span's start or end while a window is open."""
         if self._open is not None:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
     def switch(self, step: int) -> None:
-        """`step` has ended, with all that follows it: a window begins, or ends."""
+        """Begin or end a window after `step` and its boundary."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])
@@ -236,28 +242,28 @@ class Costs:
         self._window_steps += step + 1 - opened.first_step
         self._window_seconds += in_steps
         self._latest = Window(
-            opened.first_step, step, opened.began, now - opened.start, tuple(slices[:_SLICES]), len(slices) <= _SLICES
+            opened.first_step, step, opened.began, now - opened.start, tuple(slices[:_MAX_SLICES]), len(slices) <= _MAX_SLICES
         )
         self._warn()
-        pause = min(_APART_SECONDS, _APART_SHARE * (now - self._began))
+        pause = min(_MAX_PAUSE_SECONDS, _PAUSE_SHARE * (now - self._began))
         apart = int(pause * self._window_steps / self._window_seconds) if self._window_seconds else 0
-        self.next_step = step + max((_SPARSE - 1) * WINDOW_STEPS, apart)
+        self.next_step = step + max((_STEPS_PER_TIMED_STEP - 1) * WINDOW_STEPS, apart)
 
-    def is_told_now(self, *, is_last: bool) -> bool:
-        """Whether the costs should be told again: always at the end, and before it at times that lie ever further apart."""
+    def should_publish(self, *, is_last: bool) -> bool:
+        """Return whether the costs should be published now: always at the run's end, and before it less and less often."""
         now = perf_counter() - self._began
-        if self.mode == "off" or (now < self._tell_at and not is_last):
+        if self.mode == "off" or (now < self._publish_at and not is_last):
             return False
-        self._tell_at = now * _TOLD_GROWTH + _TOLD_SECONDS
+        self._publish_at = now * _PUBLISH_GROWTH + _PUBLISH_SECONDS
         return True
 
     def take_window(self) -> Window | None:
-        """The window that ended last, if nobody has taken it."""
+        """Return the window that ended last, once; None if there is no new one."""
         latest, self._latest = self._latest, None
         return latest
 
     def report(self, step: int, failures: tuple[Failures, ...] = ()) -> CostReport:
-        """What it has come to after `step`."""
+        """Return the report after `step`."""
         return CostReport(
             mode=self.mode,
             steps=step - self._first,
@@ -276,8 +282,8 @@ class Costs:
         return self.mode == "sampled" and event in PATH_EVENTS
 
     def _warn(self) -> None:
-        """Name who takes more of the step than is stated, once."""
-        if self._warn_share is None or self._window_steps < _SURE:
+        """Warn once about each callback that takes more than `warn_share` of a step."""
+        if self._warn_share is None or self._window_steps < _MIN_WARN_STEPS:
             return
         taken: dict[str, float] = {}
         for cell in self._cells.values():
@@ -285,10 +291,10 @@ class Costs:
                 taken[cell.callback] = taken.get(cell.callback, 0.0) + (cell.window_seconds)
         for label, seconds in taken.items():
             share, each = seconds / self._window_seconds, seconds / self._window_steps
-            if share > self._warn_share and each > _NOTICEABLE and label not in self._named:
+            if share > self._warn_share and each > _MIN_WARN_SECONDS and label not in self._named:
                 self._named.add(label)
                 logger.warning(
-                    "callback %s takes %.0f %% of the step, %.2g ms of %.2g ms; give it an interval, or make it do less at each step",
+                    "Callback %s takes %.0f %% of the step, %.2g ms of %.2g ms; give it an interval, or make it do less at each step",
                     label,
                     100 * share,
                     1000 * each,
@@ -297,7 +303,7 @@ class Costs:
 
 
 def _nested(opened: _Open) -> list[Slice]:
-    """The window's slices, in the order of their beginnings; what began before the window or has not ended is left out."""
+    """Return the window's slices in the order of their starts, without spans that began before the window or have not ended."""
     slices = [
         Slice(event, begin - opened.start, seconds, step, callback) for begin, seconds, event, step, callback in opened.slices
     ]
@@ -306,7 +312,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # else it began before the window
+        elif stack and stack[-1][0] == name:  # otherwise the span began before the window
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

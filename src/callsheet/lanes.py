@@ -1,8 +1,9 @@
-"""Lanes: queues with a thread each, for what should not run on the training thread.
+"""Lanes: queues with a thread each, for work that should not run on the training thread.
 
-The training thread only appends to a bounded deque: waking a sleeping thread would cost a step tens of microseconds. A lane's thread looks at its
-queue ten times a second, as long as it finds something there; then it sleeps, until a dispatcher wakes it, which looks at all queues as often, and
-less often while all are empty or looked at. This file knows nothing of callbacks: an item is whatever the lane's function takes.
+The training thread only appends to a bounded deque, since waking a sleeping thread would cost a step tens of microseconds. A lane's thread
+checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all queues and wakes the lanes
+that have items; it checks less often while all are idle or check themselves. This module does not depend on callbacks: an item is anything
+that the lane's function takes.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ logger = logging.getLogger("callsheet")
 
 OVERFLOWS = ("block", "drop_oldest", "latest")
 
-_starting = threading.RLock()  # of lanes' threads
-_LOOK_SECONDS = 0.1  # a thread that wakes up costs the training thread a fifth of a millisecond, however little it does
-_IDLE_LOOK_SECONDS = 0.4  # to which that grows while no lane has anything to do
-_WAIT_SECONDS = 0.002  # between the looks of somebody who waits
-_BUSY_SHARE = 0.02  # of the wall clock that a lane may spend holding the interpreter
-_BUSY_AFTER_SECONDS = 5.0  # until which nobody is named
-_BUSY_SECONDS = 0.5  # of a core, after which a lane is named at once
-_BLOCKED_SECONDS = 0.5  # that training has waited for a full queue, after which the lane is named
-_LOOK_EVERY = 64  # so many items, in a lane that is never empty, is it looked whether to name it
+_starting = threading.RLock()  # held while a lane's thread is started
+_LOOK_SECONDS = 0.1  # between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
+_IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
+_WAIT_SECONDS = 0.002  # between checks while the training thread waits
+_BUSY_SHARE = 0.02  # share of the wall clock that a lane may compute without a warning
+_BUSY_AFTER_SECONDS = 5.0  # no warning before this
+_BUSY_SECONDS = 0.5  # processor time after which the warning does not wait for `_BUSY_AFTER_SECONDS`
+_BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
+_LOOK_EVERY = 64  # items between checks for that warning, in a lane that is never empty
 
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """How a lane behaves.
+    """The options of a lane.
 
     Args:
         queue: how many events may wait.
-        overflow: what happens when that many do: `block` has the training thread wait, `drop_oldest` forgets the oldest, `latest` keeps
-            of each kind of event the newest alone. What is forgotten is counted.
-        deadline: seconds that the end waits for it in all. A queue that has been full for so long while its lane stands still is not
-            waited for again.
+        overflow: what happens when the queue is full. `block`: the training thread waits. `drop_oldest`: the oldest event is dropped.
+            `latest`: only the newest event of each kind is kept. Dropped events are counted.
+        deadline: how many seconds the run's end waits for the lane in total. If the queue has been full for this long without progress,
+            training does not wait for it again.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value is invalid.
     """
 
     queue: int = 1024
@@ -57,17 +58,17 @@ class LaneOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.queue, bool) or not isinstance(self.queue, int) or self.queue < 1:
-            raise ConfigError(f"queue={self.queue!r}: give how many events may wait, at least one")
+            raise ConfigError(f"queue={self.queue!r}: give the number of events that may wait, at least 1")
         if self.overflow not in OVERFLOWS:
             raise ConfigError(
                 f"unknown overflow {self.overflow!r}{did_you_mean(str(self.overflow), OVERFLOWS)} (one of {', '.join(OVERFLOWS)})"
             )
         if not self.deadline > 0:
-            raise ConfigError(f"deadline={self.deadline!r}: give seconds above zero")
+            raise ConfigError(f"deadline={self.deadline!r}: give a number of seconds above zero")
 
 
 class Undelivered(NamedTuple):
-    """What a lane had not done when the deadline ran out; `in_hand` says whether it was at work, or stuck."""
+    """The items that a lane had not delivered at its deadline; `in_hand` says whether it was still working on one, or stuck."""
 
     lane: str
     waiting: int
@@ -79,15 +80,17 @@ class Undelivered(NamedTuple):
 
 
 class Lane:
-    """One queue and its thread. Items are done one at a time, in the order in which they were put.
+    """One queue and its thread. Items are processed one at a time, in the order in which they were put.
 
     Args:
-        name: of whose items they are, for messages.
-        run: takes an item; runs on the lane's thread. What it raises is logged, and the lane goes on. None: the first in the item does that.
-        kind: of an item, by which `latest` compares.
+        name: the callback's name, for messages.
+        run: called with each item on the lane's thread. Its errors are logged, and the lane continues. None: the first element of the item
+            is called instead.
+        options: see `LaneOptions`.
+        kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
-        wake_on_put: whether every `put` wakes the thread, so that an item is handled at once rather than within a tenth of a second. It costs the
-            caller some tens of microseconds an item.
+        wake_on_put: whether every `put` wakes the thread, so that an item is processed at once and not within a tenth of a second. It costs
+            the caller some tens of microseconds an item.
     """
 
     def __init__(
@@ -103,45 +106,45 @@ class Lane:
         self.name = name
         self.options = options or LaneOptions()
         self.dropped = 0
-        """How many items were forgotten since a queue was full."""
+        """How many items were dropped because the queue was full."""
         self.done = 0
-        """How many items were worked off."""
+        """How many items were processed."""
         self.is_inert = False
-        """It takes nothing any more: it was closed, or belongs to the process that this one was forked from."""
+        """Whether the lane takes no more items: it was closed, or belongs to the process that this one was forked from."""
         self.waited = 0.0
-        """Seconds that the end has waited for it."""
+        """Seconds that the run's end has waited for the lane."""
         self.looks_itself = False
-        """It has just had something to do, and its thread looks whether there is more: the dispatcher need not."""
+        """Whether the lane's thread checks the queue itself, as it does while it finds items, so that the dispatcher need not."""
         self._limit = self.options.queue
-        self._looked_from = 0  # how many wait when whoever puts looks by itself; half of the queue, once the thread runs
+        self._looked_from = 0  # length of the queue from which on `put` calls `look`; half of the limit once the thread runs
         self.items: deque[Any] = deque()
-        """What waits; with `latest` each as a `_Waiting`."""
+        """The waiting items; with `overflow="latest"` each is a `_Waiting`."""
         self.room = 0
-        """While fewer wait, `items.append` may stand for `put`."""
+        """While the queue is shorter than this, `items.append` may be called instead of `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
         self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
         self._finish = finish
         self._wake_on_put = wake_on_put
         self._in_hand = False
-        self._has_given_up = False  # on waiting for room
-        self._is_named = False  # as one that burns the interpreter
+        self._has_given_up = False  # `put` no longer waits for room
+        self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
-        self._blocked_since = inf  # when it first did
-        self._is_block_named = False
-        self._looked_at = time.monotonic(), 0.0  # and the processor's time of its thread
+        self._blocked_since = inf  # when it first waited
+        self._has_warned_blocked = False
+        self._looked_at = time.monotonic(), 0.0  # wall clock and processor time of the thread at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # where there is no thread
+        self._helping = threading.Lock()  # held by the caller that processes the items if there is no thread
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
-        """Hand `item` over. Costs an append, unless it is the first or the queue is filling up."""
+        """Enqueue `item`. This costs no more than an append, unless it is the first item or the queue is more than half full."""
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # the first item: when the interpreter goes down no thread can be started any more
+            if self._thread is None:  # start it with the first item, since none can be started when the interpreter shuts down
                 self._begin()
-            self.look()  # the dispatcher would come too late
+            self.look()  # the dispatcher's next check would be too late
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
@@ -151,33 +154,33 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many items wait, without the one in hand."""
+        """How many items wait, without the one being processed."""
         return len(self.items)
 
     @property
     def left(self) -> int:
-        """How many items are not done, with the one in hand."""
+        """How many items are not processed, with the one being processed."""
         return len(self.items) + self._in_hand
 
     @property
     def is_idle(self) -> bool:
-        """Everything that was put is done."""
+        """Whether all items are processed."""
         return not self.items and not self._in_hand
 
     @property
     def is_own_thread(self) -> bool:
-        """The caller is an item of this lane."""
+        """Whether the caller runs on this lane's thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Take nothing more; the thread ends when the item in hand is done. What waits is forgotten: drain first."""
+        """Take no more items; the thread ends after the current one. Waiting items are discarded, so drain first."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
         self._wake.set()
 
     def look(self) -> None:
-        """For the dispatcher, and whoever waits: wake the thread if there is something to do and it sleeps."""
+        """Wake the thread if it sleeps and there are items. Called by the dispatcher and by callers that wait."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -185,20 +188,20 @@ class Lane:
         self._wake.set()
 
     def _begin(self) -> bool:
-        """Have a thread; False where none can be started."""
-        with _starting:  # the dispatcher looks, and so do who puts and who drains
+        """Start the thread if there is none. Return False if none can be started."""
+        with _starting:  # the dispatcher, `put` and `drain` may all get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is going down
+                except RuntimeError:  # the interpreter is shutting down
                     return False
                 self._thread, self._looked_from = thread, max(1, self._limit // 2)
                 self.room = 0 if self._forgets_kinds else self._looked_from
         return True
 
     def _help(self) -> None:
-        """Do the work here and now."""
+        """Process the items in the calling thread."""
         if self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
@@ -208,20 +211,20 @@ class Lane:
                 self._helping.release()
 
     def _make_room(self, item: Any) -> bool:
-        """The queue is full: whether `item` may be put."""
+        """Make room for `item` in a full queue. Return whether it may be put."""
         if self._forgets_kinds:
             newer = {self._kind(item)}
             for waiting in reversed(list(self.items)):
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # as many as there are kinds may wait
+            return True  # the queue may be as long as there are kinds
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True
             self._has_given_up = True
             logger.error(
-                "the lane of %s has stood still for %g s with %d events waiting: from here on the oldest are dropped",
+                "The lane of %s has made no progress for %g s with %d events waiting: from now on the oldest events are dropped",
                 self.name,
                 self.options.deadline,
                 len(self.items),
@@ -229,12 +232,12 @@ class Lane:
         try:
             self.items.popleft()
             self.dropped += 1
-        except IndexError:  # the thread was faster
+        except IndexError:  # the lane's thread has emptied the queue since
             pass
         return True
 
     def _waited_for_room(self) -> bool:
-        """Wait as long as the lane gets on; False when it stood still for the deadline."""
+        """Wait for room while the lane makes progress. Return False after the deadline without progress."""
         left, now = len(self.items), time.monotonic()
         moved_at = now
         self._blocked_since = min(self._blocked_since, now)
@@ -251,10 +254,10 @@ class Lane:
         return True
 
     def _warn_if_blocked(self, now: float) -> None:
-        """Say once that a slow lane throttles training."""
-        if self._is_block_named or self._blocked < _BLOCKED_SECONDS:
+        """Warn once that a slow lane throttles training."""
+        if self._has_warned_blocked or self._blocked < _BLOCKED_SECONDS:
             return
-        self._is_block_named = True
+        self._has_warned_blocked = True
         logger.warning(
             "Training waited %.1f s of the last %.1f s for callback %s: its lane's queue of %d events is full (overflow='block'). "
             "Let it handle fewer events (an interval), or pass overflow='drop_oldest' or overflow='latest'",
@@ -267,7 +270,7 @@ class Lane:
     def _forget(self, waiting: _Waiting) -> None:
         try:
             self.items.remove(waiting)
-        except (ValueError, IndexError):  # it is being done, or another is and they moved up
+        except (ValueError, IndexError):  # the lane's thread has taken it, or another item, since
             return
         self.dropped += 1
 
@@ -283,25 +286,27 @@ class Lane:
 
     def _work_off(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
-        self._in_hand = True  # before one leaves the queue: at every moment it is in one of the two
+        self._in_hand = True  # set before an item leaves the queue, so that `left` always counts it
         while items:
             for _ in range(_LOOK_EVERY):
                 try:
                     item = popleft()
-                except IndexError:  # that was all, or it was dropped meanwhile
+                except IndexError:  # the queue is empty, or the item was dropped since
                     break
                 try:
                     (run or item[0])(item)
-                except BaseException as error:  # SystemExit too: it is meant for a program, and a lane is none
-                    logger.error("the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error)
+                except BaseException as error:  # SystemExit too, which must not end the lane
+                    logger.error(
+                        "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
+                    )
                 self.done += 1
-            item = None  # nothing is held while it waits
-            self._name_if_busy()
+            item = None  # the lane must not keep an item alive while it waits
+            self._warn_if_busy()
         self._in_hand = False
 
-    def _name_if_busy(self) -> None:
-        """Name a lane that computes on its thread: its callback takes the interpreter from the training thread."""
-        if self._is_named:
+    def _warn_if_busy(self) -> None:
+        """Warn once if the lane computes so much that its callback takes the interpreter lock from the training thread."""
+        if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
         seconds, busy = now[0] - began, now[1] - used
@@ -309,7 +314,7 @@ class Lane:
             return
         self._looked_at = now
         if busy >= _BUSY_SHARE * seconds:
-            self._is_named = True
+            self._has_warned_busy = True
             logger.warning(
                 "Callback %s used %.2g s of processor time in its lane in the last %.2g s (%.0f %%). Python code in a thread stops the training "
                 "thread for as long as it holds the interpreter lock: let the callback do less, or run it in a process of its own with "
@@ -322,7 +327,7 @@ class Lane:
 
 
 class _Waiting:
-    """One item of a queue: equal to itself alone, whatever it holds."""
+    """One item of a queue, which is equal only to itself, whatever it holds."""
 
     __slots__ = ("item",)
 
@@ -331,7 +336,7 @@ class _Waiting:
 
 
 class _Dispatcher:
-    """One thread that looks at all lanes of this process."""
+    """The thread that checks all lanes of this process."""
 
     def __init__(self) -> None:
         self._lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -339,34 +344,34 @@ class _Dispatcher:
         self._thread: threading.Thread | None = None
 
     def take(self, lane: Lane) -> None:
-        """Look at this lane from now on."""
+        """Check this lane from now on."""
         with self._lock:
             self._lanes.add(lane)
             if self._thread is None:
                 thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is going down: who drains looks
+                except RuntimeError:  # the interpreter is shutting down; `drain` checks the lane
                     return
                 self._thread = thread
 
     @property
     def lanes(self) -> list[Lane]:
-        """All that there are."""
+        """All lanes of this process."""
         with self._lock:
             return list(self._lanes)
 
     def leave(self, lane: Lane) -> None:
-        """Look at it no more."""
+        """Stop checking the lane."""
         with self._lock:
             self._lanes.discard(lane)
 
     def forget_all(self) -> None:
-        """In a forked child: the lanes are the parent's, and so are the threads and whoever held the lock."""
+        """Forget all lanes in a forked child: lanes, threads and locks belong to the parent."""
         global _starting
         _starting = threading.RLock()
         lanes = list(self._lanes)
-        self.__init__()  # type: ignore[misc]  # as new
+        self.__init__()  # type: ignore[misc]  # resets everything
         for lane in lanes:
             lane.is_inert, lane.room = True, 0
             lane.items.clear()
@@ -386,7 +391,7 @@ class _Dispatcher:
                     is_idle = is_idle and lane.is_idle
                     lane.look()
             pause = min(2 * pause, _IDLE_LOOK_SECONDS) if is_idle else _LOOK_SECONDS
-            del lane, lanes  # one that nobody holds any more may go
+            del lane, lanes  # so that a lane without other references is freed
 
 
 _dispatcher = _Dispatcher()
@@ -397,12 +402,13 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes have done everything; what those had left whose time ran out.
+    """Wait until the lanes have processed all items. Return what is left in the lanes whose time ran out.
 
     Args:
-        deadline: seconds, for all of them, or what gives those of a lane. None: to each its own deadline, less what the end has waited
-            for it before. They run at the same time, so that the longest is all that this takes.
-        share: of the lanes' own deadlines, that may have passed after this.
+        lanes: all are waited for at the same time.
+        deadline: seconds for all lanes, or a function that returns the seconds of a lane. None: each lane's own deadline, less the time
+            that earlier calls have waited for it.
+        share: with `deadline=None`, the share of the lane's deadline that may have passed after this call.
     """
     began = time.monotonic()
     seconds_of = deadline if callable(deadline) else lambda _: deadline
@@ -429,16 +435,16 @@ def drain(
 
 
 def _flush() -> None:
-    """The interpreter ends: what lanes have still to do is done, also for those that nobody closes."""
+    """Drain all lanes at the interpreter's end, also those that were not closed."""
     for undelivered in drain(_dispatcher.lanes):
-        logger.error("the program ends, and a lane has not told everything: %s", undelivered)
+        logger.error("The program ends, and a lane has not delivered all events: %s", undelivered)
 
 
 atexit.register(_flush)
 
 
 def close(lanes: Iterable[Lane]) -> None:
-    """The lanes take nothing more, and their threads end."""
+    """Close the lanes and end their threads."""
     for lane in lanes:
         lane.close()
         _dispatcher.leave(lane)

@@ -1,4 +1,4 @@
-"""The life of a run: its start told once, its exception once, and its end exactly once, on every way out."""
+"""The lifetime of a run: fire its start once, an exception at most once, and its end exactly once, however it ends."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ logger = logging.getLogger("callsheet")
 
 
 class Lifetime:
-    """Tells `on_run_start`, `on_exception` and `on_run_end`.
+    """Fires `on_run_start`, `on_exception` and `on_run_end`.
 
-    Whatever a loop does stands in `with lifetime:`. An exception that leaves the outermost such block is told and ends the run, and
-    comes out as it was. It may be entered inside itself.
+    A loop runs everything in `with lifetime:`, which may be nested. An exception that leaves the outermost block fires `on_exception`, ends
+    the run, and is raised unchanged.
 
     Raises:
-        RunEndedError: on entering it when the run has ended.
+        RunEndedError: on entering it after the run has ended.
     """
 
     def __init__(self, manager: CallbackManager, ctx: Context) -> None:
         self.outcome: Outcome = Outcome.FINISHED
-        """What the run's end will be told as, if nothing goes wrong; a loop says here that it was stopped or preempted."""
+        """The outcome if no exception is raised; a loop sets it when it is stopped or preempted."""
         self.reasons: dict[Outcome, str] = {}
-        """Why the run ends so, for each outcome of which a loop knows that."""
+        """The reason for an outcome, for those whose reason the loop knows."""
         self._manager = manager
         self._ctx = ctx
         self._depth = 0
@@ -50,28 +50,28 @@ class Lifetime:
 
     @property
     def has_ended(self) -> bool:
-        """`on_run_end` has been told."""
+        """Whether `on_run_end` has been fired."""
         return self._ended
 
     @property
     def is_entered(self) -> bool:
-        """Whether the loop is doing something now."""
+        """Whether the loop is running now."""
         return self._depth > 0
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Have `close` called when all is told, the last one given first; each is, whatever the others do."""
+        """Call `close` after `on_run_end`, the last one given first. Each is called even if another raises."""
         self._closers.append(close)
 
     def start(self) -> None:
-        """Compile the call sheet for this run, and tell its start."""
+        """Compile the call sheet for this run, and fire `on_run_start`."""
         self._manager.open(self._ctx)
         self._started = True
         self._manager.fire(Event.RUN_START, self._ctx)
 
     def end(self, outcome: Outcome | None = None) -> None:
-        """Tell the end, if it has not been told; everybody hears it, and the first error among them comes out.
+        """Fire `on_run_end` if it was not fired before. All its handlers are called, and the first of their errors is raised.
 
-        In a process that was forked from the run's it does nothing: that one's end is not the run's.
+        In a process that was forked from the run's process it does nothing, since the run continues there.
         """
         if self._ended or os.getpid() != self._pid:
             return
@@ -94,7 +94,7 @@ class Lifetime:
     def __enter__(self) -> None:
         if self._ended:
             raise RunEndedError(
-                f"the run {self._ctx.run.name!r} has ended ({self._ctx.run.outcome}); make a new trainer, with resume= to go on"
+                f"the run {self._ctx.run.name!r} has ended ({self._ctx.run.outcome}); make a new trainer, with resume= to continue the run"
             )
         self._depth += 1
 
@@ -104,7 +104,7 @@ class Lifetime:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """`error` leaves the trainer: tell it and the end, if the end has not been told. What goes wrong meanwhile is noted on it."""
+        """Fire `on_exception` and `on_run_end` for an error that leaves the trainer. Errors that are raised by these are noted on it."""
         if self._ended:
             return
         if not self._started:
@@ -115,9 +115,9 @@ class Lifetime:
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:
             self.reasons[outcome] = error_line(error)
-        for tell in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
+        for fire in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
             try:
-                tell()
+                fire()
             except BaseException as another:
                 text = f"{type(another).__name__}: {text_of(another)}"
                 logger.error("While the run was ending, another error was raised: %s", text, exc_info=another)
@@ -125,7 +125,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return why the run ended so, as far as it can be seen without the loop."""
+        """Return the reason for an outcome that the loop gave no reason for."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:
@@ -137,13 +137,13 @@ class Lifetime:
 
 
 def stop_reason(request: Request) -> str:
-    """Return the sentence that says who stopped a run, and why."""
+    """Return the sentence that says which callback stopped a run, and why."""
     return f"stopped by {one_line(f'{request.by}: {request.why}')}"
 
 
 _REASONS = {
     Outcome.STOPPED: "the training loop stopped early",
-    Outcome.PREEMPTED: "the training loop was asked to make way",
+    Outcome.PREEMPTED: "the training loop was preempted",
     Outcome.INTERRUPTED: "interrupted with Ctrl-C",
     Outcome.FAILED: "the training loop was left before its end",
 }

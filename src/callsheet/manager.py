@@ -411,7 +411,7 @@ class CallbackManager:
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
         """Pass the costs and the latest window to the loggers if they are due, or if it `is_last`. The loop calls this after a record."""
         report = self.cost_report(ctx.step) if is_last else None
-        if self.costs.is_told_now(is_last=is_last) or (report is not None and report.failures):
+        if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
             self.notify_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
             if (window := self.costs.take_window()) is not None:
                 self.notify_loggers("log_timeline", ctx, window=window)

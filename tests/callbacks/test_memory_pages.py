@@ -117,7 +117,7 @@ def test_what_cannot_be_drawn_is_said_and_ends_no_run(tmp_path: Path, caplog: py
     with caplog.at_level(logging.ERROR, "callsheet"):
         fit(tmp_path, Draws(path), files)
     assert files.names == ["memory/memory.pickle"]
-    assert "callback MemoryPages" in caplog.text
+    assert "Callback MemoryPages" in caplog.text
     assert "failed at draw_memory, step 2" in caplog.text
 
 

@@ -418,7 +418,7 @@ def test_a_server_that_is_away_for_a_while_loses_nothing(
         in_step=True,
         max_duration="3ep",
     )
-    assert "callback MLflowLogger" in caplog.text
+    assert "Callback MLflowLogger" in caplog.text
     assert [step for name, step, _ in server.metrics if name == "train/loss"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert (server.status, server.tags["callsheet.outcome"]) == ("FINISHED", "finished")
     assert server.credentials == {f"Basic {base64.b64encode(b'me:hunter2-hunter2').decode()}"}
@@ -437,7 +437,7 @@ def test_a_server_that_is_never_there_ends_nothing(
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=logger)
     assert time.monotonic() - start < 60  # MLflow by itself: minutes
     assert steps == [6]
-    assert "callback MLflowLogger" in caplog.text
+    assert "Callback MLflowLogger" in caplog.text
     assert logger.state_dict() == {}
 
 

@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: py
     steps: list[int] = []
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=TensorboardLogger(folder=tmp_path / "file"))
     assert steps == [6]
-    assert "callback TensorboardLogger" in caplog.text
+    assert "Callback TensorboardLogger" in caplog.text
 
 
 def test_a_missing_package_is_told_when_the_logger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

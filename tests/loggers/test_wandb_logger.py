@@ -322,7 +322,7 @@ def test_a_server_that_is_down_does_not_end_training(
     logger = WandBLogger(mode="online", timeout=1, settings=DOWN)
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=logger)
     assert steps == [6]
-    assert "callback WandBLogger" in caplog.text
+    assert "Callback WandBLogger" in caplog.text
     assert not logger.is_open
     assert logger.state_dict() == {}
 

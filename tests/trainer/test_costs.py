@@ -156,7 +156,7 @@ def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCapt
         run(tmp_path, Sleeps(), Counts(), costs="sampled", eval_interval=None, max_duration="250ep")
     named = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
     assert len(named) == 1
-    assert named[0].startswith("callback Sleeps takes ")
+    assert named[0].startswith("Callback Sleeps takes ")
 
 
 @pytest.mark.parametrize("share", [None, 1000.0])
@@ -232,12 +232,12 @@ def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.Mon
     told = []
     for second in range(100_000):
         now[0] = float(second)
-        if manager.costs.is_told_now(is_last=False):
+        if manager.costs.should_publish(is_last=False):
             told.append(second)
     assert told[0] == 0
     assert len(told) < 120
     assert all(later - earlier <= 0.1 * later + 3 for earlier, later in pairwise(told))
-    assert manager.costs.is_told_now(is_last=True)
+    assert manager.costs.should_publish(is_last=True)
 
 
 def test_a_second_run_begins_anew(tmp_path: Path) -> None:
