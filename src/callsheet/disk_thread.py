@@ -1,4 +1,4 @@
-"""Threads for work on the disk, which leave the processor to training."""
+"""Threads for disk work, with a lower priority than training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def disk_thread(name: str) -> ThreadPoolExecutor:
 
 def begin_deletion(delete: Callable[[], None]) -> None:
     """Call `delete` in a thread, since deleting a large file takes longer than copying it."""
-    global _deleter  # made when it is needed first
+    global _deleter  # made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
     _deletions[:] = [each for each in _deletions if not each.done()]
@@ -36,5 +36,5 @@ def finish_deletions() -> None:
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    if sys.platform == "linux":  # on other systems a thread has no priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)

@@ -1,4 +1,4 @@
-"""Which rank this process is, and which ranks a gate names. Nothing here communicates but `gather`."""
+"""The ranks of this process, and rank gates. Only `gather` communicates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATES = ("all", "zero", "local_zero")
 
 
 class Ranks(NamedTuple):
-    """Where this process stands among those of the run; a single process is rank 0 of 1."""
+    """The ranks of this process, and the world size; a single process is rank 0 of 1."""
 
     rank: int = 0
     local_rank: int = 0
@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
     world_size: int = 1
 
     def passes(self, gate: RankGate) -> bool:
-        """Whether this rank is one of those that `gate` names."""
+        """Return whether this rank is one of those that `gate` names."""
         if gate == "all":
             return True
         if gate == "zero":
@@ -35,9 +35,9 @@ class Ranks(NamedTuple):
 
 
 def read_ranks() -> Ranks:
-    """The ranks as they are now: torchrun's environment variables, with torch.distributed's own word over them where it runs.
+    """Return the ranks of torch.distributed if it is initialized, else those of torchrun's environment variables.
 
-    Read when a run starts, never at import: a process group may be made in between.
+    They are read when a run starts, never at import, since a process group may be made in between.
 
     Raises:
         ConfigError: an environment variable does not hold a whole number.
@@ -46,7 +46,7 @@ def read_ranks() -> Ranks:
     def number(variable: str, default: int) -> int:
         text = os.environ.get(variable, "")
         if text and not text.isdigit():
-            raise ConfigError(f"the environment variable {variable} should be a whole number, not {text!r}; unset or mend it")
+            raise ConfigError(f"the environment variable {variable} should be a whole number, not {text!r}; unset or correct it")
         return int(text) if text else default
 
     rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
@@ -57,7 +57,7 @@ def read_ranks() -> Ranks:
 
 
 def initialised_distributed() -> Any | None:
-    """The module torch.distributed, if the program has imported it and made a process group; else None."""
+    """Return the module torch.distributed if the program has imported it and made a process group, else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed
@@ -65,7 +65,7 @@ def initialised_distributed() -> Any | None:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of ranks. A collective: every rank must reach it."""
+    """Return the `value` of every rank, in the order of ranks. This is a collective: every rank must call it."""
     distributed = initialised_distributed()
     if distributed is None or distributed.get_world_size() == 1:
         return [value]
@@ -75,7 +75,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_gate(gate: object) -> str | frozenset[int]:
-    """`gate` as it is stored.
+    """Return `gate`, with a set of ranks as a frozenset.
 
     Raises:
         ConfigError: it is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.

@@ -35,10 +35,10 @@ _EXTRAS = {
     "report": ("plotly",),
     "opentelemetry": ("opentelemetry",),
 }
-"""Which extra brings which module. Those that one class alone needs are named where that class loads them."""
+"""Which extra installs which modules. A module that only one class needs is named where that class loads it."""
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
-    "accelerate": "accelerate",  # from here on: the frameworks that have a bridge
+    "accelerate": "accelerate",  # the rest are the frameworks that have a bridge
     "ignite": "pytorch-ignite",
     "keras": "keras",
     "lightning": "lightning",
@@ -46,7 +46,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
 }
-"""What to give pip for a module."""
+"""What to install with pip for a module."""
 
 _asked_for: ContextVar[str] = ContextVar("asked_for", default="")
 
@@ -55,7 +55,7 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
     """Import the module of an optional package, as in `load("wandb", extra="wandb", wanted_by="WandBLogger")`.
 
     Raises:
-        MissingPackage: it is not installed; the message has the command that installs it. An error inside the package comes out as it is.
+        MissingPackage: it is not installed; the message has the command that installs it. An error inside the package is raised unchanged.
     """
     top = module.partition(".")[0]
     drawn = random.getstate()
@@ -65,14 +65,14 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
             return found
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != top:
-            raise  # the package is there, and misses one of its own
+            raise  # the package is installed, and one of its own imports is missing
     finally:
-        random.setstate(drawn)  # some packages draw from it as they are imported, rich for one: training must not notice
+        random.setstate(drawn)  # some packages draw random numbers when imported (rich does), which must not change training
     raise _missing(top, f"'callsheet[{extra}]'", wanted_by)
 
 
 def need(*modules: str, extra: str, wanted_by: str) -> None:
-    """Raise MissingPackage if one of these modules is not installed. Imports none of them."""
+    """Raise MissingPackage if one of these modules is not installed, without importing them."""
     import importlib.util
 
     for module in modules:
@@ -82,10 +82,9 @@ def need(*modules: str, extra: str, wanted_by: str) -> None:
 
 @contextmanager
 def needed_by(name: str) -> Iterator[None]:
-    """Around imports: raise MissingPackage, with what to install for `name`, where one of them fails for an optional package.
+    """Turn an import error of an optional package inside the block into MissingPackage, which says what to install for `name`.
 
-    Of several around each other the outermost names what was asked for. A module that callsheet does not use itself is another package's
-    affair: its error comes out as it is.
+    In nested blocks the outermost `name` is used. The import error of a module that callsheet does not use itself is raised unchanged.
     """
     name = _asked_for.get() or name
     before = _asked_for.set(name)
@@ -105,5 +104,5 @@ def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
 
 
 def _is_a_mere_folder(package: ModuleType) -> bool:
-    """Nothing but a folder of that name where the program runs, such as the one that a tracker writes to."""
+    """Return whether the package is only a folder of that name in the working directory, such as one that a tracker writes to."""
     return [Path(path).parent for path in package.__path__] == [Path.cwd()]

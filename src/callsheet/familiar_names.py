@@ -1,4 +1,4 @@
-"""What other frameworks call a thing, and what callsheet calls it."""
+"""Names from other frameworks, and what they are called in callsheet."""
 
 from __future__ import annotations
 
@@ -95,4 +95,4 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "val_loader": "eval_dataloader",
     "weight_decay": "an optimizer: optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)",
 }
-"""Arguments of other frameworks' trainers, and what to write in their place for callsheet's."""
+"""Arguments of other frameworks' trainers, and what to write instead for callsheet's."""

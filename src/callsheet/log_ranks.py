@@ -1,4 +1,4 @@
-"""Log records from ranks above 0: a thousand ranks that all say the same say nothing."""
+"""Filtering of log messages on ranks above 0, so that a message does not appear once for every rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ CHOICES = ("zero", "all")
 class LogRanks:
     """Keeps log records below ERROR off the handlers of ranks above 0, from `start` to `end`.
 
-    At the handlers, since a filter on a logger does not see the records of its children. Handlers that are added meanwhile are left alone.
+    The filter is on the handlers, since a filter on a logger does not apply to the records of its children. Handlers that are added after
+    `start` are not filtered.
 
     Args:
-        choice: `"zero"`, or `"all"` to let every rank speak.
+        choice: `"zero"`, or `"all"` to log on every rank.
+        ranks: of this process.
 
     Raises:
         ConfigError: an unknown choice.
@@ -25,12 +27,12 @@ class LogRanks:
     def __init__(self, choice: str, ranks: Ranks) -> None:
         if choice not in CHOICES:
             raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
-        self._has_no_listeners = choice == "zero" and ranks.rank > 0
+        self._filters = choice == "zero" and ranks.rank > 0
         self._handlers: list[logging.Handler] = []
 
     def start(self) -> None:
-        """Filter from now on; nothing on rank 0."""
-        if self._has_no_listeners and not self._handlers:
+        """Add the filter; does nothing on rank 0."""
+        if self._filters and not self._handlers:
             named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
             loggers = [logging.getLogger(), *named]
             self._handlers = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
@@ -40,10 +42,10 @@ class LogRanks:
                 handler.addFilter(self._is_error)
 
     def end(self) -> None:
-        """Put everything back; may be called twice."""
+        """Remove the filter; may be called twice."""
         for handler in self._handlers:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a method: the filter of another run is another
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method, so that each run has a filter of its own
         return record.levelno >= logging.ERROR

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, and what to say of a name that it does not have."""
+"""Package attributes that are imported at their first use, and hints for names that a package does not have."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from callsheet.errors import did_you_mean
 from callsheet.extras import needed_by
 
 _HOMES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
-"""Packages whose names are looked through for one that was asked of the wrong package."""
+"""Packages that are searched for a name that was imported from the wrong package."""
 
 
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: it imports the module that `modules` names for an attribute, and returns the attribute.
+    """Return the `__getattr__` of a package, which imports an attribute from the module that `modules` names for it.
 
-    An optional package that is missing is named, with the command that installs it. An attribute that the package does not have is
-    an AttributeError, or an ImportError in `from package import name`. The message says what it is called here, or where it is.
+    If an optional package is missing, the error has the command that installs it. For an unknown attribute it raises AttributeError, or
+    ImportError in `from package import name`; the message says what the attribute is called here, or in which package it is.
     """
 
     def get(name: str) -> Any:
         if name in modules:
             with needed_by(f"{package}.{name}"):
                 found = getattr(importlib.import_module(modules[name]), name)
-            setattr(sys.modules[package], name, found)  # so that this is asked once
+            setattr(sys.modules[package], name, found)  # so that `__getattr__` is called only once for it
             return found
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
-            # Python replaces the message of an AttributeError there
+            # For this statement, Python replaces the message of an AttributeError.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}")
 

@@ -1,4 +1,4 @@
-"""The random states of the process: Python's, and NumPy's and torch's where the program has imported them."""
+"""The random states of the process: Python's, and those of NumPy and torch if the program has imported them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def random_state() -> dict[str, Any]:
-    """Every random state of this process, as plain data, arrays and tensors.
+    """Return every random state of this process, as plain data, arrays and tensors.
 
-    CUDA's states are read only where CUDA is already initialised; reading them waits for the device.
+    CUDA's states are read only if CUDA is initialised; reading them waits for the device.
     """
     state: dict[str, Any] = {"python": random.getstate()}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` read; what this process does not have is left out."""
+    """Restore what `random_state` returned; states of libraries that this process has not imported are ignored."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     random.setstate(state["python"])
     if numpy is not None and "numpy" in state:
@@ -36,7 +36,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's random states, and NumPy's and torch's where the program has imported them."""
+    """Seed the random states of Python, and of NumPy and torch if the program has imported them."""
     random.seed(seed)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
@@ -46,7 +46,7 @@ def seed_all(seed: int) -> None:
 
 
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two readings of `random_state` are equal, in what both hold."""
+    """Return whether two results of `random_state` are equal in the states that both hold."""
 
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, (tuple, list)):

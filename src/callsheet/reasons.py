@@ -15,9 +15,9 @@ _SECRET = re.compile(
 
 
 def one_line(text: str, *, at_most: int = _LONGEST) -> str:
-    """Return `text` as one printable line, cut where it is long.
+    """Return `text` as one printable line, cut after `at_most` characters.
 
-    What looks like a credential is left out: a URL keeps its host only, and the value after a name such as `token=` is replaced.
+    Text that looks like a credential is removed: of a URL only the host is kept, and the value after a name such as `token=` is replaced.
     """
     plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
     plain = _URL.sub(r"\1\2/...", plain)

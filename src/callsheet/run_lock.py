@@ -1,7 +1,7 @@
 """One writer per run folder: the lock that rank 0 of a run holds from its start to its end.
 
-The lock of the run in `runs/x` is the folder `runs/.x.lock`, beside the run's folder: it exists before the run has written anything, and
-it stays where it is when an earlier run in `runs/x` is renamed. It holds one small file per claim, named by a number. The claim with the
+The lock of the run in `runs/x` is the folder `runs/.x.lock`, beside the run's folder. It exists before the run has written anything, and
+it stays in place when an earlier run in `runs/x` is renamed. It holds one small file per claim, named by a number. The claim with the
 highest number owns the run. Its content names the machine, the process with its start time, and the last heartbeat.
 
 How a run acquires the lock:
@@ -17,10 +17,10 @@ A claim never removes or overwrites the file of an owner before its own file exi
 the run: an owner has to find its own file in place, with its own content, and none with a higher number. `check` looks for exactly that.
 A higher number counts only if it is still there on a second look, since a waiter may be about to withdraw it in step 3.
 
-Which process is gone: on the same machine, one whose process id is free or belongs to a process with another start time. Otherwise one
-whose claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock. Clocks of other machines are not trusted alone:
-where the heartbeat that is written in the claim is older than `STALE_SECONDS` by the wall clock, the reader still has to see no
-heartbeat for two and a half intervals.
+On the same machine, a process is gone if its process id is free or belongs to a process with another start time. On another machine, a
+process counts as gone if its claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock. The clock of another machine is
+not trusted alone: even if the heartbeat in the claim is older than `STALE_SECONDS` by the wall clock, the reader has to see no heartbeat for
+two and a half intervals.
 
 Heartbeats are written in place, through the descriptor with which the claim was created. An owner that was suspended and lost the lock
 therefore writes to a file that nobody reads any more.
@@ -50,7 +50,7 @@ from callsheet.errors import RunInUseError, RunLockLostError
 logger = logging.getLogger("callsheet")
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""How long a run waits for the lock of its folder, unless it says otherwise."""
+"""How long a run waits for the lock of its folder by default."""
 HEARTBEAT_SECONDS = 10.0
 """How often the owner writes that it is alive."""
 STALE_SECONDS = 60.0
@@ -63,7 +63,7 @@ _RECORD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Claim:
-    """What the file of a claim says: who owns the run, since when, and when it was last alive, by its own clock."""
+    """The content of a claim's file: which process owns the run, since when, and its last heartbeat, by its own clock."""
 
     token: str
     machine: str
@@ -80,7 +80,7 @@ class Claim:
 
     @property
     def is_of_dead_process(self) -> bool:
-        """Whether it was made on this machine, by a process that is gone; False for other machines, of which nothing is known."""
+        """Whether a process of this machine made it that is gone; False for other machines, whose processes are unknown."""
         if self.machine_id != machine_id():
             return False
         if self.pid == os.getpid():  # this process, or what it was before an `exec`
@@ -89,16 +89,16 @@ class Claim:
 
 
 class RunLock:
-    """The lock of one run's folder, as one run of this process uses it.
+    """The lock of one run's folder, for one run of this process.
 
-    A second run of the same process takes the lock over without waiting where the first one is not busy: a notebook makes two Trainers
-    of one name without closing the first, and a recipe hands its lock to its Trainer. The first one has lost it then.
+    A second run of the same process takes the lock over without waiting if the first one is not busy; the first one has then lost it. This
+    happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
 
-    In a process that was forked from the owner's, every method does nothing.
+    In a process that was forked from the owner's process, every method does nothing.
 
     Args:
-        folder: the run's.
-        is_busy: whether the run that uses this lock is doing anything now.
+        folder: the run's folder.
+        is_busy: returns whether the run that uses this lock is running now.
         on_loss: called in a thread of the lock when the lock is found to be lost.
     """
 
@@ -115,14 +115,14 @@ class RunLock:
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
         self._lost = ""
-        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: the content, and since when it has been the same
-        self._has_said = False
-        self._thread = 0  # in which the lock was acquired
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: the content, and the time when it last changed
+        self._has_logged_waiting = False
+        self._thread = 0  # the thread that acquired the lock
         self._pid = os.getpid()
 
     @property
     def is_held(self) -> bool:
-        """Whether this run owns its folder, as far as is known; `check` looks."""
+        """Whether this run owned its folder at the last check; `check` reads the claims again."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -146,11 +146,11 @@ class RunLock:
         while (owner := self.attempt()) is not None:
             if time.monotonic() >= deadline or owner.is_in_this_thread:
                 raise RunInUseError(self.rejection(owner))
-            self.say_waiting(owner, timeout)
+            self.log_waiting(owner, timeout)
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock if it is free; else return who owns it. Never waits long. Raises `OSError` as `acquire` does."""
+        """Acquire the lock if it is free, else return its owner. Does not wait for the owner. Raises `OSError` as `acquire` does."""
         with _registry:
             holder = _held.get(str(self._path))
             if holder is self:
@@ -166,32 +166,32 @@ class RunLock:
                     return None
             return self._claim()
 
-    def say_waiting(self, owner: Owner, timeout: float) -> None:
+    def log_waiting(self, owner: Owner, timeout: float) -> None:
         """Log once that this process waits for the lock."""
-        if not self._has_said and timeout > 0:
-            self._has_said = True
+        if not self._has_logged_waiting and timeout > 0:
+            self._has_logged_waiting = True
             logger.warning(
                 "%s is being trained by %s; waiting up to %g s for it to end (lock_timeout_seconds)", self.folder, owner, timeout
             )
 
     def rejection(self, owner: Owner) -> str:
-        """The message for who did not get the lock."""
+        """Return the error message for a run that did not get the lock."""
         if owner.is_in_this_process:
             return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."
         message = f"{self.folder} is being trained by {owner}. Use `--run_name` to start another run beside it."
         silent = max((time.monotonic() - since for _, since in self._seen.values()), default=0.0)
         if silent > 2 * HEARTBEAT_SECONDS:
             message += (
-                f" That process has shown no sign of life for {silent:.0f} s: if it is gone, start again in "
+                f" That process has written no heartbeat for {silent:.0f} s: if it is gone, start again in "
                 f"{max(0.0, STALE_SECONDS - silent):.0f} s, or raise lock_timeout_seconds above {STALE_SECONDS:.0f}."
             )
         return message
 
     def check(self) -> None:
-        """Raise if another run has taken over the folder; nothing where the lock was never acquired.
+        """Raise if another run has taken over the folder; do nothing if the lock was never acquired.
 
         Raises:
-            RunLockLostError: this process was suspended or cut off for too long, and another one trains in the folder.
+            RunLockLostError: this process was suspended or disconnected for too long, and another one trains in the folder.
         """
         if os.getpid() != self._pid:
             return
@@ -204,7 +204,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the folder free; may be called twice."""
+        """Release the folder; may be called twice."""
         if os.getpid() != self._pid:
             return
         with _registry:
@@ -231,7 +231,7 @@ class RunLock:
             self._on_loss()
 
     def _claim(self) -> Owner | None:
-        """One round of the protocol that the module describes."""
+        """Run one round of the protocol in the module's docstring."""
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
@@ -257,7 +257,7 @@ class RunLock:
         if claims:
             old = _parsed(claims[highest])
             level = logging.INFO if old is not None and old.is_of_dead_process else logging.WARNING
-            why = "is gone" if level == logging.INFO else f"has shown no sign of life for {STALE_SECONDS:g} s"
+            why = "is gone" if level == logging.INFO else f"has written no heartbeat for {STALE_SECONDS:g} s"
             logger.log(level, "took over the lock of %s: %s %s", self.folder, old or "the process that held it", why)
         ownership.start()
         self._own(ownership)
@@ -278,7 +278,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock; `claim` is None where that cannot be read yet."""
+    """The owner of a lock; `claim` is None if it cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -289,7 +289,7 @@ class Owner:
 
 
 class _Ownership:
-    """A claim that was made by this process, and the thread that keeps it alive."""
+    """A claim of this process, and the thread that writes its heartbeats."""
 
     def __init__(self, path: Path, number: int, claim: Claim, descriptor: int, created: list[Path]) -> None:
         self.claim = claim
@@ -298,7 +298,7 @@ class _Ownership:
         self._file = path / str(number)
         self._number = number
         self._descriptor = descriptor
-        self._created = created  # the folders that were made for it
+        self._created = created  # folders that were created for it
         self._is_over = threading.Event()
         self._has_warned = False
         self._thread: threading.Thread | None = None
@@ -309,21 +309,21 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # other machines see it after that
+        os.fsync(self._descriptor)  # so that other machines see it
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
         self._thread.start()
 
     def is_intact(self) -> bool:
-        """Whether this claim owns the run. If the folder cannot be read, it does: nobody else can take it over then either."""
+        """Return whether this claim owns the run. It does if the folder cannot be read, since no other run can take it over then."""
         if self._is_in_place():
             return True
         time.sleep(_SECOND_LOOK_SECONDS)  # a waiter may be about to withdraw
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Who owns the run now, if not this claim."""
+        """Return the claim that owns the run now."""
         try:
             claims = _claims(self._path)
         except OSError:
@@ -331,7 +331,7 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Take back a claim that was not won."""
+        """Remove a claim that did not win."""
         os.close(self._descriptor)
         self._remove()
 
@@ -385,8 +385,8 @@ class _Ownership:
 
 
 _registry = threading.RLock()
-_held: dict[str, RunLock] = {}  # by the lock's path: those of this process
-_tokens: set[str] = set()  # of the claims of this process
+_held: dict[str, RunLock] = {}  # the locks of this process, by path
+_tokens: set[str] = set()  # tokens of the claims of this process
 
 
 def _after_fork() -> None:
@@ -401,7 +401,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def machine_id() -> str:
-    """What tells this machine apart from others as far as process ids go: a name alone is not enough, since containers share names."""
+    """Return an id of the machine's process-id namespace. The host name alone is not enough, since containers share names."""
     return _machine_id()
 
 
@@ -411,14 +411,16 @@ def _machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))  # two containers have one boot, and process ids of their own
+        parts.append(
+            os.readlink("/proc/self/ns/pid")
+        )  # two containers of one machine share the boot id, but not their process ids
     return " ".join(parts)
 
 
 def process_started(pid: int) -> str:
-    """When a process of this machine began, in the system's own count; empty if there is no such process.
+    """Return the start time of a process of this machine, in the system's own count; empty if there is no such process.
 
-    Where the system does not say (outside Linux), every living process has the same answer, so a reused process id looks alive.
+    Outside Linux, where there is no such count, the result is the same for every living process, so a reused process id looks alive.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -429,11 +431,11 @@ def process_started(pid: int) -> str:
             os.kill(pid, 0)
         except ProcessLookupError:
             return ""
-        except OSError:  # it is somebody else's
+        except OSError:  # it belongs to another user
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie writes no more
+    return "" if state in "ZX" else fields[18]  # a zombie no longer writes
 
 
 def _new_claim() -> Claim:
@@ -442,7 +444,7 @@ def _new_claim() -> Claim:
 
 
 def _created(path: Path, folders: list[Path]) -> int | None:
-    """A descriptor of a new file, made with the folders above it; None where the file is there already."""
+    """Create a file and the folders above it, and return its descriptor; return None if the file exists already."""
     for _ in range(100):
         missing = path.parent
         new: list[Path] = []
@@ -458,15 +460,15 @@ def _created(path: Path, folders: list[Path]) -> int | None:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return None
-        except FileNotFoundError:  # its folder was removed by a run that ended just now
+        except FileNotFoundError:  # a run that ended just now has removed the folder
             continue
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _claims(path: Path) -> dict[int, bytes]:
-    """The content of every claim, by number."""
+    """Return the content of every claim, by number."""
     with contextlib.suppress(OSError):
-        os.utime(path)  # on NFS, has this machine read the folder anew instead of from its cache
+        os.utime(path)  # on NFS, this makes the machine read the folder again instead of from its cache
     found: dict[int, bytes] = {}
     try:
         names = os.listdir(path)
@@ -480,7 +482,7 @@ def _claims(path: Path) -> dict[int, bytes]:
 
 
 def _parsed(content: bytes) -> Claim | None:
-    """The claim; None for a file that is only half written."""
+    """Return the claim, or None for a file that is only half written."""
     try:
         return Claim(**json.loads(content))
     except (ValueError, TypeError):

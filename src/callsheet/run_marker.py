@@ -1,7 +1,7 @@
-"""Which folder is a run's: the one in which training has begun, which the file `run.json` says.
+"""The marker `run.json`, which says that training has begun in a folder.
 
-A folder that somebody else made, such as a logger at `on_run_start`, or a run that ended before its first step, is not a run: the next
-start begins in it.
+A folder without it is not a run, and the next run may begin in it: for example a folder that a logger made at `on_run_start`, or that of a
+run that ended before its first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARKER = "run.json"
 
 
 def mark_run(folder: Path, name: str) -> None:
-    """Write the marker if the folder exists and has none; a run that writes nothing has no folder, and gets none."""
+    """Write the marker if the folder exists and has none. A run that writes nothing has no folder."""
     path = folder / MARKER
     if folder.is_dir() and not path.exists():
         draft = path.with_name(f"{MARKER}.new")
@@ -25,5 +25,5 @@ def mark_run(folder: Path, name: str) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether training has begun in this folder."""
+    """Return whether training has begun in this folder."""
     return (folder / MARKER).exists()

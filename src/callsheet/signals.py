@@ -1,7 +1,8 @@
-"""Signals that ask a run to make way.
+"""Signals that preempt a run.
 
-The handler only notes the signal: saving inside one can hang. Since Python runs handlers between bytecodes, a handler waits as long as
-a collective or another call into C blocks; the time of arrival is noted by a thread that the interpreter's C handler wakes at once.
+The signal handler only notes the signal, since saving a checkpoint inside a handler can hang. Python runs handlers between bytecodes, so a
+handler waits while a collective or another C call blocks. Therefore a thread, which the interpreter's C handler wakes at once, notes the
+time of arrival.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _active: list[SignalWatch] = []  # the outermost first
 
 
 class SignalWatch:
-    """Notes signals while it is entered; earlier handlers are called too, and put back afterwards.
+    """A context manager that notes signals. Earlier handlers are called too, and restored at the end.
 
     Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
 
-    `received` is the first signal, or None; `arrived_at` when it came, in seconds of `time.monotonic()`. Outside the main thread Python
-    allows no handlers, and entering does nothing. A forked child is born with the earlier handlers.
+    `received` is the first signal, or None; `arrived_at` is its time in seconds of `time.monotonic()`. Outside the main thread Python allows
+    no handlers, and entering does nothing. In a forked child the earlier handlers are restored.
 
     Args:
         signals: names such as `"SIGTERM"`, or numbers.
-        grace: seconds between the signal and the moment when the process will be killed.
+        grace: seconds between the signal and the time when the process will be killed.
 
     Raises:
-        ConfigError: a signal that this system does not have, or that cannot be handled.
+        ConfigError: this system does not have the signal, or it cannot be handled.
     """
 
     def __init__(self, signals: Iterable[str | int] = ("SIGTERM",), *, grace: float = GRACE_SECONDS) -> None:
@@ -48,14 +49,14 @@ class SignalWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Of the grace period; infinite while no signal has come."""
+        """Seconds left of the grace period; infinite until a signal arrives."""
         return float("inf") if self.arrived_at is None else self.arrived_at + self.grace - time.monotonic()
 
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # a job in the background: Ctrl-C is meant for somebody else
+                    continue  # the process runs in the background, where Ctrl-C is not meant for it
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -68,22 +69,22 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """For the clock's thread: a signal has arrived, whether or not its handler has run yet."""
+        """Note the time of a signal, whether or not its handler has run yet. Called by the clock's thread."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
-        """For a forked child: these signals are not its business, and its clock has no thread."""
+        """Restore the earlier handlers in a forked child, where the clock has no thread."""
         self._put_back()
         if self._clock is not None:
-            self._clock.let_go()
+            self._clock.close_descriptors()
             self._clock = None
 
     def _put_back(self) -> None:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():
-            if earlier is not None:  # None: it was set by C code, and cannot be put back from here
+            if earlier is not None:  # None: it was set by C code, and cannot be restored from Python
                 signal.signal(number, earlier)
         self._earlier.clear()
 
@@ -105,7 +106,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # somebody else, such as an asyncio loop, is woken through it: leave it to them
+        if earlier != -1:  # another user, such as an asyncio loop, has set a descriptor; leave it in place
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -113,20 +114,20 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # no signal has this number: it is time to go
+                if number == 0:  # no signal has this number; `close` sends it
                     return
                 watch.saw(number)
 
     def close(self) -> None:
-        """End the thread. Not by closing the pipe: a forked child may hold it open for as long as it lives."""
+        """End the thread. Closing the pipe would not end it, since a forked child may hold the pipe open."""
         os.write(self._write, b"\0")
         self._thread.join()
-        self.let_go()
+        self.close_descriptors()
 
-    def let_go(self) -> None:
-        """Give back the descriptors."""
+    def close_descriptors(self) -> None:
+        """Close the descriptors."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # somebody else's by now
+        if current not in (-1, self._write):  # another user has replaced it since
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)
@@ -143,7 +144,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in reversed(_active.copy()):  # the innermost first, as each knows only the handler before its own
+    for watch in reversed(_active.copy()):  # the innermost first, since each knows only the handler before its own
         watch.after_fork()
 
 

@@ -1,4 +1,4 @@
-"""Calls of `state_dict` and `load_state_dict`, which no isolated callback can make hang or fail."""
+"""Calls of `state_dict` and `load_state_dict` that do not hang or fail because of an isolated callback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StateCalls:
-    """Call methods of callbacks: inline ones here, those in lanes on threads of their own, for which nobody waits past their deadline."""
+    """Calls methods of callbacks: inline ones in this thread, those in lanes on their own threads, with a deadline."""
 
     def __init__(self) -> None:
         self._attempts: dict[Registration, _Attempt] = {}
@@ -71,12 +71,12 @@ class _Attempt(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Call the function and keep what comes of it."""
+        """Call the function and keep its result or error."""
         try:
             self._result = self._call()
         except Exception as error:
             self._error = error
-        except BaseException as error:  # SystemExit is meant for a program, and a callback in a lane is not one
+        except BaseException as error:  # SystemExit too, which must not end the thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
     def result(self, seconds: float, *, since: float) -> Any:

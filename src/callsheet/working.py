@@ -1,4 +1,4 @@
-"""A line that says what a program is busy with, for work that has no other progress to show."""
+"""A status line for work that shows no other progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # where a log is written
 
 @contextmanager
 def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
-    """Show on standard error that `what` is being done, as long as the block takes.
+    """Show on standard error that `what` is being done while the block runs.
 
     On a terminal one line counts the seconds and is erased at the end. Elsewhere a line is written after five seconds and then every
     thirty. Short work shows nothing.
@@ -40,12 +40,12 @@ def _show(what: str, is_done: threading.Event) -> None:
         is_shown = False
         while not is_done.wait(pause):
             seconds = time.monotonic() - began
-            # On a terminal the cursor stays at the line's beginning, so that what others print takes its place.
+            # On a terminal the cursor stays at the start of the line, so that other output overwrites it.
             stream.write(f"\r{what}: {seconds:.0f} s\x1b[K\r" if is_terminal else f"{what}: {seconds:.0f} s so far\n")
             stream.flush()
             is_shown, pause = True, _TERMINAL_SECONDS if is_terminal else _NEXT_SECONDS
         if is_shown and is_terminal:
             stream.write("\r\x1b[K")
             stream.flush()
-    except (OSError, ValueError, AttributeError):  # standard error is closed, or there is none: the work itself goes on
+    except (OSError, ValueError, AttributeError):  # standard error is closed or missing, which must not stop the work
         return

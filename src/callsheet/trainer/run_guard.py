@@ -67,7 +67,7 @@ class RunGuard:
                 now = time.monotonic()
                 if now >= deadline or owner.is_in_this_thread:
                     return self._lock.rejection(owner)
-                self._lock.say_waiting(owner, self._timeout)
+                self._lock.log_waiting(owner, self._timeout)
                 if now >= until:
                     return None
                 time.sleep(0.1)
