@@ -1,4 +1,4 @@
-"""The command line: what `callsheet` understands, and which command it hands over to."""
+"""The command line `callsheet`: its arguments, and the functions that run its commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ callsheet COMMAND --help explains a command.
 """
 
 _RECIPE_FIRST = ("train", "show")
-"""Commands whose first argument is a recipe; all that follows are its keys."""
+"""Commands whose first argument is a recipe; all further arguments are its keys."""
 
 _TAKE_KEYS = ("evaluate", "predict", "export")
 """Commands with arguments of their own, after which values of the recipe may stand."""

@@ -75,7 +75,7 @@ class Failures(NamedTuple):
     """
 
     callback: str
-    count: int  # type: ignore[assignment]  # not tuple.count: nobody counts equal fields
+    count: int  # type: ignore[assignment]  # overrides tuple.count, which has no use here
     is_off: bool
     last: str
     dropped: int = 0

@@ -1,7 +1,8 @@
-"""What is logged between two boundaries, and how it becomes one record of floats, the same on all ranks.
+"""Collect logged values, and reduce them at a log boundary to one record of floats that is the same on all ranks.
 
-Tensors stay where they are until the boundary; there, those of a device cross in one copy, and the ranks' values meet in one sum and
-one maximum, laid out by a schema that all ranks share. Ranks that logged other names than that find out by its digest, and extend it.
+Tensors stay on their device until the boundary. There each device's tensors are copied to the host at once, and the values of all ranks are
+reduced with one sum and one maximum. The layout of both is a schema that all ranks share. The ranks compare digests of their schemas, and
+extend the shared schema if a rank logged new names.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from callsheet.errors import ConfigError
 OVER = ("last", "mean", "sum")
 ACROSS = ("mean", "sum", "max", "same")
 
-_FOLD = 256  # so many values are kept before they are added up, so that a loop that never reads a record does not grow
+_FOLD = 256  # values are summed after this many, so that memory does not grow in a loop that never makes a record
 
 
 Schema = dict[str, tuple[str, str]]
 """Names, with their `over` and `across`."""
 
 Names = str | tuple[str, ...]
-"""One name, or those of the numbers in a tensor of one dimension."""
+"""One name, or the names of the numbers in a one-dimensional tensor."""
 
 
 class Reducer(Protocol):
-    """How values of several ranks become one; every rank calls the same in the same order."""
+    """Reduces values over the ranks. Every rank makes the same calls in the same order."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over the ranks."""
+        """Return the sums over the ranks."""
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The maxima over the ranks."""
+        """Return the maxima over the ranks."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return every rank's value."""
 
 
 class Series:
-    """The values of one name since the last boundary, or of several names that are logged in one tensor."""
+    """The values of one name since the last log boundary, or of several names that are logged in one tensor."""
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
 
@@ -54,13 +55,13 @@ class Series:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the values."""
+        """Remove all values."""
         self.values: list[Any] = []
         self.weights: list[Any] = []
-        self.unweighted = 0  # values without a weight, which weigh one each
+        self.unweighted = 0  # number of values without a weight, each of which has weight 1
 
     def add(self, value: Any, weight: Any = None) -> None:
-        """Take one more value."""
+        """Add a value."""
         if self.over == "last":
             self.values = [value]
             return
@@ -76,7 +77,7 @@ class Series:
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
-        """A series for each of several names, with the values that this one has."""
+        """Return a series for each name, with its part of the values."""
         apart: dict[str, Series] = {}
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
@@ -85,34 +86,33 @@ class Series:
         return apart
 
     def result(self) -> tuple[Any, Any]:
-        """The total, and the weight to divide it by: numbers or scalar tensors."""
+        """Return the total and the weight to divide it by: numbers or scalar tensors."""
         if self.over != "mean":
             return _total(self.values), 1
         return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
 
 
 class MetricLog:
-    """Collects what is logged, and gives it out at a boundary.
+    """Collects logged values, and returns them reduced at a log boundary.
 
     Args:
-        reducer: of the ranks; None where there is one.
+        reducer: reduces over the ranks; None for a single rank.
     """
 
     def __init__(self, reducer: Reducer | None = None) -> None:
-        self._series: dict[Names, Series] = {}  # each name is in one of them
-        self._how: Schema = {}  # every name, in the order in which they first came
+        self._series: dict[Names, Series] = {}  # each name is in exactly one series
+        self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
         self._reducer = reducer
-        self._schema: Schema = {}  # what all ranks know of
+        self._schema: Schema = {}  # the names that all ranks know
 
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
 
     def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
-        """Take values by name, or by several names; see `Context.log`.
+        """Add values by name, or by several names; see `Context.log`.
 
         Raises:
-            ConfigError: an unknown `over` or `across`, one that differs from the name's earlier one, or a value that is not one number
-                a name.
+            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
         """
         if weight is not None:
             weight = scalar("weight", weight)
@@ -126,12 +126,12 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: str, across: str) -> Series:
-        """The series of one name, for a loop that adds to it at every step; raises as `log` does."""
+        """Return the series of one name, for a loop that adds to it at every step. Raises as `log` does."""
         series = self._series.get(names)
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # in one tensor with others, so far
+            if names in self._how:  # so far it was logged in one tensor with others
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -147,26 +147,26 @@ class MetricLog:
     def _log_vector(self, names: tuple[str, ...], vector: Any, over: str, across: str, weight: Any) -> None:
         if names in self._series or self._how.keys().isdisjoint(names):
             self.series(names, over, across).add(vector, weight)
-        else:  # some have been logged alone, or in another tensor
+        else:  # some names were logged alone, or in another tensor
             for name, value in zip(names, vector.unbind(), strict=True):
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """The series of several names becomes one for each."""
+        """Replace the series of several names by one for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """The last value of each `<family>/<name>` since the last `take`, by that name; see `Context.logged`."""
+        """Return the last value of each `<family>/<name>` since the last `take`, by full name; see `Context.logged`."""
         found = {name: series.values[-1] for name, series in self._series.items() if isinstance(name, str) and series.values}
         return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
 
     def take(self) -> dict[str, float]:
-        """Everything since the last call as floats, in the order in which names first came; waits for the devices that hold tensors.
+        """Return everything since the last call as floats, in the order in which names were first logged. Waits for devices that hold tensors.
 
-        A mean of nothing but weight zero is left out. With a reducer it is a collective, and what any rank logged is in it.
+        A mean whose weights are all zero is left out. With a reducer this is a collective, and the result holds the names of all ranks.
 
         Raises:
             ConfigError: ranks logged one name in different ways.
@@ -186,7 +186,7 @@ class MetricLog:
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
     def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
-        """The totals and weights of all ranks."""
+        """Return the totals and weights over all ranks."""
         while True:
             wanted = self._schema | self._how
             digest = _digest(wanted)
@@ -223,7 +223,7 @@ class MetricLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._series, self._how = {}, {}
         for name, saved in state.items():
             series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])
@@ -231,18 +231,18 @@ class MetricLog:
 
 
 _BY_MAX = ("max", "same")
-"""`same` values by their maximum too: a sum over three ranks divided by three may be another number."""
+"""`same` values are reduced by their maximum too, since a sum over three ranks divided by three may be a different number."""
 
 
 def _sum_slots(total: tuple[float, float] | None, across: str) -> tuple[float, float]:
-    """A rank's part of a sum, and its weight; each rank's own mean is added where `across` is the sum."""
+    """Return a rank's summand and weight; with `across="sum"` the summand is the rank's own mean."""
     if total is None or not total[1]:
         return 0.0, 0.0
     return (total[0] / total[1], 1.0) if across == "sum" else total
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """A rank's value for a maximum, and its mark: 0 for none, 1 for a number, 2 for NaN, which no maximum passes on."""
+    """Return a rank's value for a maximum and a mark: 0 for no value, 1 for a number, 2 for NaN, which a maximum would lose."""
     if total is None or not total[1]:
         return -math.inf, 0.0
     value = total[0] / total[1]
@@ -254,12 +254,12 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Of a schema in its order, as a whole number that a float holds exactly."""
+    """Return the digest of a schema, order included, as a whole number that a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """All names: what is known already, and what is new in the order of ranks."""
+    """Return all names: the known ones, then the new ones in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():
@@ -274,7 +274,7 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
 
 
 def scalar(name: str, value: Any) -> Any:
-    """`value` as a number or a detached scalar tensor."""
+    """Return `value` as a number or a detached scalar tensor."""
     if hasattr(value, "detach"):
         if value.dim() and value.numel() == 1:
             value = value.reshape(())
@@ -282,7 +282,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()  # also without a gradient: it may come to have one before the boundary
+        return value.detach()  # even without a gradient, since it may get one before the boundary
     try:
         if isinstance(value, str):
             raise TypeError
@@ -292,7 +292,7 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def _vector(names: tuple[str, ...], value: Any) -> Any:
-    """`value` as a detached tensor of one number a name."""
+    """Return `value` as a detached tensor of one number for each name."""
     if not hasattr(value, "detach") or not names or tuple(value.shape) != (len(names),):
         what = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "detach") else repr(value)
         raise ConfigError(
@@ -302,21 +302,21 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Put floats where there are scalar tensors, and lists of them where there are others: those of a device cross in one copy."""
+    """Replace scalar tensors by floats, and one-dimensional tensors by lists of floats, with one copy for each device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):
             by_device.setdefault(number.device, []).append(place)
     for device, places in by_device.items():
         torch, wide = sys.modules["torch"], _wide(device)
-        parts: list[tuple[Any, list[int]]] = []  # tensors of one dimension, and whose they are
-        scalars: dict[Any, list[int]] = {}  # by dtype: of one they can be stacked as they are
+        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their places in `numbers`
+        scalars: dict[Any, list[int]] = {}  # by dtype, since tensors of one dtype can be stacked
         for place in places:
             if numbers[place].dim():
                 parts.append((numbers[place], [place]))
             else:
                 scalars.setdefault(numbers[place].dtype, []).append(place)
-        parts += [(torch.stack([numbers[place] for place in alike]), alike) for alike in scalars.values()]
+        parts += [(torch.stack([numbers[place] for place in group]), group) for group in scalars.values()]
         floats = iter(torch.cat([part.to(wide) for part, _ in parts]).tolist())
         for part, owners in parts:
             for place in owners:
@@ -324,7 +324,7 @@ def _fetch(numbers: list[Any]) -> None:
 
 
 def _total(values: list[Any]) -> Any:
-    """The sum; of tensors in one stack, not a chain of additions, and wide enough for large counts and half precision."""
+    """Return the sum. Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision."""
     if len(values) > 1 and all(hasattr(value, "device") for value in values):
         torch, wide = sys.modules["torch"], _wide(values[0].device)
         if len({value.dtype for value in values}) > 1:
@@ -334,7 +334,7 @@ def _total(values: list[Any]) -> Any:
 
 
 def _wider(value: Any) -> Any:
-    """`value`; a tensor of fewer than 32 bits in a type in which it can be multiplied and added up."""
+    """Return `value`; a tensor of fewer than 32 bits is converted to a dtype in which it can be multiplied and summed."""
     return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
 
 

@@ -1,4 +1,4 @@
-"""How long, how far, and how often: durations with a unit, what a run has completed, and "every N of a unit"."""
+"""Durations with a unit, timestamps of a run's progress, and intervals ("every N of a unit")."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
 _SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # "10steps": meant 'ba'
 
-# Both are loose about the numbers, which int() and float() then judge.
-# `re` compiles them at the first use and keeps them: an import that reads no time does not wait for it.
+# Both patterns accept more than numbers; int() and float() check these afterwards.
+# They are strings, so that `re` compiles them at the first use and not at import.
 _COUNT = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
 _CLOCK = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
 _LOOSE = re.ASCII | re.IGNORECASE
@@ -60,7 +60,7 @@ def _number(digits: str, unit: TimeUnit, text: str) -> float:
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
-    """The number and the unit in `"10ba"`, `"0.5dur"` or `"1h30m"`; ConfigError for anything else."""
+    """Return the number and the unit in `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError for anything else."""
     bare = text.strip()
     if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
@@ -79,15 +79,15 @@ def _read(text: str) -> tuple[float, TimeUnit]:
 class Time:
     """A number of one unit: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
-    Strings are a number and a unit in either case, spaces between them and underscores in the number allowed; or hours,
-    minutes and seconds, which become `sec` ("10m" is ten minutes, and "36h" is fine). `value` is an int, for `dur` and
-    `sec` a float; it may be negative, as a difference can be.
+    A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or hours,
+    minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). `value` is an int, or a float for `dur` and `sec`. It
+    may be negative, as the result of a subtraction.
 
-    Times of one unit add, subtract, divide and order, also with strings: `Time("10ba") + "5ba" < "1_000ba"`.
-    By a number they multiply and divide, whole units rounded down. `==` across units is False, and with a string asks
-    for this time's own spelling, `str(time)`: so what is equal has the same hash.
+    Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They can be
+    multiplied and divided by a number; whole units are rounded down. `==` is False for different units. A string equals a time if it is
+    exactly `str(time)`, so that equal values have the same hash.
 
-    Raises ConfigError for what is no time, with the mend; MixedUnitsError when two units meet in anything but `==`.
+    Raises ConfigError, with a hint, for an invalid time; MixedUnitsError if two units are combined with anything but `==`.
 
     >>> Time("7ba") / 2
     Time("3ba")
@@ -109,7 +109,7 @@ class Time:
         if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise ConfigError(f"{value!r} is no number of {unit.value!r}; give a finite one, as in '10{unit.value}'")
         if unit in _FRACTIONAL:
-            value = float(value) + 0.0  # -0.0 becomes 0.0, so that what is equal is also spelled alike
+            value = float(value) + 0.0  # -0.0 becomes 0.0, so that equal times have the same string
         elif not isinstance(value, int):
             raise ConfigError(f"{value!r} {unit.value} is no whole number{_WHOLE}")
         object.__setattr__(self, "value", value)
@@ -117,22 +117,22 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Return a Time from what a person may write. A bare whole number, also as text, counts the `default` unit.
+        """Return a Time from what a user may write. A whole number without a unit, also as text, has the `default` unit.
 
-        Raises ConfigError for a bool, and for a bare number where there is no default.
+        Raises ConfigError for a bool, and for a number without a unit if there is no default.
         """
         if isinstance(value, Time):
             return value
         if default is not None and isinstance(value, str) and value.strip().isdecimal():
-            value = int(value)  # a command line and an environment variable have text alone
+            value = int(value)  # the command line and environment variables have only text
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """`how` of the two values, in one unit; NotImplemented for what is no time."""
+        """Return `how` of the two values, which must have one unit; NotImplemented if `other` is not a time."""
         if isinstance(other, str):
             other = Time(other)
         if not isinstance(other, Time):
-            return NotImplemented  # type: ignore[no-any-return]  # what an operator then hands on to `other`
+            return NotImplemented  # type: ignore[no-any-return]  # the operator then tries `other`
         if other.unit is not self.unit:
             raise MixedUnitsError(f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit")
         return how(self.value, other.value)
@@ -194,19 +194,19 @@ class Time:
         return f'Time("{self}")'
 
 
-# Where a timestamp holds each unit: its first six fields, in the order of the units.
+# The place of each unit in a timestamp: its first six fields, in the order of the units.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
 
 class Timestamp(NamedTuple):
-    """What a run has completed: rounds, epochs, batches, samples and tokens (over all ranks), and seconds of training.
+    """The progress of a run: completed rounds, epochs, batches, samples and tokens (over all ranks), and seconds of training.
 
-    Immutable. Orders against a Time or a string by the counter of that unit, `timestamp >= "10ba"`; two timestamps are
-    equal or not, but have no order (TypeError), since their counters need not agree on one.
+    It is immutable. It can be compared with a Time or a string, by the counter of that unit: `timestamp >= "10ba"`. Two timestamps can be
+    equal, but ordering them raises TypeError, since their counters may disagree on the order.
     """
 
-    # A named tuple because one is made at every step, and a frozen dataclass takes three times as long to make.
+    # A named tuple, since one is made at every step and a frozen dataclass takes three times as long to make.
     round: int = 0
     epoch: int = 0
     batch: int = 0
@@ -220,37 +220,37 @@ class Timestamp(NamedTuple):
     seconds_in_epoch: float = 0.0
 
     def next_batch(self) -> Timestamp:
-        """After one more batch."""
-        # Unpacked, not `_replace`d, which takes twice as long; and made as the tuple that it is, without its class's own function.
+        """Return the timestamp after one more batch."""
+        # `_replace` would take twice as long, and `tuple.__new__` is faster than calling the class.
         rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         after = rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since
         return tuple.__new__(Timestamp, after)
 
     def next_epoch(self) -> Timestamp:
-        """After one more epoch: what is counted within an epoch starts from 0."""
+        """Return the timestamp after one more epoch; the counters within an epoch start from 0."""
         fresh = self._replace(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, seconds_in_epoch=0.0)
         return fresh._replace(epoch=self.epoch + 1, epoch_in_round=self.epoch_in_round + 1)
 
     def next_round(self) -> Timestamp:
-        """After one more round: its epochs are counted from 0."""
+        """Return the timestamp after one more round; `epoch_in_round` starts from 0."""
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def settled(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """With what the ranks have agreed on added, in all and within the epoch."""
+        """Return the timestamp with the sums over the ranks added, in total and within the epoch."""
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds
         more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
-    def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # not tuple.count: nobody counts equal fields
-        """The bare number completed of `unit`; ConfigError for `dur`, which a timestamp alone does not know."""
+    def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # overrides tuple.count, which has no use here
+        """Return the completed number of `unit`. Raises ConfigError for `dur`, which also depends on `max_duration`."""
         try:
             return self[_SLOT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """What is completed of `unit`, as a Time; ConfigError for `dur`."""
+        """Return the completed number of `unit` as a Time. Raises ConfigError for `dur`."""
         return Time(self.count(unit), unit)
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
@@ -259,7 +259,7 @@ class Timestamp(NamedTuple):
         time = Time.parse(other)
         return how(self.count(time.unit), time.value)
 
-    def __lt__(self, other: Time | str) -> bool:  # type: ignore[override]  # a tuple's order would compare rounds first
+    def __lt__(self, other: Time | str) -> bool:  # type: ignore[override]  # a tuple would compare rounds first
         return self._against(other, lambda a, b: a < b)
 
     def __le__(self, other: Time | str) -> bool:  # type: ignore[override]
@@ -271,12 +271,12 @@ class Timestamp(NamedTuple):
     def __ge__(self, other: Time | str) -> bool:  # type: ignore[override]
         return self._against(other, lambda a, b: a >= b)
 
-    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # not a tuple's: nobody joins timestamps
-        """The time of the other's unit that is so much later: `timestamp + "100ba"`."""
+    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # overrides the concatenation of tuples
+        """Return the time, in the other's unit, that is later by `other`: `timestamp + "100ba"`."""
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """The time of the other's unit that is so much earlier."""
+        """Return the time, in the other's unit, that is earlier by `other`."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:
@@ -292,28 +292,28 @@ class Timestamp(NamedTuple):
         return self.get(time.unit) + time * sign
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON data."""
+        """Return the fields as plain JSON data."""
         return self._asdict()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
-        """The timestamp that `to_dict` wrote; ConfigError for a key or a value that it would not have written."""
+        """Return the timestamp of which `to_dict` returned `data`. Raises ConfigError for an invalid key or value."""
         odd = set(cls._fields).symmetric_difference(data if isinstance(data, Mapping) else ())
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
             value, kinds = data[name], {int, type(zero)}  # a whole number of seconds may come back as an int
-            if type(value) not in kinds or not 0 <= value < math.inf:  # type(): a bool is no count
+            if type(value) not in kinds or not 0 <= value < math.inf:  # `type()`, since a bool is not a count
                 raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Every so often: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
+    """Every N of a unit: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    A bare whole number counts batches, or the `default` unit. With `at_end`, also due when training reaches its `max_duration`.
-    Raises ConfigError for what is no time, or not more than 0.
+    A whole number without a unit has the `default` unit, batches. With `at_end` it is also due when training reaches `max_duration`.
+    Raises ConfigError for an invalid time, or one that is not above 0.
     """
 
     every: Time
@@ -335,11 +335,11 @@ class Interval:
             raise ConfigError(f"{argument}={given!r}: {error}") from None
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
-        """How many whole intervals are complete; `elapsed` is `elapsed_fraction`, which only `dur` reads.
+        """Return how many whole intervals are complete. `elapsed` is the `elapsed_fraction`, which only `dur` needs.
 
-        A `dur` interval that ends just now counts: elapsed, interval and quotient are each rounded to a float, by a
-        2**-53 of it at most, so the quotient is lifted by 2**-50 of it before it is cut.
-        Raises ConfigError for `dur` without elapsed.
+        A `dur` interval that ends at this timestamp counts. Each of elapsed, interval and quotient has a relative rounding error of at most
+        2**-53, so the quotient is increased by a relative 2**-50 before it is rounded down.
+        Raises ConfigError for `dur` without `elapsed`.
         """
         slot = _SLOT.get(self.every.unit)
         if slot is not None:
@@ -351,7 +351,7 @@ class Interval:
     def is_due(
         self, previous: Timestamp, now: Timestamp, previous_elapsed: float | None = None, elapsed: float | None = None
     ) -> bool:
-        """Whether an interval was completed since `previous`; with `at_end`, also whether the end was reached."""
+        """Return whether an interval was completed since `previous` or, with `at_end`, the end was reached."""
         if self.index(now, elapsed) != self.index(previous, previous_elapsed):
             return True
         ended = elapsed is not None and elapsed >= 1.0
@@ -362,9 +362,9 @@ class Interval:
 
 
 def elapsed_fraction(timestamp: Timestamp, max_duration: Time | None) -> float | None:
-    """The fraction of `max_duration` that is completed, 1.0 at its end and more beyond; None where there is none.
+    """Return the completed fraction of `max_duration`: 1.0 at its end, and more after it. None if there is no `max_duration`.
 
-    Raises ConfigError for a `max_duration` in `dur`, which would be a fraction of itself, or not more than 0.
+    Raises ConfigError for a `max_duration` that is in `dur`, which would be a fraction of itself, or not above 0.
     """
     if max_duration is None:
         return None
