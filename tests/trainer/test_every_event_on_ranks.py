@@ -48,7 +48,7 @@ class Checker(Callback):
         event = str(ctx.event)
         for name in (*ALWAYS, *fields_available(event)):
             if not ctx.has(name):
-                self.faults.append(f"{name} is not told at {event} on rank {ctx.run.rank}")
+                self.faults.append(f"{name} is not available at {event} on rank {ctx.run.rank}")
             elif name in REPLICATED and name not in ("event", "state", "control", "exception", "model"):
                 self.shared.append((event, name, plain(getattr(ctx, name))))
         if event == "on_train_step_end" and not (isinstance(ctx.learning_rate, float) and ctx.learning_rate > 0):
