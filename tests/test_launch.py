@@ -453,7 +453,7 @@ def test_the_first_failing_rank_is_told_first(tmp: Path) -> None:
     told = failures("leaves with a code", "waits")
     assert (told[0].rank, told[0].error, told[0].exitcode) == (0, "SystemExit: 3", 3)
     told = failures("leaves", "leaves at once")
-    assert [(failure.rank, str(failure)) for failure in told] == [(1, "ended by itself with exit code 0, and without a result")]
+    assert [(failure.rank, str(failure)) for failure in told] == [(1, "exited with code 0 without a result")]
     assert_nothing_left(tmp)
 
 
@@ -502,7 +502,7 @@ def test_what_cannot_work_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -
         ({"max_restarts": -1}, "max_restarts=-1"),
         (
             {"nnodes": 2},
-            r"nnodes=2: launch\(\) starts the ranks of this machine alone. .* start the script with torchrun on each",
+            r"nnodes=2: launch\(\) starts ranks on this machine only. .* start the script with torchrun on each",
         ),
         ({"grace_seconds": 0}, "grace_seconds=0: give seconds above zero"),
         ({"callbacks": [Carried()]}, r"takes_nothing\(\) -> .*None.* does not take callbacks; add the parameter `callbacks`"),
@@ -510,7 +510,7 @@ def test_what_cannot_work_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(ConfigError, match=message):
             launch(takes_nothing, **wrong)
-    with pytest.raises(ConfigError, match="launch\\(\\) calls a function, and 5 is none"):
+    with pytest.raises(ConfigError, match="launch\\(\\) needs a function or a recipe, and 5 is neither"):
         launch(5)  # type: ignore[call-overload]  # that is the test
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="in a process that torchrun started"):

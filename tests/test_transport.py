@@ -111,7 +111,7 @@ def arrived(payload: Payload) -> list[Callback]:
 
 
 def test_what_is_sent_arrives_as_it_was() -> None:
-    """One payload with all kinds of things, through the real trial in a fresh interpreter and out of the real file."""
+    """One payload with all kinds of things, through the real preflight check in a fresh interpreter and out of the real file."""
     shared: list[Any] = [1]
     history = History()
     plain = Keeps(
@@ -215,10 +215,10 @@ def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> N
 def test_views_of_one_memory_are_told_from_copies() -> None:
     base = torch.arange(4.0)
     [line] = differences(fingerprint({"it": [base[:2], base[2:]]}), fingerprint({"it": [base[:2].clone(), base[2:].clone()]}))
-    assert line == "it[1]: memory: here it is the same object as it[0], and not so there"
+    assert line == "it[1]: memory: here it is the same object as it[0], but not there"
     sparse = torch.eye(2).to_sparse()
     assert differences(fingerprint({"it": sparse}), fingerprint({"it": sparse})) == [
-        "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be looked into"
+        "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be inspected"
     ]
 
 
@@ -282,9 +282,9 @@ def rejected_values() -> Iterator[tuple[str, Any, str]]:
     yield (
         "lambda",
         lambda: 1,
-        r"callbacks\[0\] \(Keeps\): its argument given: it is a lambda, which has no import path; .* or say allow_pickle=True",
+        r"callbacks\[0\] \(Keeps\): its argument given: it is a lambda, which has no import path; .* or set allow_pickle=True",
     )
-    yield "renamed", renamed, "test_transport.nothing is not what is found under that name; give what is"
+    yield "renamed", renamed, "test_transport.nothing is not the object with that import path; give the object that is"
     yield "file", open(os.devnull), "it is an open file, which stays in this process; give its path, and open it in on_run_start"  # noqa: SIM115
     yield "lock", threading.Lock(), "it is a lock, which stays in this process; make one in the constructor"
     yield "rlock", threading.RLock(), "it is a lock"
@@ -293,7 +293,7 @@ def rejected_values() -> Iterator[tuple[str, Any, str]]:
     yield "socket", socket.socket(), "it is a socket.socket, which stays in this process"
     yield "generator", (i for i in range(3)), "it is a generator, which stays in this process"
     yield "module", os, "it is a module, which stays in this process"
-    yield "object", object(), "it is a object; give plain data or something that has an import path, or say allow_pickle=True"
+    yield "object", object(), "it is a object; give plain data or something that has an import path, or set allow_pickle=True"
     yield "subclass", collections.OrderedDict(a=1), "it is a collections.OrderedDict; give plain data"
     yield "deep", {"a": [1, {"b": threading.Lock()}]}, r"its argument given\['a'\]\[1\]\['b'\]: it is a lock"
     yield "method", Options(1.0).names.append, "it is a builtin_function_or_method"
@@ -338,7 +338,7 @@ def test_pickles_are_rejected_where_they_would_not_be_what_they_were(tmp_path: P
         with pytest.raises(TransportError, match="it is an open file"):
             pack([Keeps(file)], allow_pickle=True)
     with pytest.raises(
-        TransportError, match="refers to the callback History, which is sent as well: over there they would be two"
+        TransportError, match="refers to the callback History, which is sent as well: the receiver would get two copies"
     ):
         pack([Keeps(lambda: history), history], allow_pickle=True)
     with pytest.raises(TransportError, match=r"its argument given: cloudpickle cannot send it: .*lock"):
@@ -434,12 +434,12 @@ def test_what_would_be_lost_is_named() -> None:
         "callbacks[0] (HalfState).seen['b']: missing there",
         f"{who}.value: a str here, an int there",
         f"{who}.gone: missing here",
-        f"{who}.items['a'][1]['deep']: an int of another value there",
-        f"{who}.drawn: a float of another value there",
-        f"{who}.halfway: a generator, which cannot be looked into",
-        f"{who}.other: there it is the same object as callbacks[1].one, and not so here",
+        f"{who}.items['a'][1]['deep']: an int with another value there",
+        f"{who}.drawn: a float with another value there",
+        f"{who}.halfway: a generator, which cannot be inspected",
+        f"{who}.other: there it is the same object as callbacks[1].one, but not here",
         f"{who}.extra: missing there",
-        f"{who} Changed.limit: an int of another value there",
+        f"{who} Changed.limit: an int with another value there",
         f"{who} Changed.on_log: missing there",
     } <= lines
     assert any(line.startswith(f"{who}.tensor: content: ") for line in lines)
@@ -468,7 +468,7 @@ def test_a_callback_that_cannot_be_rebuilt_is_rejected_with_its_error() -> None:
         match=r"rebuilt in a fresh interpreter.*RuntimeError: only in one process\n  at .*test_transport.py:\d+: raise",
     ):
         pack([FailsElsewhere(os.getpid())])
-    with pytest.raises(TransportError, match=r"exit code 7, before anything was rebuilt; its last words:\n  a last word"):
+    with pytest.raises(TransportError, match=r"exited with code 7 before anything was rebuilt; its last output:\n  a last word"):
         pack([Exits(os.getpid())])
 
 
@@ -670,11 +670,11 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
             told = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
-            assert "is not of this launch: it was made for another, earlier one" in told
+            assert "does not belong to this launch, but to an earlier one" in told
     path.write_bytes(seal(key, "result", b"x"))
     assert "is not a payload" in rejection(variables)
     path.unlink()
-    assert "it is not there: the launch that it belongs to has ended" in rejection(variables)
+    assert "it does not exist: the launch that it belongs to has ended" in rejection(variables)
     assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
     told = rejection({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
     assert "is not one that callsheet made" in told
@@ -772,7 +772,7 @@ def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -
                 found.add(read_private(path).decode("latin-1"))
             except TransportError as error:
                 found.add(str(error).partition(": ")[2])
-        assert found <= {whole.decode("latin-1"), "it is a symbolic link, or not what it should be"}
+        assert found <= {whole.decode("latin-1"), "it is a symbolic link, or not of the expected type"}
     finally:
         over.set()
         swapping.join()
@@ -847,5 +847,5 @@ def test_a_payload_says_nothing_of_what_is_in_it(posted: tuple[dict[str, str], P
 
 
 def test_what_is_too_large_is_rejected() -> None:
-    with pytest.raises(TransportError, match=r"bytes, and \d+ are the most; save what is large to a file, and give its path"):
+    with pytest.raises(TransportError, match=r"bytes, more than the limit of \d+; save large data to a file, and give its path"):
         pack([Keeps(torch.zeros(2**25 + 2**20))])

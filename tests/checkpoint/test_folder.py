@@ -139,7 +139,7 @@ def test_a_target_of_another_size_is_named_before_any_is_filled(tmp_path: Path) 
     write(tmp_path / "ck", {"model": {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}}, {})
     for wrong, why in ((torch.zeros(2), r"of size \[2\]"), (torch.zeros(3, device="meta"), "on the meta device")):
         given = {"model.a": torch.zeros(2), "model.b": wrong}
-        message = rf"model\.b: the checkpoint holds it in size \[3\], and what it is to be read into is {why}"
+        message = rf"model\.b: the checkpoint holds it in size \[3\], and the tensor to read it into is {why}"
         with pytest.raises(CheckpointError, match=message):
             read_checkpoint(tmp_path / "ck", target=lambda name, size, dtype, given=given: given.get(name))  # type: ignore[misc]
         assert given["model.a"].tolist() == [0, 0]
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_another_kind_is_rejected(tmp_path: Path) -> None:
 
 def test_a_sealed_checkpoint_is_not_written_over_unasked(tmp_path: Path) -> None:
     write(tmp_path / "ck", {"a": 1}, {})
-    with pytest.raises(CheckpointError, match="is a sealed checkpoint; choose a new folder or pass overwrite=True"):
+    with pytest.raises(CheckpointError, match="is already a sealed checkpoint; choose a new folder or pass overwrite=True"):
         write(tmp_path / "ck", {"a": 2}, {})
     for value in (2, 3, 4):
         write(tmp_path / "ck", {"a": value}, {"step": value}, overwrite=True)
@@ -266,7 +266,7 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
 
 def test_a_folder_of_other_files_is_neither_cleared_nor_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match=r"holds files that are no checkpoint's; choose a new folder"):
+    with pytest.raises(CheckpointError, match=r"holds files that do not belong to a checkpoint; choose a new folder"):
         write(tmp_path, STATE, {}, overwrite=True)
     with pytest.raises(CheckpointError, match="is not the folder of a checkpoint, so it is not deleted"):
         delete_checkpoint(tmp_path)
@@ -382,7 +382,7 @@ try:
     write(root / "ck", {"a": 1}, {})
 except CheckpointError as error:
     assert error.__cause__.errno == errno.EACCES, error.__cause__
-    assert str(error) == f"cannot write {root / 'ck'}: Permission denied; check who may write and read there", error
+    assert str(error) == f"cannot write {root / 'ck'}: Permission denied; check the permissions", error
 else:
     raise AssertionError("written")
 """

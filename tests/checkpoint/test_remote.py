@@ -62,7 +62,7 @@ def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory
     for step in (1, 2):
         write(f"{ROOT}/step-{step}", step)
         point_latest(f"{ROOT}/step-{step}")
-    with pytest.raises(CheckpointError, match=r"memory://bucket/run/step-1 is a sealed checkpoint"):
+    with pytest.raises(CheckpointError, match=r"memory://bucket/run/step-1 is already a sealed checkpoint"):
         write(f"{ROOT}/step-1", 3)
     for step in (3, 4):
         write(f"{ROOT}/step-1/", step, overwrite=True)
@@ -89,7 +89,7 @@ def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory
 
 def test_a_store_whose_folder_holds_other_files_is_left_alone(memory: Any) -> None:
     memory.pipe_file(f"{ROOT}/thesis.tex", b"")
-    with pytest.raises(CheckpointError, match="holds files that are no checkpoint's"):
+    with pytest.raises(CheckpointError, match="holds files that do not belong to a checkpoint"):
         write(ROOT, 1, overwrite=True)
     assert names(memory, ROOT) == {"thesis.tex"}
 

@@ -174,7 +174,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path)
         "no plain data": r"rank 1: a: a <class 'object'> is not plain data",
         "no plain data on any": r"ranks 0, 1: a: a <class 'object'> is not plain data",
         "no plain data of its own": r"rank 1: b: a <class 'object'> is not plain data",
-        "only there": r"rank 0: state.w: rank 1 shares it, and rank 0 does not; put into `local`",
+        "only there": r"rank 0: state.w: rank 1 shares it, and rank 0 does not; put a rank's own state into `local`",
         "another size": r"state.w: it is torch.float32 of \[2\] on rank 0 and torch.float32 of \[3\] on rank 1",
         "another dtype": r"state.w: it is torch.float32 of \[2\] on rank 0 and torch.int64 of \[2\] on rank 1",
         "info": r"bad: a <class 'object'> is not plain data",

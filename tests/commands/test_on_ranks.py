@@ -133,5 +133,5 @@ def test_what_is_wrong_with_a_recipe_is_found_before_anything_starts(place: Path
         callsheet.launch(Path("tiny.yaml"), overrides=["--batch_size", "0"])
     with pytest.raises(ConfigError, match="set the values in the recipe's config"):
         callsheet.launch(Asked(), overrides=["--batch_size", "1"])
-    with pytest.raises(ConfigError, match="a function has args"):
+    with pytest.raises(ConfigError, match="give a function its args"):
         callsheet.launch(never, overrides=["--batch_size", "1"])  # type: ignore[call-overload]  # which is what is tested

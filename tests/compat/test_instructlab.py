@@ -571,7 +571,7 @@ def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> N
     """There it is lost: a class is sent as source, and made without arguments."""
     changed = Tells("x", hooks=[])
     changed.folder = "y"
-    with pytest.raises(TransportError, match=r"\(Tells\)\.foreign.*\.folder: a str of another value there"):
+    with pytest.raises(TransportError, match=r"\(Tells\)\.foreign.*\.folder: a str with another value there"):
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, callbacks=[changed]))
 
     class Local(TrainerCallback):

@@ -77,7 +77,7 @@ def test_another_model_is_rejected_on_all_ranks_and_nothing_is_lost(tmp_path: Pa
     first, second = run_ranks(misfit, 2, str(tmp_path))
     assert len(first) == len(second) == 2
     for told in (*first, *second):
-        assert "model weight '0.weight' is of the size [4, 3], and this model's of [5, 3]" in told
+        assert "weight '0.weight' has the size [4, 3], and this model's has the size [5, 3]" in told
     assert (tmp_path / "alike" / "checkpoints" / "ep1-ba6" / "manifest.json").exists()
 
 

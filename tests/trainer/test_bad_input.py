@@ -94,7 +94,7 @@ other_model = nn.Linear(2, 1)
         ({"run_name": "."}, r"run_name='\.' must be a plain name"),
         ({"optimizer": None, "scheduler": lambda optimizer: None}, r"a scheduler needs an optimizer"),
         ({"optimizer": sgd(list(other_model.parameters()))}, r"the optimizer holds parameters that are not the model's.*lambda"),
-        ({"optimizer": lambda parameters: "adam"}, r"optimizer gave str; give a torch optimizer, or a function"),
+        ({"optimizer": lambda parameters: "adam"}, r"optimizer is or returned str; give a torch optimizer, or a function"),
         ({"task": None}, r"task=None: give a loss function of \(outputs, targets\)"),
         ({"task": nn.MSELoss}, r"task=.*MSELoss.*give a loss function"),
         ({"task": "mse"}, r"task='mse'"),
@@ -274,7 +274,7 @@ def test_a_rejection_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -
 
 @pytest.mark.parametrize("missing", ["optimizer", "train_dataloader"])
 def test_fit_without_its_parts_is_rejected(missing: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fit\(\) needs (an optimizer|a train_dataloader); give the Trainer one"):
+    with pytest.raises(ConfigError, match=r"fit\(\) needs (an optimizer|a train_dataloader); pass it to the Trainer"):
         trainer_of(tmp_path, **{missing: None}).fit()
 
 
@@ -301,7 +301,7 @@ def test_an_epoch_without_batches_is_rejected(tmp_path: Path) -> None:
 
 
 def test_evaluate_without_data_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\(\) has no data; give it a dataloader, or the Trainer an eval_dataloader"):
+    with pytest.raises(ConfigError, match=r"evaluate\(\) has no data; pass it a dataloader, or an eval_dataloader to the Trainer"):
         trainer_of(tmp_path).evaluate()
 
 
@@ -315,10 +315,10 @@ def test_an_iterator_or_nothing_is_rejected_there_too(method: str, tmp_path: Pat
 
 CALLS: dict[str, tuple[Callable[[Trainer], object], str]] = {
     "fit": (lambda trainer: trainer.fit(), ""),
-    "evaluate": (lambda trainer: trainer.evaluate(some_data()), r"; ask the loop for it: ctx\.control\.evaluate\(why\)"),
+    "evaluate": (lambda trainer: trainer.evaluate(some_data()), r"; use ctx\.control\.evaluate\(why\) instead"),
     "test": (lambda trainer: trainer.test(some_data()), ""),
     "predict": (lambda trainer: trainer.predict(some_data()), ""),
-    "save_checkpoint": (lambda trainer: trainer.save_checkpoint(), r"; ask the loop for it: ctx\.control\.save\(why\)"),
+    "save_checkpoint": (lambda trainer: trainer.save_checkpoint(), r"; use ctx\.control\.save\(why\) instead"),
 }
 
 
@@ -349,7 +349,7 @@ def test_calling_the_trainer_from_a_callback_of_training_is_rejected(name: str, 
     calls, recorder = Calls(event, call, catches=False), Recorder()
     trainer = trainer_of(tmp_path, callbacks=[calls, recorder], eval_dataloader=some_data())
     calls.trainer = trainer
-    with pytest.raises(RequestRejected, match=rf"^{name}\(\) inside fit\(\) would come in the midst of it{hint}(\n|$)") as raised:
+    with pytest.raises(RequestRejected, match=rf"^cannot call {name}\(\) while fit\(\) is running{hint}(\n|$)") as raised:
         trainer.fit()
     assert [raised.value] == calls.rejections
     check_events(recorder.events)
@@ -388,7 +388,7 @@ def test_calling_the_trainer_from_a_callback_of_an_evaluation_is_rejected(name: 
                 getattr(trainer, outer)(some_data())
     check_events(recorder.events)
     [rejection] = calls.rejections
-    assert re.fullmatch(rf"{name}\(\) inside {outer}\(\) would come in the midst of it{hint}", str(rejection))
+    assert re.fullmatch(rf"cannot call {name}\(\) while {outer}\(\) is running{hint}", str(rejection))
 
 
 # --- losses and batches ---
@@ -501,7 +501,7 @@ def test_intervals_longer_than_the_run_are_told(tmp_path: Path, caplog: pytest.L
 def test_a_batch_that_is_none_is_rejected(place: int, tmp_path: Path) -> None:
     data: list[Any] = some_data() * 2
     data[place] = None
-    with pytest.raises(ConfigError, match=r"gave None for a batch of epoch 1"):
+    with pytest.raises(ConfigError, match=r"returned None for a batch of epoch 1"):
         trainer_of(tmp_path, train_dataloader=data).fit()
 
 
@@ -515,7 +515,7 @@ def test_a_batch_that_is_none_is_rejected(place: int, tmp_path: Path) -> None:
 )
 def test_a_batch_that_is_no_pair_is_explained_to_who_gave_a_loss_function(batch: Any, described: str, tmp_path: Path) -> None:
     message = (
-        rf"the loss function mse_loss needs batches of \(inputs, targets\), and this batch is a {described}: .*ForwardStepTask"
+        rf"the loss function mse_loss needs batches of \(inputs, targets\), but this batch is a {described}: .*ForwardStepTask"
     )
     with pytest.raises(ConfigError, match=message):
         with trainer_of(tmp_path, train_dataloader=[batch]) as trainer:

@@ -249,7 +249,7 @@ def test_a_place_in_the_ranks_own_data_is_theirs_alone() -> None:
     [(_, state), _] = run_ranks(until_place, 2, "own", 2, 0, None, 1)
     for error in run_ranks(another_world, 1, state, "own"):
         assert (
-            "in the midst of an epoch of train_dataloader whose batches were own on 2 ranks, and are own on 1: go on with"
+            "in the middle of an epoch of train_dataloader whose batches were own on 2 ranks, and are own on 1: resume with"
             in error
         )
     [(_, state)] = run_ranks(until_place, 1, "split", 2, 0, None, 1)  # alone, its loader has an order of its own
@@ -366,5 +366,5 @@ def test_where_augmentation_is_not_exact_that_is_said(caplog: pytest.LogCaptureF
     assert order[0] == order[1]
     assert found != expected
     [record] = caplog.records
-    assert "train_dataloader: resumed with its order exact, augmentation not" in record.message
+    assert "train_dataloader: the order is resumed exactly, augmentation is not" in record.message
     assert "callsheet.trainer.SeededDataset(dataset, seed)" in record.message

@@ -53,7 +53,7 @@ def test_a_remote_run_is_kept_rotated_and_resumed(remote: str, tmp_path: Path) -
 
 def test_a_remote_run_is_not_begun_anew(remote: str, tmp_path: Path) -> None:
     run_small(tmp_path, SavesAt("epoch"), checkpoints_folder=remote)
-    with pytest.raises(ConfigError, match=r"memory://bucket/runs/small/checkpoints holds a run already; resume='auto'"):
+    with pytest.raises(ConfigError, match=r"memory://bucket/runs/small/checkpoints already holds a run; resume it with resume='auto'"):
         small_trainer(tmp_path, checkpoints_folder=remote)
 
 
@@ -106,7 +106,7 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
 
     history = History()
     trainer = small_trainer(tmp_path, SavesAt("step"), TakesThePlace(), history, save_in_background=True)
-    with pytest.raises(CheckpointError, match="holds files that are no checkpoint's"):
+    with pytest.raises(CheckpointError, match="holds files that do not belong to a checkpoint"):
         trainer.fit()
     assert (tmp_path / "small" / "checkpoints" / "ep0-ba1" / "thesis.tex").read_text() == "mine"
     assert trainer.run.outcome == "failed"

@@ -45,7 +45,7 @@ def test_a_sampler_that_changes_and_has_no_state_is_named(order: str) -> None:
 def test_an_order_that_depends_on_what_training_draws_is_told() -> None:
     result = result_of(Case(order="lazy, torch", place=4))
     assert result.outcome == "warned"
-    assert "train_dataloader: LazyTorch did not give the batches again" in result.message
+    assert "train_dataloader: LazyTorch did not repeat the batches" in result.message
 
 
 @pytest.mark.parametrize("data", ["stream", "stream of epoch", "stream with generator"])

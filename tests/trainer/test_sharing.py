@@ -207,7 +207,7 @@ def test_a_seeded_dataset_is_its_dataset_otherwise() -> None:
     assert SeededDataset(named, 0)["b"] == 2
     with pytest.raises(AttributeError, match="nonsense"):
         _ = data.nonsense
-    with pytest.raises(ConfigError, match="SeededDataset\\(Counting\\): samples need an index"):
+    with pytest.raises(ConfigError, match="SeededDataset\\(Counting\\): seeding a sample requires an index"):
         SeededDataset(Counting(3), 0)
 
 
@@ -404,7 +404,7 @@ def rejected(kind: str) -> str:
         pytest.param("own empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow),
         ("other samples", "data: the order of the samples (1{} on rank {}) is not the same on all ranks"),
         pytest.param("other batches", "not the same number on all ranks", marks=pytest.mark.slow),
-        pytest.param("odd", "data is a Odd, which makes its batches in a way of its own", marks=pytest.mark.slow),
+        pytest.param("odd", "data is a Odd, which overrides how batches are made", marks=pytest.mark.slow),
         pytest.param("none", "data has no batches; is the dataset empty", marks=pytest.mark.slow),
         ("too few", "data has 5 samples, not enough for one batch of 2 on each of 3 ranks"),
     ],

@@ -112,7 +112,7 @@ def test_its_metrics_need_judged() -> None:
 
 
 def test_metrics_stand_in_one_place() -> None:
-    with pytest.raises(ConfigError, match="a Task has its metrics itself"):
+    with pytest.raises(ConfigError, match="set the metrics of a Task on the task"):
         Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
     with pytest.raises(ConfigError, match=r"metrics\['accuracy'\] is function, not a torchmetrics Metric"):
         Trainer(linear(), mse_loss, DATA, metrics={"accuracy": lambda outputs, targets: 1.0})

@@ -1,4 +1,4 @@
-"""Checkpoints: sealed folders of JSON and safetensors, which many ranks write and any number read back, without running code."""
+"""Checkpoints: sealed folders of JSON and safetensors. Many ranks write one, any number can read it, and reading runs no code."""
 
 from callsheet.extras import needed_by
 

@@ -1,4 +1,4 @@
-"""Checkpoints written behind the training's back."""
+"""Writes checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from callsheet.errors import CheckpointError
 
 
 class AsyncWriter:
-    """Writes checkpoints in a thread: training waits for a copy of its state in host memory, no longer.
+    """Writes checkpoints on a thread. Training waits only until its state has been copied to host memory.
 
-    The copy's buffers are kept for the next one. A process that ends by itself writes to the end first. On Linux the thread has a lower
-    priority than training.
+    The copy's buffers are reused for the next checkpoint. A process that exits normally first finishes writing. On Linux the
+    thread has a lower priority than training.
 
     Args:
         group: a gloo group that nothing else uses while a checkpoint is written; None for one process.
@@ -34,16 +34,16 @@ class AsyncWriter:
         self._ranks = RankGroup(group)
         self._staging = Staging()
         self._thread = disk_thread("callsheet-checkpoint")
-        # One thread of torch's for the check of what is written, not a second set of them beside training's.
+        # Checking what is written uses one torch thread, not a second pool beside training's.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # what was set there also became the default of threads that begin later
+        torch.set_num_threads(threads)  # the call on the thread also changed the default of new threads
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
-        self._is_told = True
+        self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to allocate buffers for these tensors in the thread, so that the first `begin` finds them. Does not wait."""
+        """Begin to allocate buffers for these tensors on the thread, so that the first `begin` need not. Does not wait."""
         kinds = [Kind.of(local_part(tensor)) for tensor in tensors]
         self._prepared = self._thread.submit(self._staging.prepare, kinds)
 
@@ -58,44 +58,45 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state and begin to write it, as `write_checkpoint` does; `result` raises what fails.
+        """Copy the state and begin to write it, as `write_checkpoint` does; `result` raises the errors.
 
-        Waits for the checkpoint that is being written, and raises its `CheckpointError` where nobody has asked for its result.
+        If a checkpoint is still being written, wait for it, and raise its `CheckpointError` unless `result` has already raised
+        it.
         """
         self._settle()
         if self._prepared is not None:
-            wait([self._prepared])  # if it failed, the copy fails as well, and says so
+            wait([self._prepared])  # if it failed, the copy fails too, and reports the error
             self._prepared = None
         copied: Future[Draft] = Future()
         try:
             draft = Draft.of(shared, local, info, self._ranks.rank)
             draft.parts = self._staging.copy(draft.parts)
             copied.set_result(draft)
-        except Exception as error:  # not raised here: the other ranks have to learn of it
+        except Exception as error:  # raised on all ranks, by `result`
             copied.set_exception(error)
-        self._is_told = False
+        self._is_reported = False
         self._written = self._thread.submit(Writing(path, self._ranks, overwrite, check_owner, is_good).run, copied.result)
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write; never waits. The others may have."""
+        """Whether this rank has nothing left to write. Never waits. Other ranks may still be writing."""
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
-        """The seal of the checkpoint that was last begun, once it is written.
+        """Wait for the checkpoint that was begun last, and return its seal.
 
-        Raises `CheckpointError` where it could not be written or none was begun, `TimeoutError` after `timeout` seconds.
+        Raises `CheckpointError` if it could not be written or none was begun, and `TimeoutError` after `timeout` seconds.
         """
         if self._written is None:
             raise CheckpointError("no checkpoint has been begun")
         error = self._written.exception(timeout)
-        self._is_told = True
+        self._is_reported = True
         if error is not None:
             raise error
         return self._written.result()
 
     def close(self) -> None:
-        """Write to the end, and let go of the buffers; raises as `begin` does. May be called twice."""
+        """Finish writing and release the buffers; raises as `begin` does. Can be called twice."""
         try:
             self._settle()
         finally:
@@ -105,10 +106,10 @@ class AsyncWriter:
     def _settle(self) -> None:
         if self._written is not None:
             self._written.exception()
-            if not self._is_told:
+            if not self._is_reported:
                 self.result()
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # begins with the default of the process, which would otherwise replace what is set here
+    torch.get_num_threads()  # initializes the default, which would otherwise replace the value set here
     torch.set_num_threads(1)

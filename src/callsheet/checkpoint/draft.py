@@ -1,4 +1,4 @@
-"""What one rank has to write: found on the training thread, and for a background writer copied there."""
+"""What one rank has to write: collected on the training thread and, for background writing, copied there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """The documents, the tensors by their names in the checkpoint, and what this rank holds of each."""
+    """The documents, the tensors by their names in the checkpoint, and this rank's part of each."""
 
     state: Json
     local: Json
@@ -30,9 +30,10 @@ class Draft:
     parts: dict[str, Tensor]
 
     @classmethod
-    @torch.no_grad()  # or a DTensor's shard would come with a graph
+    @torch.no_grad()  # otherwise a DTensor's shard would have a graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
-        """Raises `CheckpointError` for what is not plain data, or a tensor that a file cannot hold."""
+        """Return the draft of a state. Raise `CheckpointError` for anything but plain data, or for a tensor that a file cannot
+        hold."""
         state, shared_tensors = flatten(shared)
         document, own_tensors = flatten(local)
         tensors = {SHARED + name: tensor for name, tensor in shared_tensors.items()}
@@ -43,19 +44,22 @@ class Draft:
         return cls(state, document, plain_info(info), tensors, parts)
 
     def plan(self) -> SavePlan:
-        """What of it DCP would have this rank write: of a DTensor its shard, of any other all."""
+        """Return what DCP plans for this rank to write: the shard of a DTensor, and the whole of any other tensor."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self.tensors)
         plan = planner.create_local_plan()
         for item in plan.items:
             assert item.tensor_data is not None
             if self.parts[item.index.fqn].shape != item.tensor_data.chunk.sizes:
-                raise CheckpointError(f"{item.index.fqn}: its shard on this rank is not of the size that its placement calls for")
+                raise CheckpointError(
+                    f"{item.index.fqn}: its shard on this rank does not have the size that its placement requires"
+                )
         return plan
 
 
 class Kind(NamedTuple):
-    """What a buffer has in common with the tensors that can be copied into it; it is page-locked for a tensor on a GPU."""
+    """The properties that a buffer shares with the tensors that can be copied into it. For a tensor on a GPU it is
+    page-locked."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -67,18 +71,18 @@ class Kind(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:
-        """Allocate one."""
+        """Allocate a buffer of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.is_pinned)
 
 
 class Staging:
-    """Buffers on the host, reused from one copy to the next: a copy is valid until the next one is made."""
+    """Buffers on the host, reused for every copy: a copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the buffers that are missing and touch their pages, which takes several times as long as a copy."""
+        """Allocate the missing buffers and touch their pages, which takes several times as long as a copy."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():
@@ -86,7 +90,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of the tensors by name, page-locked where they are on a GPU. Buffers that are not needed are released."""
+        """Return a copy of the tensors by name, page-locked for tensors on a GPU. Release buffers that are not needed."""
         free: dict[Kind, list[Tensor]] = defaultdict(list)
         for kind, buffer in reversed(self._buffers):
             free[kind].append(buffer)

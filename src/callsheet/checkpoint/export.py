@@ -1,4 +1,4 @@
-"""Weights for others to load: whole, whatever shards the ranks hold them in."""
+"""Exports the full weights of a model, also of one that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from callsheet.errors import CheckpointError
 def export_weights(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, overwrite: bool = False
 ) -> FileSeal:
-    """Write the model's state, whole, to one safetensors file; a collective over `group`, in which rank 0 writes.
+    """Write the model's full state to one safetensors file. A collective over `group`, in which rank 0 writes.
 
-    Shards are gathered one tensor at a time, on the device they are on: no rank ever holds more. Tied weights stand once, and the
-    header tells their other names, as `safetensors.torch.save_model` does it; `safetensors.torch.load_model` reads the file.
+    Shards are gathered one tensor at a time, on their device, so no rank holds more than that. Tied weights are stored once, and
+    the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the file.
 
-    Raises `CheckpointError` on all ranks where the file is there already (unless `overwrite`), cannot be written, or cannot hold a tensor.
+    Raises `CheckpointError` on all ranks if the file exists (unless `overwrite`), cannot be written, or cannot hold a tensor.
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _weights(model))
@@ -41,13 +41,13 @@ def export_weights(
             folder.make()
             if open_folder(path).is_folder():
                 raise CheckpointError(
-                    f"{os.fspath(path)} is a folder; name a file for the weights, such as {name}/model.safetensors"
+                    f"{os.fspath(path)} is a folder; give a file for the weights, such as {name}/model.safetensors"
                 )
             is_there = name in folder.entries()
             if is_there and not overwrite:
-                raise CheckpointError(f"{os.fspath(path)} is there already; choose a new path or pass overwrite=True")
+                raise CheckpointError(f"{os.fspath(path)} already exists; choose a new path or pass overwrite=True")
             data = (tensor for _, tensor in turns)
-            # The old weights stay until the new ones are whole; a remote file appears when it is closed.
+            # The old weights remain until the new ones are complete; a remote file appears when it is closed.
             is_beside = is_there and isinstance(folder, LocalFolder)
             draft = f"{name}.new" if is_beside else name
             if draft in folder.entries():
@@ -57,25 +57,26 @@ def export_weights(
                 os.replace(f"{os.fspath(path)}.new", path)
             return seal
         finally:
-            for _ in turns:  # what is left: the other ranks gather it too
+            for _ in turns:  # after an error: take part in the remaining gathers
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
-    assert seal is not None  # it is rank 0's
+    assert seal is not None  # rank 0's seal
     return seal
 
 
 def export_huggingface(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, processor: Any = None
 ) -> None:
-    """Write a folder that `from_pretrained` loads, of a model of transformers; a collective over `group`, in which rank 0 writes.
+    """Write a folder that `from_pretrained` loads, for a model of transformers. A collective over `group`, in which rank 0
+    writes.
 
-    Rank 0 holds the whole weights in host memory. What stands in the folder under the same names is written over.
+    Rank 0 holds the full weights in host memory. Existing files with the same names are overwritten.
 
     Args:
-        processor: a tokenizer or processor that belongs to the model, saved with it.
+        processor: the model's tokenizer or processor, saved with it.
 
-    Raises `CheckpointError` on all ranks for another model, a folder of another machine, and where it cannot be written.
+    Raises `CheckpointError` on all ranks for any other model, for a folder of another machine, and if it cannot be written.
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _of_transformers(model, path))
@@ -86,11 +87,11 @@ def export_huggingface(
             if ranks.rank == 0:
                 whole = {name: tensor.cpu() for name, tensor in turns}
                 whole |= {name: whole[kept] for name, kept in tied.items()}
-                model.save_pretrained(os.fspath(path), state_dict=whole)  # type: ignore[operator]  # looked at above
+                model.save_pretrained(os.fspath(path), state_dict=whole)  # type: ignore[operator]  # checked above
                 if processor is not None:
                     processor.save_pretrained(os.fspath(path))
         finally:
-            for _ in turns:  # what is left: the other ranks gather it too
+            for _ in turns:  # after an error: take part in the remaining gathers
                 pass
 
     ranks.together(write)
@@ -99,25 +100,29 @@ def export_huggingface(
 def _of_transformers(model: nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not hasattr(model, "save_pretrained"):
         raise CheckpointError(
-            f"a {type(model).__name__} is no model of transformers: it has no save_pretrained; use export_weights"
+            f"a {type(model).__name__} is not a model of transformers: it has no save_pretrained; use export_weights"
         )
     if not isinstance(open_folder(path), LocalFolder):
-        raise CheckpointError(f"{os.fspath(path)}: transformers writes to folders of this machine; export there, and copy")
+        raise CheckpointError(
+            f"{os.fspath(path)}: transformers writes only to folders of this machine; export to one, and copy it"
+        )
     return _weights(model)
 
 
 @torch.no_grad()
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state's tensors by their names, and for every other name of one of them the one under which it stands.
+    """Return the state's tensors by name, and for each further name of a tied tensor the name that it is stored under.
 
-    Tied are those that are one object: of shards, which may be empty, the memory does not tell.
+    Tensors are tied if they are the same object. Memory addresses do not show it for shards, which may be empty.
     """
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     name_of: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name}: a {type(tensor)} in the model's state is no weight; leave it out of its state_dict")
+            raise CheckpointError(
+                f"{name}: a {type(tensor)} in the model's state is not a tensor; leave it out of its state_dict"
+            )
         check_storable(name, local_part(tensor))
         kept = name_of.setdefault(id(tensor), name)
         if kept == name:

@@ -1,4 +1,4 @@
-"""Checkpoints as folders: opened, found, cleared and deleted."""
+"""Opens, finds, clears and deletes the folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A sealed folder, by its path or URL, and what its seal says."""
+    """A sealed folder: its path or URL, and its manifest."""
 
     path: str
     seal: Seal
@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step that its info tells, or -1."""
+        """The step in the manifest's info, or -1."""
         step = self.seal.info.get("step")
         return step if type(step) is int else -1
 
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """The checkpoints under a root, newest first; the folders that are none, with the reason; and what killed writers left."""
+    """The checkpoints under a root, newest first; other folders with the reason; and what killed writers left."""
 
     checkpoints: list[Checkpoint]
     skipped: list[tuple[str, str]]
@@ -52,9 +52,9 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """The folder at a path of this machine, or at a URL such as `s3://bucket/run`.
+    """Return the folder at a path of this machine, or at a URL such as `s3://bucket/run`.
 
-    Raises `CheckpointError` for a URL whose protocol is not known, or needs what is not installed.
+    Raises `CheckpointError` for a URL whose protocol is unknown, or needs a package that is not installed.
     """
     name = os.fspath(path)
     protocol, _, rest = name.partition("://")
@@ -64,11 +64,11 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> Found:
-    """The checkpoints directly under `root`, newest first: by the time of the seal, since a run that went back to an earlier one leaves
-    behind later steps that did not happen.
+    """Return the checkpoints directly under `root`, newest first. They are sorted by the time they were sealed: a run that
+    resumed from an earlier checkpoint leaves later steps behind that are obsolete.
 
-    Digests are not taken here but while reading: who resumes goes down the list until one reads. Links are left out, and a root
-    that does not exist has none.
+    Digests are checked only when a checkpoint is read; a resume tries the list until one is valid. Links are ignored. A root that
+    does not exist has no checkpoints.
     """
     parent, found = open_folder(root), Found([], [], [])
     for name in parent.folders():
@@ -85,20 +85,21 @@ def find_checkpoints(root: str | os.PathLike[str]) -> Found:
 
 
 def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest checkpoint directly under `root`, or None."""
+    """Return the newest checkpoint directly under `root`, or None."""
     return next(iter(find_checkpoints(root).checkpoints), None)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Seal:
-    """What the seal of the checkpoint at `path` says, held against its own digest alone; `Unsealed` where there is none that holds."""
+    """Return the manifest of the checkpoint at `path`, checked against its own digest only. Raise `Unsealed` if there is no valid
+    one."""
     return manifest_of(open_folder(path))
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, or what a killed writer or deleter left of one.
 
-    The seal goes first: a kill in the middle leaves a folder that does not exist. Raises `CheckpointError` for a folder that is
-    not a checkpoint's, for a link, and where the disk refuses.
+    The manifest is deleted first, so a process killed in the middle leaves no checkpoint. Raises `CheckpointError` for a folder
+    that is not a checkpoint's, for a link, and if the disk reports an error.
     """
     folder = open_folder(path)
     if not folder.is_folder() or not _is_ours(folder):
@@ -107,9 +108,9 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete what a killed writer or deleter left. Call this only where nobody else can be writing there.
+    """Delete what a killed writer or deleter left. Call this only if no other process can be writing there.
 
-    Raises `CheckpointError` for a folder that is anything else, and where the disk refuses.
+    Raises `CheckpointError` for any other folder, and if the disk reports an error.
     """
     folder = open_folder(path)
     if not folder.is_folder() or not _is_draft(folder):
@@ -118,7 +119,8 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Have a thread call `delete_checkpoint`, or `delete_abandoned`; `finish_deletions` waits for it. A failure is a warning."""
+    """Call `delete_checkpoint` or `delete_abandoned` on a thread; `finish_deletions` waits for it. An error is logged as a
+    warning."""
 
     def delete() -> None:
         try:
@@ -130,16 +132,17 @@ def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) ->
 
 
 def point_latest(path: str | os.PathLike[str]) -> None:
-    """Name the sealed checkpoint `path` in the file `latest` beside it: a hint for people and scripts, which nothing here reads."""
+    """Write the name of the sealed checkpoint `path` to the file `latest` beside it, for people and scripts; no code here reads
+    it."""
     folder = open_folder(path)
     checkpoint = Checkpoint(folder.path, manifest_of(folder))
     folder.parent().replace(LATEST, f"{checkpoint.name}\n".encode())
 
 
 def cleared(folder: Folder, overwrite: bool) -> Seal | None:
-    """The seal that stands in the folder, which is made where it is not there, once nothing else does.
+    """Create the folder if needed, and remove everything from it but a sealed checkpoint. Return that checkpoint's seal, or None.
 
-    Raises `CheckpointError` where something stands there that is not to be cleared.
+    Raises `CheckpointError` if the folder holds anything that must not be removed.
     """
     finish_deletions()
     folder.make()
@@ -147,16 +150,16 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
         old = manifest_of(folder)
     except Unsealed:
         if not _is_ours(folder) and folder.entries():
-            raise CheckpointError(f"{folder.path} holds files that are no checkpoint's; choose a new folder") from None
+            raise CheckpointError(f"{folder.path} holds files that do not belong to a checkpoint; choose a new folder") from None
         old = None
     if old is not None and not overwrite:
-        raise CheckpointError(f"{folder.path} is a sealed checkpoint; choose a new folder or pass overwrite=True")
+        raise CheckpointError(f"{folder.path} is already a sealed checkpoint; choose a new folder or pass overwrite=True")
     clear(folder)
     return old
 
 
 def clear(folder: Folder) -> None:
-    """Take away everything that the folder's seal does not count, or everything where there is no seal; the marker stays."""
+    """Remove everything that the folder's manifest does not list, or everything if there is no manifest. The marker remains."""
     kept = {MARKER}
     with contextlib.suppress(Unsealed):
         kept |= {MANIFEST, *manifest_of(folder).files}
@@ -166,10 +169,10 @@ def clear(folder: Folder) -> None:
 
 
 def remove(folder: Folder) -> None:
-    """Take away the folder, the seal first and the marker last."""
+    """Remove the folder: the manifest first and the marker last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # or a crash could bring the seal back over missing files
+        folder.sync()  # otherwise a crash could restore the manifest without its files
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)
@@ -177,7 +180,7 @@ def remove(folder: Folder) -> None:
 
 
 def _is_draft(folder: Folder) -> bool:
-    """Whether it has no manifest, and is empty or has our marker: it was never committed, or its deletion has begun."""
+    """Return whether it has no manifest, and is empty or has our marker: it was never committed, or its deletion has begun."""
     found = folder.entries()
     return MANIFEST not in found and (not found or found.get(MARKER) is not None)
 

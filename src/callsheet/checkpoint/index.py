@@ -1,10 +1,10 @@
-"""`index.json`: of every tensor its dtype, its size over all ranks, and which file holds which part of it.
+"""`index.json`: the dtype of every tensor, its size over all ranks, and which file holds which part of it.
 
     {"state.model.weight": {"dtype": "F32", "size": [8, 4], "chunks": [
         {"file": "shard-00000.safetensors", "offsets": [0, 0], "sizes": [4, 4]},
         {"file": "shard-00001.safetensors", "offsets": [4, 0], "sizes": [4, 4]}]}}
 
-In its file a chunk stands under the tensor's name.
+In its file, a chunk has the tensor's name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MANY_ELEMENTS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """Where a chunk stands, and as what."""
+    """The file of a chunk, with its dtype and size."""
 
     file: str
     dtype: torch.dtype
@@ -38,42 +38,47 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What DCP's planner has to know of the tensors, and the place of each chunk, by the tensor's name and the chunk's offsets."""
+    """What DCP's planner needs to know of the tensors, and the location of each chunk, by the tensor's name and the chunk's
+    offsets."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[tuple[str, torch.Size], ShardLocation]
 
     def metadata(self, names: Iterable[str]) -> Metadata:
-        """As DCP wants it, of these tensors alone."""
+        """Return DCP's metadata of these tensors."""
         return Metadata({name: self.tensors[name] for name in names})
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """The index of what the ranks' plans write, each into `file_of(rank)`; `CheckpointError` for a tensor of which a part is missing."""
+    """Return the index of the ranks' plans, each written to `file_of(rank)`. Raise `CheckpointError` for a tensor with a missing
+    part."""
     tensors: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = item.tensor_data
-            assert data is not None  # no plan of ours writes anything but tensors
+            assert data is not None  # our plans contain only tensors
             entry = {"dtype": DTYPES[data.properties.dtype], "size": list(data.size), "chunks": []}
             chunks = tensors.setdefault(item.index.fqn, entry)["chunks"]
             if math.prod(data.chunk.sizes):
                 chunks.append({"file": file_of(rank), "offsets": list(data.chunk.offsets), "sizes": list(data.chunk.sizes)})
     for name, entry in tensors.items():
         if sum(math.prod(chunk["sizes"]) for chunk in entry["chunks"]) != math.prod(entry["size"]):
-            raise CheckpointError(f"{name}: the ranks that save hold only a part of it; save with the group of all that hold it")
+            raise CheckpointError(
+                f"{name}: the ranks that save hold only a part of it; save with the group of all ranks that hold it"
+            )
     return tensors
 
 
 def read_index(content: bytes, files: Mapping[str, FileSeal], source: str) -> Index:
-    """The index in the bytes of `source`, where `files` are those that the seal counts.
+    """Return the index in the bytes of `source`. `files` are those that the manifest lists.
 
-    Raises `CheckpointError` naming the first tensor whose chunks do not fill it just once, or that cannot be in those files.
+    Raises `CheckpointError` with the name of the first tensor whose chunks do not cover it exactly, or that does not fit into
+    those files.
     """
     index, room = Index({}, {}), {name: file.size_bytes for name, file in files.items()}
     document = parse(content, source)
     if not isinstance(document, dict):
-        raise CheckpointError(f"{source} is no index; use another checkpoint")
+        raise CheckpointError(f"{source} is not an index; use another checkpoint")
     for name, entry in document.items():
         try:
             _read_entry(index, room, name, entry)
@@ -100,32 +105,33 @@ def _read_entry(index: Index, room: dict[str, int], name: str, entry: Json) -> N
             case _:
                 raise ValueError("a chunk is not described by file, offsets and sizes")
         if file not in room:
-            raise ValueError(f"the seal counts no file {file!r}")
+            raise ValueError(f"the manifest lists no file {file!r}")
         if file in seen:
-            raise ValueError(f"two chunks stand in {file}")
+            raise ValueError(f"two chunks are in {file}")
         if any(start + count > end for start, count, end in zip(offsets, sizes, size, strict=True)):
-            raise ValueError(f"the chunk at {list(offsets)} of {list(sizes)} leaves its size {list(size)}")
+            raise ValueError(f"the chunk at {list(offsets)} of {list(sizes)} exceeds its size {list(size)}")
         room[file] -= math.prod(sizes) * dtype.itemsize
         if room[file] < 0:
-            raise ValueError(f"{file} is too small for what should stand in it")
+            raise ValueError(f"{file} is too small for its chunks")
         seen.add(file)
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         index.places[name, offsets] = ShardLocation(file, dtype, sizes)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _overlap(chunks):
-        raise ValueError("its chunks leave holes or overlap")
+        raise ValueError("its chunks leave gaps or overlap")
     index.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _size(values: list[Any], dimensions: int) -> torch.Size:
     if len(values) != dimensions or dimensions > _MANY_DIMENSIONS or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{values} is no size or place in {dimensions} dimensions")
+        raise ValueError(f"{values} is not a size or offset in {dimensions} dimensions")
     if math.prod(max(n, 1) for n in values) >= _MANY_ELEMENTS:
-        raise ValueError(f"a size of {values}")
+        raise ValueError(f"the size {values} is too large")
     return torch.Size(values)
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Sweep along the dimension that is cut most often: shards of FSDP are compared with their neighbour alone."""
+    """Return whether chunks overlap. Sweep along the dimension with the most cuts, so FSDP shards are only compared with
+    neighbours."""
     if len(chunks) < 2 or not chunks[0].offsets:
         return len(chunks) > 1
     cut = max(range(len(chunks[0].offsets)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))

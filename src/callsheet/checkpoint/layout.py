@@ -1,14 +1,14 @@
 """The names of a checkpoint's files, and of its tensors.
 
-    checkpoint.txt              written first, removed last: this folder is ours to clear
-    state.json                  the document of what all ranks share (`plain`)
-    local-00000.json            the document of what is a rank's own; one for each rank
+    checkpoint.txt              the marker, written first, removed last: callsheet may clear this folder
+    state.json                  the document that all ranks share (`plain`)
+    local-00000.json            a rank's own document; one for each rank
     shard-00000.safetensors     the parts of tensors that a rank wrote
-    index.json                  which part of which tensor stands where (`index`)
+    index.json                  which file holds which part of which tensor (`index`)
     manifest.json               the seal, written last (`seal`)
 
-A checkpoint that is overwritten stays whole until the new one is sealed: the new files stand beside the old ones under their other
-names (`state.2.json`, ...), and the manifest, which says which ones count, changes in one instant.
+An overwritten checkpoint remains complete until the new one is sealed. The new files are written beside the old ones, under other
+names (`state.2.json`, ...). The manifest, which lists the valid files, is then replaced atomically.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Names:
 
     @property
     def state(self) -> str:
-        """The shared document."""
+        """The name of the shared document."""
         return f"state{self.infix}.json"
 
     @property
     def index(self) -> str:
-        """The index."""
+        """The name of the index."""
         return f"index{self.infix}.json"
 
     def local(self, rank: int) -> str:
-        """A rank's own document."""
+        """Return the name of a rank's own document."""
         return f"local-{rank:05d}{self.infix}.json"
 
     def shard(self, rank: int) -> str:
-        """A rank's tensors."""
+        """Return the name of the file with a rank's tensors."""
         return f"shard-{rank:05d}{self.infix}.safetensors"
 
 
@@ -50,14 +50,14 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Under which names these files stand; None where they are no checkpoint's."""
+    """Return the set of names that these files have, or None if they are not a checkpoint's."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 
 SHARED = "state."
-"""Before the name of every shared tensor."""
+"""The prefix of the name of every shared tensor."""
 
 
 def own(rank: int) -> str:
-    """Before the name of every tensor that is a rank's own."""
+    """Return the prefix of the names of a rank's own tensors."""
     return f"local-{rank:05d}."

@@ -1,4 +1,4 @@
-"""A folder of this machine: what is written is on the disk, and no link leads a reader elsewhere."""
+"""A folder of this machine: files are durable once written, and links are not followed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HINTS = {
     errno.ENOSPC: "free space on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free space in the quota, or keep fewer checkpoints",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
-    errno.EACCES: "check who may write and read there",
-    errno.EPERM: "check who may write and read there",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
     errno.EEXIST: "choose a new path",
     errno.ENOTDIR: "choose a path whose parents are folders",
     errno.EROFS: "choose a folder that can be written",
-    errno.ELOOP: "a checkpoint holds its files itself, no links: copy them into it",
+    errno.ELOOP: "a checkpoint may not contain links: copy the files into it",
 }
 
 
@@ -80,7 +80,7 @@ class LocalFolder(Folder):
                 os.fsync(file.fileno())
             except BaseException:
                 with contextlib.suppress(OSError):
-                    file.close()  # which may flush, and be refused again
+                    file.close()  # closing may flush, and fail again
                 with contextlib.suppress(OSError):
                     path.unlink()
                 raise
@@ -89,7 +89,7 @@ class LocalFolder(Folder):
     def replace(self, name: str, content: bytes) -> FileSeal:
         draft = f"{plain_name(self.path, name)}.new"
         with os_errors("write", self._path / name):
-            (self._path / draft).unlink(missing_ok=True)  # of a killed writer
+            (self._path / draft).unlink(missing_ok=True)  # left by a killed writer
             seal = self.write(draft, [content])
             os.replace(self._path / draft, self._path / name)
         return seal
@@ -122,7 +122,7 @@ class LocalFolder(Folder):
 
 @contextlib.contextmanager
 def os_errors(verb: str, path: Path) -> Iterator[None]:
-    """Turn the system's refusal into a `CheckpointError` that names the path, the reason and the mend."""
+    """Convert an `OSError` to a `CheckpointError` with the path, the reason and a hint."""
     try:
         yield
     except OSError as error:
@@ -135,7 +135,7 @@ def _size(found: os.stat_result) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    """Nothing where the system cannot (Windows, some network disks)."""
+    """Sync a folder; do nothing if the system cannot (Windows, some network disks)."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)

@@ -1,14 +1,14 @@
-"""State trees as JSON and tensors, and back: reading one runs no code.
+"""Converts state trees to JSON and tensors, and back. Reading one runs no code.
 
-Plain values stand in the document as themselves. What JSON lacks is an object of one key that starts with `$`:
+JSON values are stored unchanged. A value that JSON lacks is an object with one key that starts with `$`:
 
-    {"$tensor": name}          a tensor, kept beside the document under its path ("model.layers.0.weight")
+    {"$tensor": name}          a tensor, stored beside the document under its path ("model.layers.0.weight")
     {"$tuple": [...]}          {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}
-    {"$float": "inf"}          inf, -inf and nan: strict JSON has none of them
-    {"$int": "0x..."}          an integer past 64 bits, which other readers would round
-    {"$bytes": base64}         {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}: NumPy's
+    {"$float": "inf"}          inf, -inf and nan, which strict JSON lacks
+    {"$int": "0x..."}          an integer of more than 64 bits, which other readers would round
+    {"$bytes": base64}         and of NumPy: {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
 
-A dict whose keys are strings is a JSON object; one that has other keys, or a key that starts with `$`, is a `$dict`.
+A dict with string keys is a JSON object; one with other keys, or with a key that starts with `$`, is a `$dict`.
 """
 
 from __future__ import annotations
@@ -30,33 +30,31 @@ from callsheet.errors import CheckpointError
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 
 _DEEPEST = 100  # levels; a tree deeper than this is a mistake, and JSON readers recurse
-_NUMBERS_AND_TIMES = re.compile(
-    r"[<>|][biufcmM]\d+(\[\w+\])?"
-)  # NumPy dtypes whose bytes are their values: no objects, no records
+# NumPy dtypes whose bytes are their values: no objects, no records.
+_NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
 
 def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Part a state tree into a JSON document and its tensors, named by their path.
+    """Split a state tree into a JSON document and its tensors, named by their paths.
 
-    Takes None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars of numbers and times; in lists, tuples,
-    Counters and dicts, whose keys may be any of the plain values and tuples of them. Tensors that are the same view of the
-    same storage (tied weights) stand once. The tensors are the tree's own: nothing is copied or moved. An OrderedDict comes
-    back as a dict.
+    Accepts None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and times; in lists, tuples,
+    Counters and dicts, whose keys may be plain values and tuples of them. Tensors that are the same view of the same storage
+    (tied weights) are stored once. The tensors are not copied or moved. An OrderedDict is read back as a dict.
 
-    Raises `CheckpointError` for anything else, also for subclasses of these, and for a tree that contains itself.
+    Raises `CheckpointError` for anything else, including subclasses of these, and for a tree that contains itself.
     """
-    parting = _Parting()
-    document = parting.document(tree, "")
-    return document, parting.tensors
+    flattening = _Flattening()
+    document = flattening.document(tree, "")
+    return document, flattening.tensors
 
 
 def dump(document: Json) -> bytes:
-    """The document as strict JSON."""
+    """Return the document as strict JSON."""
     return json.dumps(document, allow_nan=False).encode()
 
 
 def parse(content: bytes, source: str) -> Json:
-    """The JSON in the bytes of `source`; `CheckpointError` where they are none, or hold what strict JSON lacks."""
+    """Return the JSON in the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
     try:
         return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
@@ -64,15 +62,15 @@ def parse(content: bytes, source: str) -> Json:
 
 
 def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `flatten` parted; tied tensors come back as one tensor.
+    """Return the tree that `flatten` has split. Tied tensors become one tensor again.
 
-    Raises `CheckpointError` naming the path where the document is none that `flatten` makes, or a tensor is missing.
+    Raises `CheckpointError` with the path if the document was not made by `flatten`, or a tensor is missing.
     """
     return _joined(document, tensors, "", 0)
 
 
-class _Parting:
-    """One walk over a tree: the tensors found so far, and the containers that are open."""
+class _Flattening:
+    """One walk over a tree: the tensors found so far, and the containers on the way to the current value."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -93,7 +91,7 @@ class _Parting:
             return {"$tensor": self._name(value, path)}
         if kind in (list, tuple, dict, OrderedDict, Counter):
             return self._container(value, path)
-        numpy = sys.modules.get("numpy")  # where nobody imported it, nothing is an array
+        numpy = sys.modules.get("numpy")  # if NumPy is not imported, nothing is an array
         if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             dtype, data = value.dtype.str, base64.b64encode(value.tobytes()).decode()
             if _NUMBERS_AND_TIMES.fullmatch(dtype):
@@ -132,22 +130,22 @@ class _Parting:
         if view not in self._names:
             name = path = path.encode(errors="backslashreplace").decode() or "tensor"  # lone surrogates have no UTF-8
             nth = 1
-            while name in self.tensors or name == "__metadata__":  # {"a.b": t, "a": {"b": t}}; safetensors' own word
+            while name in self.tensors or name == "__metadata__":  # {"a.b": t, "a": {"b": t}}; a reserved key of safetensors
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
         return self._names[view]
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """What two tensors have in common when one of them can stand for both."""
+    """Return a key that is equal for two tensors if one of them can be stored for both."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return id(tensor)  # no address, or one that says nothing
+        return id(tensor)  # no address, or a meaningless one
     if type(tensor) is DTensor:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)  # a subclass may keep its data elsewhere
-    # A conjugate is a lazy bit on the same storage: without it `z` and `z.conj()` would be taken for one.
+    # A conjugate shares the storage and differs in one flag: without it `z` and `z.conj()` would look the same.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 
@@ -171,7 +169,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
         values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
-    if depth > 2 * _DEEPEST:  # a tagged container is two levels of JSON at the most
+    if depth > 2 * _DEEPEST:  # a tagged container has at most two levels of JSON
         raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
     try:
         match document:
@@ -202,7 +200,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
             case {"$scalar": [str(dtype), str(data)], **more} if not more:
                 return _array(dtype, [], data)[()]
             case dict():
-                raise ValueError(f"{', '.join(map(repr, document))} is no tag with its content")
+                raise ValueError(f"{', '.join(map(repr, document))} is not a tag with valid content")
             case _:
                 raise ValueError(f"{type(document)} is not JSON")
     except (ValueError, TypeError, OverflowError, ImportError) as error:

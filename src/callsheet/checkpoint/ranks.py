@@ -1,4 +1,4 @@
-"""The ranks that write or read one checkpoint: what fails on one of them fails on all, with the reason."""
+"""The ranks that write or read one checkpoint: an error on one of them is raised on all, with the reason."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ R = TypeVar("R")
 
 
 class RankLost(CheckpointError):
-    """A rank died, or did not answer in the group's time: what the others did is not known."""
+    """A rank died, or did not answer within the group's timeout. It is not known what the others have done."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What went wrong, by rank."""
+    """The errors by rank."""
 
     reasons: dict[int, str]
 
@@ -36,9 +36,9 @@ class _Failed:
 
 
 class RankGroup:
-    """The ranks of a gloo group, or this process alone where it is None.
+    """The ranks of a gloo group, or this process alone if the group is None.
 
-    Its methods are collectives: every rank must reach them, in one order.
+    Its methods are collectives: every rank must call them, in the same order.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -47,57 +47,57 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """What rank 0 answers this rank, once all have acted: `answer` takes what they gave, and returns a value for each.
+        """Run `act` on all ranks and pass the results to `answer` on rank 0. Return this rank's item of the list that it returns.
 
-        What is given and answered is pickled between the ranks.
+        Results and answers are pickled.
 
-        Raises `CheckpointError` on all ranks where any of them raises in `act`, or rank 0 in `answer`; `RankLost` where a rank is.
+        Raises `CheckpointError` on all ranks if `act` raises on any of them, or `answer` on rank 0; `RankLost` if a rank is lost.
         """
         mine, error = _tried(act)
-        told = self._gather(_Failed({self.rank: _reason(error)}) if error is not None else mine)
+        gathered = self._gather(_Failed({self.rank: _reason(error)}) if error is not None else mine)
         replies: list[Any] = []
         if self.rank == 0:
-            failed = {rank: reason for given in told if isinstance(given, _Failed) for rank, reason in given.reasons.items()}
+            failed = {rank: reason for given in gathered if isinstance(given, _Failed) for rank, reason in given.reasons.items()}
             if not failed:
-                found, error = _tried(lambda: answer(told))
+                found, error = _tried(lambda: answer(gathered))
                 replies, failed = found or [], {0: _reason(error)} if error is not None else {}
             if failed:
                 replies = [_Failed(failed)] * self.size
         reply = self._scatter(replies)
         if isinstance(reply, _Failed):
-            says_it_all = self.size == 1 and isinstance(error, CheckpointError)
-            if error is not None and (says_it_all or not isinstance(error, Exception)):
+            is_complete = self.size == 1 and isinstance(error, CheckpointError)
+            if error is not None and (is_complete or not isinstance(error, Exception)):
                 raise error
             raise CheckpointError(str(reply) if self.size > 1 else reply.reasons[0]) from error
         answered: R = reply
         return answered
 
     def together(self, act: Callable[[], T]) -> T:
-        """What `act` gives on this rank, once it went well on all."""
+        """Run `act` on all ranks, and return this rank's result once it has succeeded on all."""
         given: list[T] = []
         self.exchange(lambda: given.append(act()), lambda done: done)
         return given[0]
 
     def all(self, value: bool) -> bool:
-        """Whether it is true on all ranks; one reduction."""
+        """Return whether the value is true on all ranks, with one reduction."""
         if self._group is None:
             return value
-        word = torch.tensor(int(value))
+        flag = torch.tensor(int(value))
         try:
-            distributed.all_reduce(word, distributed.ReduceOp.MIN, group=self._group)
+            distributed.all_reduce(flag, distributed.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
             raise self._lost(error) from error
-        return bool(word)
+        return bool(flag)
 
     def _gather(self, mine: Any) -> list[Any]:
         if self.size == 1:
             return [mine]
-        told = [None] * self.size if self.rank == 0 else None
+        gathered = [None] * self.size if self.rank == 0 else None
         try:
-            distributed.gather_object(mine, told, group=self._group, group_dst=0)
+            distributed.gather_object(mine, gathered, group=self._group, group_dst=0)
         except RuntimeError as error:
             raise self._lost(error) from error
-        return told or []
+        return gathered or []
 
     def _scatter(self, replies: list[Any]) -> Any:
         if self.size == 1:
@@ -117,7 +117,7 @@ class RankGroup:
 def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
-    except BaseException as error:  # an interrupt too: the other ranks wait
+    except BaseException as error:  # also KeyboardInterrupt: the other ranks are waiting
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints read, by any number of ranks, into whatever shards they have."""
+"""Reads checkpoints on any number of ranks, into any sharding."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from callsheet.checkpoint.tensors import Entry, read_header, read_rows
 from callsheet.errors import CheckpointError
 
 Target = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""Asked for a shared tensor by its name, size and dtype; gives the tensor or DTensor to fill, or None for a new one."""
+"""Called with a shared tensor's name, size and dtype; returns the tensor or DTensor to fill, or None for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint holds: the shared tree, this rank's own, and the seal."""
+    """The content of a checkpoint: the shared tree, this rank's own tree, and the seal."""
 
     shared: Any
     local: Any
@@ -38,7 +38,7 @@ class Loaded:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the seal tells."""
+        """The manifest's info."""
         return self.seal.info
 
     @property
@@ -54,19 +54,20 @@ def read_checkpoint(
     target: Target | None = None,
     device: torch.device | str = "cpu",
 ) -> Loaded:
-    """Read a checkpoint; a collective over `group`. It runs no code of the files'.
+    """Read a checkpoint. A collective over `group`. It runs no code from the files.
 
-    First all files are held against their digests, the work split among the ranks, and all that was asked for against the files. Only
-    where that went well on every rank is the first tensor filled.
+    First the ranks divide the files among them and check their digests, and each checks its targets against the files. Tensors
+    are filled only after that has succeeded on every rank.
 
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`.
-        group: a gloo group; None for one process. It may have more ranks or fewer than wrote: a rank beyond these is given rank 0's
-            own tree.
-        target: see `Target`; what it gives is filled in place, cast to its dtype, and stands in the tree.
-        device: of new tensors.
+        group: a gloo group; None for one process. It may have more or fewer ranks than wrote the checkpoint. Additional ranks get
+            rank 0's own tree.
+        target: see `Target`. The tensor that it returns is filled in place, cast to its dtype, and becomes part of the tree.
+        device: the device of new tensors.
 
-    Raises `CheckpointError` on all ranks, saying why, where the checkpoint does not hold for one of them, or a target has another size.
+    Raises `CheckpointError` on all ranks, with the reason, if the checkpoint is invalid for one of them, or a target has another
+    size.
     """
     ranks = RankGroup(group)
     seal = ranks.exchange(lambda: _verified(open_folder(path), ranks), _the_same)
@@ -76,25 +77,26 @@ def read_checkpoint(
 
 
 def _verified(folder: Folder, ranks: RankGroup) -> Seal:
-    """The seal, once this rank's part of the files holds."""
+    """Return the seal, after checking this rank's part of the files."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
-        raise CheckpointError(f"{folder.path} is a {seal.kind!r}, not a {KIND!r} with its files; read it by what wrote it")
+        raise CheckpointError(
+            f"{folder.path} is a {seal.kind!r}, not a {KIND!r} with its files; read it with the program that wrote it"
+        )
     for name in sorted(seal.files, key=lambda name: -seal.files[name].size_bytes)[ranks.rank :: ranks.size]:
         verify(folder, name, seal.files[name])
     return seal
 
 
 def _the_same(seals: list[Seal]) -> list[Seal]:
-    if any(
-        (seal.sealed_at, seal.files) != (seals[0].sealed_at, seals[0].files) for seal in seals
-    ):  # in `info` a NaN is no NaN's equal
-        raise CheckpointError("the ranks see different checkpoints there; is it a folder that all of them share?")
+    # `info` is not compared: a NaN in it would not equal itself.
+    if any((seal.sealed_at, seal.files) != (seals[0].sealed_at, seals[0].files) for seal in seals):
+        raise CheckpointError("the ranks see different checkpoints at this path; is it a folder that all of them share?")
     return seals
 
 
 class _Reading:
-    """What one rank reads: found and held against the files, then filled."""
+    """What one rank reads: first planned and checked against the files, then filled."""
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
@@ -121,7 +123,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read what was planned into the tensors."""
+        """Read the planned parts into the tensors."""
         for name, items in self._items.items():
             with self._folder.open(name) as file:
                 for item, entry in sorted(items, key=lambda found: found[1].start):
@@ -129,7 +131,7 @@ class _Reading:
 
     def _content(self, name: str) -> bytes:
         if name not in self._seal.files:
-            raise CheckpointError(f"{self._folder.path} does not hold: its seal counts no {name}; use another checkpoint")
+            raise CheckpointError(f"{self._folder.path} is not valid: its manifest lists no {name}; use another checkpoint")
         return read_verified(self._folder, name, self._seal.files[name])
 
     def _tree(self, name: str, prefix: str) -> Any:
@@ -140,12 +142,13 @@ class _Reading:
             raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
 
     def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
-        """By file what to read of it, as DCP's planner cuts it out of what was saved; held against the files' headers."""
+        """Return what to read from each file, as DCP's planner cuts it from the saved chunks, checked against the files'
+        headers."""
         items: dict[str, list[tuple[ReadItem, Entry]]] = defaultdict(list)
         headers: dict[str, dict[str, Entry]] = {}
         for item in self._planner.create_local_plan().items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
-            assert offsets is not None  # it is a tensor's
+            assert offsets is not None  # it is a tensor
             place = index.places[name, offsets]
             source = f"{self._folder.path}/{place.file}"
             if place.file not in headers:
@@ -153,13 +156,13 @@ class _Reading:
                     headers[place.file] = read_header(file, self._seal.files[place.file].size_bytes, source)
             entry = headers[place.file].get(name)
             if entry is None or (entry.dtype, entry.size) != (place.dtype, place.size):
-                raise CheckpointError(f"{source}: {name} is not there as the index tells it; use another checkpoint")
+                raise CheckpointError(f"{source}: {name} does not match the index; use another checkpoint")
             items[place.file].append((item, entry))
         return items
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Whole rows are read, and straight to where they belong if they can be."""
+    """Read the rows that contain the item, directly into the destination if possible."""
     start, count = (item.storage_offsets[0], item.lengths[0]) if entry.size else (0, 1)
     size = torch.Size((count, *entry.size[1:]) if entry.size else ())
     is_direct = destination.shape == size and destination.dtype == entry.dtype and destination.is_contiguous()
@@ -176,5 +179,5 @@ def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> 
 def _fitting(name: str, tensor: Tensor, size: torch.Size) -> Tensor:
     if tensor.shape != size or tensor.is_meta:
         wrong = "on the meta device" if tensor.is_meta else f"of size {list(tensor.shape)}"
-        raise CheckpointError(f"{name}: the checkpoint holds it in size {list(size)}, and what it is to be read into is {wrong}")
+        raise CheckpointError(f"{name}: the checkpoint holds it in size {list(size)}, and the tensor to read it into is {wrong}")
     return tensor

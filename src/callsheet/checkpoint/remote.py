@@ -1,4 +1,4 @@
-"""A folder that is reached through fsspec, such as `s3://bucket/run`: files are put in place, and nothing is ever renamed."""
+"""A folder that is accessed through fsspec, such as `s3://bucket/run`. Files are written in place; nothing is renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.errors import CheckpointError
 
 
 class RemoteFolder(Folder):
-    """See `Folder`. A file counts as durable when the store has taken it.
+    """See `Folder`. A file is durable once the store has accepted it.
 
     Args:
         files: the fsspec file system.
@@ -27,7 +27,8 @@ class RemoteFolder(Folder):
 
     @classmethod
     def at(cls, url: str) -> RemoteFolder:
-        """The folder at a URL; `CheckpointError` where its protocol is not known or needs what is not installed."""
+        """Return the folder at a URL. Raise `CheckpointError` if its protocol is unknown or needs a package that is not
+        installed."""
         with _errors("open", url):
             import fsspec
 
@@ -69,9 +70,8 @@ class RemoteFolder(Folder):
 
     def replace(self, name: str, content: bytes) -> FileSeal:
         with _errors("write", f"{self.path}/{name}"):
-            self._files.pipe_file(
-                self._at(name), content
-            )  # one request: a file that is opened counts as written once it is closed
+            # One request: a file that is opened becomes visible only when it is closed.
+            self._files.pipe_file(self._at(name), content)
         return FileSeal(len(content), hashlib.sha256(content).hexdigest())
 
     @contextlib.contextmanager
@@ -84,11 +84,11 @@ class RemoteFolder(Folder):
             self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def remove_itself(self) -> None:
-        with contextlib.suppress(Exception):  # most stores know no empty folders
+        with contextlib.suppress(Exception):  # most stores have no empty folders
             self._files.rmdir(self._root)
 
     def sync(self) -> None:
-        """Nothing: a name stands when its file does."""
+        """Do nothing: a name is durable once its file is."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{plain_name(self.path, name)}"
@@ -105,7 +105,7 @@ class RemoteFolder(Folder):
 
 @contextlib.contextmanager
 def _errors(verb: str, path: str) -> Iterator[None]:
-    """A store may raise anything: botocore's errors, aiohttp's, timeouts."""
+    """Convert any error of a store, such as botocore's, aiohttp's or a timeout, to a `CheckpointError`."""
     try:
         yield
     except CheckpointError:

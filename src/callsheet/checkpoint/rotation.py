@@ -1,7 +1,8 @@
-"""Which checkpoints stay: the newest of those that were asked for under a name, and what anybody else asked for as well.
+"""Checkpoint rotation: which checkpoints to keep.
 
-Everybody who asked for a checkpoint has a claim on it. It is deleted when the last claim is given up, so what was also asked for by
-somebody who never gives anything up stays for good. The claims stand in `ctx.user_state`: a resume brings them back.
+Every callback that requested a checkpoint has a claim on it, under its own name, and keeps its newest claims only. A checkpoint
+is deleted when its last claim is dropped, so one that was also requested by a callback that never drops claims is kept for good.
+The claims are in `ctx.user_state`, so a resume restores them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.context import Context
 
-_CLAIMS = "checkpoint_claims"  # in `ctx.user_state`, by checkpoint, oldest first: the names with a claim on it, and whether it is finite
+_CLAIMS = "checkpoint_claims"  # in `ctx.user_state`: for each checkpoint, oldest first, the names with a claim on it, and whether it is finite
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If `ctx.checkpoint` was asked for under the name `by`, claim it, and give up what exceeds `keep`; whether it was.
+    """If `ctx.checkpoint` was requested under the name `by`, add a claim, and drop claims beyond `keep`. Return whether it was.
 
-    Given up is what was not finite, which must not push out good ones, and then the oldest. `keep=None` gives nothing up.
+    Claims on checkpoints that are not finite are dropped first, so that they do not displace good ones, then the oldest. With
+    `keep=None` no claim is dropped.
     """
     info = ctx.checkpoint
     if info is None or by not in info.requested_by:
@@ -38,23 +40,23 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
 
 
 def held_by(ctx: Context, by: str) -> list[str]:
-    """The checkpoints claimed under the name `by`, oldest first; what somebody deleted by hand does not count."""
+    """Return the checkpoints claimed under the name `by`, oldest first, without those that were deleted by hand."""
     claims: dict[str, dict[str, Any]] = ctx.user_state.get(_CLAIMS, {})
     return [name for name, claim in claims.items() if by in claim["by"] and open_folder(_path(ctx, name)).is_folder()]
 
 
 def forget(ctx: Context) -> None:
-    """Drop all claims: they were made in another run."""
+    """Drop all claims: they belong to another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 
 def is_of_run(ctx: Context, path: str) -> bool:
-    """Whether `path` is one of those that the run keeps."""
+    """Return whether `path` is in the run's checkpoint folder."""
     return _name(ctx, path) != _whole(path)
 
 
 def _name(ctx: Context, path: str) -> str:
-    """The path from the run's checkpoints, so that they may move; whole where it leads elsewhere."""
+    """Return the path relative to the run's checkpoint folder, which may move; absolute if it is outside."""
     return _whole(path).removeprefix(f"{_whole(ctx.run.checkpoints)}/")
 
 
@@ -63,7 +65,7 @@ def _path(ctx: Context, name: str) -> str:
 
 
 def _whole(path: str | os.PathLike[str]) -> str:
-    """The path from the root; a URL is one."""
+    """Return the absolute path, or the URL."""
     name = os.fspath(path)
     return name.rstrip("/") if "://" in name else Path(name).absolute().as_posix()
 

@@ -1,8 +1,8 @@
-"""The seal of a checkpoint: `manifest.json`, written last. A folder without its seal does not exist.
+"""The seal of a checkpoint: `manifest.json`, written last. A folder without a manifest is not a checkpoint.
 
-The manifest lists every file with its size and SHA-256, and tells a format version, a kind, how many ranks wrote, and a free `info`.
-It begins with the digest of all its bytes that follow, so that not a bit of it can change unseen. It is written in place after
-everything else is durable: half a manifest holds no better than none, and no rename is needed (an object store has none).
+The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
+begins with the digest of all its following bytes, so that any change is detected. It is written in place after all files are
+durable: an incomplete manifest is invalid, and no rename is needed (object stores have none).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MANY_RANKS = 1 << 24
 
 
 class Unsealed(CheckpointError):
-    """No manifest, or one that does not match its own digest: what a killed writer leaves. There is no checkpoint."""
+    """There is no manifest, or it does not match its own digest: what a killed writer leaves. The folder is not a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a manifest says: files by their name in the folder, by how many ranks, and when they were sealed (seconds since the epoch)."""
+    """A manifest: the files by name, how many ranks wrote them, and when they were sealed (seconds since the epoch)."""
 
     kind: str
     world_size: int
@@ -42,15 +42,15 @@ class Seal:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files that the seal counts, in bytes."""
+        """The size of all files in the manifest, in bytes."""
         return sum(file.size_bytes for file in self.files.values())
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `info` as it will be read back; `CheckpointError` where it is not plain data, or holds a tensor."""
+    """Return a copy of `info` as it will be read back. Raise `CheckpointError` if it is not plain data, or holds a tensor."""
     document, tensors = flatten(dict(info))
     if tensors:
-        raise CheckpointError(f"info.{next(iter(tensors))}: a tensor cannot stand in a manifest; give its .item()")
+        raise CheckpointError(f"info.{next(iter(tensors))}: a manifest cannot hold a tensor; give its .item()")
     copy: dict[str, Any] = unflatten(document, {})
     return copy
 
@@ -64,23 +64,23 @@ def write_seal(
     world_size: int = 1,
     replace: bool = False,
 ) -> Seal:
-    """Make `folder` a checkpoint of these files, which must all be written and durable.
+    """Write the manifest, which makes `folder` a checkpoint. All files must be written and durable.
 
-    `info` may hold what `plain.flatten` takes, except tensors. With `replace` the seal takes the place of the one that stands, in one
-    instant.
+    `info` may hold everything that `plain.flatten` accepts, except tensors. With `replace`, an existing manifest is replaced
+    atomically.
 
-    Raises `CheckpointError` where the folder is sealed already, a file is not there in its size, or the disk refuses.
+    Raises `CheckpointError` if the folder is sealed already, a file is missing or has another size, or the disk reports an error.
     """
     sealed = Seal(kind, world_size, dict(files), plain_info(info), time.time())
     found = folder.entries()
     _check_present(folder, found, sealed.files)
     if not replace and MANIFEST in found:
-        raise CheckpointError(f"{folder.path} is sealed already; write to a new folder")
+        raise CheckpointError(f"{folder.path} is already sealed; write to a new folder")
     body = json.dumps({"format": FORMAT, **asdict(sealed), "info": flatten(sealed.info)[0]}, indent=1, allow_nan=False)[
         1:
     ].encode()
     content = b'{"sha256": "%s",' % hashlib.sha256(body).hexdigest().encode() + body
-    folder.sync()  # the files' own entries, before anything says that they exist
+    folder.sync()  # the files' directory entries, before the manifest lists them
     if replace:
         folder.replace(MANIFEST, content)
     else:
@@ -90,9 +90,9 @@ def write_seal(
 
 
 def manifest_of(folder: Folder) -> Seal:
-    """What the manifest says, held against its own digest, but not yet against the files.
+    """Return the manifest, checked against its own digest, but not against the files.
 
-    Raises `Unsealed` where there is none that holds, and `CheckpointError` where it cannot be read or understood.
+    Raises `Unsealed` if there is no valid one, and `CheckpointError` if it cannot be read or parsed.
     """
     try:
         with folder.open(MANIFEST) as file:
@@ -102,30 +102,30 @@ def manifest_of(folder: Folder) -> Seal:
             raise Unsealed(
                 f"{folder.path} is not a checkpoint: it has no {MANIFEST}, so its writer never finished; use another"
             ) from None
-        raise  # it may well be there: a disk that fails for a moment must not make it a leftover
+        raise  # it may exist: a temporary disk error must not make the checkpoint look abandoned
     parts = _SEALED.fullmatch(content)
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")
     try:
-        return _understood(json.loads(content), folder)
+        return _parsed(json.loads(content), folder)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder.path}: its {MANIFEST} is malformed ({error!r}); use another checkpoint") from error
 
 
 def seal_of(folder: Folder) -> Seal:
-    """What the manifest says, held against the files: all there, regular, in their size (not yet digested).
+    """Return the manifest, checked against the files: all exist, are regular, and have the right size (digests are not checked).
 
-    Raises `CheckpointError` saying why the checkpoint does not hold.
+    Raises `CheckpointError` with the reason if the checkpoint is not valid.
     """
     sealed = manifest_of(folder)
     _check_present(folder, folder.entries(), sealed.files)
     return sealed
 
 
-def _understood(content: dict[str, Any], folder: Folder) -> Seal:
+def _parsed(content: dict[str, Any], folder: Folder) -> Seal:
     version = content["format"]
     if type(version) is not int or not 1 <= version <= FORMAT:
-        reason = f"its {MANIFEST} has format {version!r}, and this callsheet knows up to {FORMAT}"
+        reason = f"its {MANIFEST} has format {version!r}, and this version of callsheet reads up to {FORMAT}"
         raise CheckpointError(f"{folder.path}: {reason}; use a newer callsheet")
     ranks = content["world_size"]
     if type(ranks) is not int or not 1 <= ranks <= _MANY_RANKS:
@@ -143,10 +143,10 @@ def _understood(content: dict[str, Any], folder: Folder) -> Seal:
 def _check_present(folder: Folder, found: Mapping[str, int | None], files: Mapping[str, FileSeal]) -> None:
     for name, file in files.items():
         if plain_name(folder.path, name) not in found:
-            raise CheckpointError(f"{folder.path} does not hold: {name} is missing; use another checkpoint")
+            raise CheckpointError(f"{folder.path} is not valid: {name} is missing; use another checkpoint")
         size = found[name]
         if size is None:
-            raise CheckpointError(f"{folder.path} does not hold: {name} is not a regular file; use another checkpoint")
+            raise CheckpointError(f"{folder.path} is not valid: {name} is not a regular file; use another checkpoint")
         if size != file.size_bytes:
             sizes = f"{size} bytes, not {file.size_bytes}"
-            raise CheckpointError(f"{folder.path} does not hold: {name} has {sizes}; use another checkpoint")
+            raise CheckpointError(f"{folder.path} is not valid: {name} has {sizes}; use another checkpoint")

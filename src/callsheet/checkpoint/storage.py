@@ -1,4 +1,4 @@
-"""Where a checkpoint's files stand: a folder of this machine, or one that is reached through fsspec."""
+"""The folder interface that stores a checkpoint's files, on this machine or through fsspec."""
 
 from __future__ import annotations
 
@@ -24,57 +24,58 @@ class FileSeal:
 
 
 class Folder(Protocol):
-    """A folder and the files directly in it. Whatever refuses is a `CheckpointError` that names the file, the reason and the mend."""
+    """A folder and the files directly in it. Errors are `CheckpointError`s with the file, the reason and a hint."""
 
     path: str
-    """As messages name it."""
+    """The path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
-        """The folder `name` in it, which need not be there."""
+        """Return the folder `name` in it, which need not exist."""
 
     def parent(self) -> Folder:
-        """The folder it stands in."""
+        """Return its parent folder."""
 
     def is_folder(self) -> bool:
-        """Whether it is there, itself and not a link."""
+        """Return whether it exists and is not a link."""
 
     def entries(self) -> dict[str, int | None]:
-        """Everything in it by name: the size of a regular file in bytes, None for anything else; nothing where it is not there."""
+        """Return everything in it by name: the size of a regular file in bytes, None for anything else. Empty if it does not
+        exist."""
 
     def folders(self) -> list[str]:
-        """The names of the folders in it, links left out; none where it is not there."""
+        """Return the names of the folders in it, without links. Empty if it does not exist."""
 
     def make(self) -> None:
-        """Make it, and what it stands in."""
+        """Create it, and its parents."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> FileSeal:
-        """Write a new file, digested on the way, and durable once this returns; where it fails, what was written is taken away."""
+        """Write a new file, durably, and return its seal. If that fails, remove what was written."""
 
     def replace(self, name: str, content: bytes) -> FileSeal:
-        """Write a file in the place of the one that stands: a reader sees the old or the new one, whole."""
+        """Replace a file atomically: a reader sees either the old or the new one."""
 
     def open(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a regular file for reading; no link is followed, and no pipe can make us wait."""
+        """Open a regular file for reading. Links are not followed, and pipes do not block."""
 
     def remove(self, name: str) -> None:
-        """Remove an entry, and all that is in it."""
+        """Remove an entry with everything in it."""
 
     def remove_itself(self) -> None:
-        """Remove the folder, which is empty."""
+        """Remove the empty folder."""
 
     def sync(self) -> None:
-        """Make the names in it durable."""
+        """Make its directory entries durable."""
 
 
 def plain_name(folder: str, name: str) -> str:
-    """`name`; `CheckpointError` where it is not that of a file directly in the folder."""
+    """Return `name`. Raise `CheckpointError` if it is not the name of a file directly in the folder."""
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not the name of a file inside a checkpoint; use plain names")
     return name
 
 
 def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
-    """The chunks as they pass; once all have, their seal is appended to `seal`."""
+    """Yield the chunks and compute their digest; at the end, append the seal to `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk)
@@ -84,7 +85,7 @@ def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
 
 
 def measure(folder: Folder, name: str) -> FileSeal:
-    """The seal of a file that stands."""
+    """Return the seal of an existing file."""
     seal: list[FileSeal] = []
     with folder.open(name) as file:
         for _ in digested(iter(lambda: file.read(_PIECE), b""), seal):
@@ -93,12 +94,12 @@ def measure(folder: Folder, name: str) -> FileSeal:
 
 
 def verify(folder: Folder, name: str, expected: FileSeal) -> None:
-    """Digest a sealed file piece by piece; `CheckpointError` where it is not what was sealed."""
+    """Check the digest of a sealed file, reading it piece by piece. Raise `CheckpointError` if it has changed."""
     _compare(folder, name, measure(folder, name), expected)
 
 
 def read_verified(folder: Folder, name: str, expected: FileSeal) -> bytes:
-    """The content of a sealed file, read once: the bytes that come back are the bytes that were digested."""
+    """Return the content of a sealed file. It is read once, so the returned bytes are those that were checked."""
     with folder.open(name) as file:
         content = file.read(expected.size_bytes + 1)
     _compare(folder, name, FileSeal(len(content), hashlib.sha256(content).hexdigest()), expected)

@@ -1,8 +1,8 @@
-"""The tensor file: safetensors, written one tensor at a time, and read by parts.
+"""Tensor files: safetensors, written one tensor at a time, and read in parts.
 
-Why not the library's `save_file` and `safe_open`: the first wants every tensor in host memory at once, reports a full disk as a text,
-makes files that only their owner may read, goes through a rename, and writes dtypes (F8_E8M0, F4) that its own reader then refuses;
-the second reads from this machine's disks alone.
+The library's `save_file` and `safe_open` are not used. `save_file` needs all tensors in host memory at once, reports a full disk
+only as text, makes files that only their owner can read, renames, and writes dtypes (F8_E8M0, F4) that its own reader rejects.
+`safe_open` reads only from this machine's disks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callsheet.checkpoint.ranks import RankGroup
 from callsheet.checkpoint.storage import FileSeal, Folder
 from callsheet.errors import CheckpointError
 
-DTYPES = {  # what the safetensors library reads back
+DTYPES = {  # those that the safetensors library can read
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -46,14 +46,14 @@ DTYPES = {  # what the safetensors library reads back
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
-# Bytes. A piece stays in the cache while it is checked, digested and written. Each of these takes the interpreter lock once, which may
-# wait for training: smaller pieces would wait more often.
+# Bytes. A piece stays in the CPU cache while it is checked, digested and written. Each of these steps takes the interpreter lock
+# once, which may wait for training: smaller pieces would wait more often.
 _PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file: `start` is its first byte, counted from the file's own."""
+    """One tensor in a file; `start` is the position of its first byte in the file."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -69,14 +69,14 @@ def write_tensors(
     data: Iterable[Tensor] | None = None,
     look: Callable[[str, Tensor], None] | None = None,
 ) -> FileSeal:
-    """Write `tensors` to the new safetensors file `name`, durably; host memory for one tensor at a time is enough.
+    """Write `tensors` to the new safetensors file `name`, durably. This needs host memory for only one tensor at a time.
 
     Args:
-        metadata: strings for the file's own header.
-        data: the tensors in the order of `file_order`, where each has to be made when its turn comes.
+        metadata: strings for the file's header.
+        data: the tensors in the order of `file_order`, if each is to be made only when it is written.
         look: called with the name and each piece of a tensor, flat and on the CPU, before the piece is written.
 
-    Raises `CheckpointError` for what the disk refuses; `check_storable` says what a file can hold.
+    Raises `CheckpointError` if the disk reports an error. `check_storable` checks what a file can hold.
     """
     order = file_order(tensors)
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -100,14 +100,15 @@ def write_tensors(
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide dtypes first, so that each tensor stands aligned for whoever maps the file."""
+    """Return the names sorted by the size of their dtypes, largest first, so that each tensor is aligned in a memory-mapped
+    file."""
     return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for a tensor that a file cannot hold: sparse, quantized, meta, complex128, a subclass.
+    """Raise `CheckpointError` for a tensor that a file cannot hold: sparse, quantized, meta, complex128, or a subclass.
 
-    Of a DTensor, give the local part.
+    For a DTensor, pass the local part.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise CheckpointError(f"{name}: a {type(tensor)} cannot be written to a tensor file; save a plain tensor")
@@ -121,14 +122,14 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
-    """The tensors in a safetensors file of `size_bytes`; `source` is named where it is none.
+    """Return the tensors in a safetensors file of `size_bytes`; `source` is its name for error messages.
 
-    Raises `CheckpointError` unless the entries fill the file, one after the other, each with the bytes that its dtype and size need.
+    Raises `CheckpointError` unless the entries fill the file without gaps, each with the bytes that its dtype and size need.
     """
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size_bytes - 8, _LONGEST_HEADER):
-            raise ValueError(f"a header of {length} bytes")
+            raise ValueError(f"its header has {length} bytes")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         found, end = {}, 0
@@ -138,42 +139,43 @@ def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry
                 raise ValueError(f"{key} has size {size}")
             start, end = end, end + math.prod(size) * dtype.itemsize
             if entry["data_offsets"] != [start, end]:
-                raise ValueError(f"{key} does not stand where the one before it ends")
+                raise ValueError(f"{key} does not begin where the previous tensor ends")
             found[key] = Entry(dtype, size, 8 + length + start)
         if 8 + length + end != size_bytes:
-            raise ValueError(f"{8 + length + end} bytes in a file of {size_bytes}")
+            raise ValueError(f"its entries need {8 + length + end} bytes, and the file has {size_bytes}")
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{source}: not a tensor file that can be read: {error!r}; use another checkpoint") from error
+        raise CheckpointError(f"{source}: not a valid tensor file: {error!r}; use another checkpoint") from error
     return found
 
 
 def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
-    """Fill `rows`, contiguous on the CPU, with the rows from `start` on of a tensor in a file, or with all of one without dimensions."""
+    """Fill `rows`, contiguous on the CPU, with a tensor's rows from `start` on; a tensor without dimensions is read whole."""
     file.seek(entry.start + start * math.prod(entry.size[1:]) * entry.dtype.itemsize)
     memory = memory_of(rows)
     while memory:
-        got = file.readinto(memory)  # type: ignore[attr-defined]  # all that we open have it
+        got = file.readinto(memory)  # type: ignore[attr-defined]  # all files that we open have it
         if not got:
             raise EOFError("the file ends too early")
         memory = memory[got:]
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, as they lie in memory; the tensor must outlive them."""
+    """Return the memory of a contiguous tensor on the CPU. The tensor must outlive it."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: of a DTensor its shard, of any other all."""
+    """Return this rank's part of a tensor: the shard of a DTensor, or the whole of any other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
-    """True where no floating or complex tensor holds NaN or infinity, on any rank of `group`: then a collective, with the same answer.
+    """Return whether no floating-point or complex tensor holds NaN or infinity, on any rank of `group`. With a group it is a
+    collective.
 
-    Of a DTensor each rank looks at its shard. Waits once for each device, whatever the number of tensors.
+    Of a DTensor each rank checks its shard. Waits once per device, whatever the number of tensors.
     """
     parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -184,9 +186,10 @@ def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> 
 
 
 def _are_finite(parts: list[Tensor]) -> bool:
-    """Whether all elements are finite; all parts are on one device.
+    """Return whether all elements are finite; all parts must be on one device.
 
-    A finite sum has finite summands, and is found in a tenth of the time of `isfinite`. A sum of finite numbers can overflow.
+    A finite sum implies finite elements, and takes a tenth of the time of `isfinite`. A sum of finite numbers can overflow, so a
+    sum that is not finite is followed by `isfinite`.
     """
     sums = [part.sum(dtype=torch.float32 if part.itemsize == 2 else None) for part in parts]
     if len(sums) == 1 and cmath.isfinite(sums[0].item()):

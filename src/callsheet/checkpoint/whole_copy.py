@@ -1,4 +1,4 @@
-"""A copy of the model in host memory: whole, whatever shards the ranks hold it in."""
+"""Copies a model to host memory, also one that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""What `fully_shard` writes on modules, by how the names begin."""
+"""The prefixes of the attributes that `fully_shard` sets on modules."""
 
 
 @torch.no_grad()
 def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
-    """A copy of `model` on the CPU, which is left as it is; a collective where the model is sharded: every rank must reach it.
+    """Return a full copy of `model` on the CPU; the model is unchanged. If it is sharded, this is a collective that every rank
+    must call.
 
-    Nothing more is taken on the device than one gathered tensor at a time. The copy of a sharded model is of the classes that it had
-    before, and keeps of its hooks those around the forward that are the user's.
+    It needs no more device memory than for one gathered tensor. The copy of a sharded model has the modules' original classes,
+    and of their forward hooks only the user's.
 
     Args:
-        keep: whether this rank is to have the copy; where it is False, the rank only takes part, and gets None.
+        keep: whether this rank gets the copy; if False, it only takes part, and gets None.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # so that what the modules hold are the shards
+    for module in sharded:  # so that the modules hold their shards
         module.reshard()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -39,7 +40,7 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
 
 
 def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy`, which sharded modules refuse, without what makes them sharded."""
+    """Do what `copy.deepcopy` does, which sharded modules do not support, without the attributes that make them sharded."""
     copies = [(module, _unsharded(type(module))) for module in model.modules()]
     made = [(module, kind.__new__(kind)) for module, kind in copies]
     memo.update((id(module), empty) for module, empty in made)
@@ -63,5 +64,6 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Torch's own, and ours that share what is not sharded: on one rank alone they would wait for the others."""
+    """Return whether it is a hook of torch's or of ours that synchronizes ranks: in a copy on one rank it would wait for the
+    others."""
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "callsheet."))

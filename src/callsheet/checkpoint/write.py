@@ -1,4 +1,4 @@
-"""Checkpoints written, by all ranks together."""
+"""Writes checkpoints, on all ranks together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from callsheet.checkpoint.storage import FileSeal, Folder
 from callsheet.checkpoint.tensors import write_tensors
 from callsheet.errors import CheckpointError
 
-_NOTE = f"A checkpoint of callsheet. Without a {MANIFEST} that holds, it is what a killed process left, and may be deleted.\n"
+_NOTE = f"A checkpoint of callsheet. Without a valid {MANIFEST} it was left by a killed process, and may be deleted.\n"
 
 Check = Callable[[str, Tensor], bool]
 
@@ -41,31 +41,33 @@ def write_checkpoint(
     check_owner: Callable[[], None] | None = None,
     is_good: Check | None = None,
 ) -> Seal:
-    """Write a checkpoint to the folder `path`, and seal it with `info`; a collective over `group`.
+    """Write a checkpoint to the folder `path`, and seal it with `info`. A collective over `group`.
 
-    What a killed writer left at `path` is cleared first. A checkpoint that stands there is refused, or with `overwrite` stays readable
-    until the new one is sealed, and goes then.
+    What a killed writer left at `path` is cleared first. An existing checkpoint is an error; with `overwrite` it remains readable
+    until the new one is sealed, and is then removed.
 
     Args:
-        path: a folder, or a URL such as `s3://bucket/run/step-100`; the same place on all ranks.
-        shared: a tree that is the same on all ranks. Each of its tensors is written once, of a DTensor by every rank its shard.
+        path: a folder, or a URL such as `s3://bucket/run/step-100`; the same storage on all ranks.
+        shared: a tree that is the same on all ranks. Each of its tensors is written once; of a DTensor every rank writes its
+            shard.
         local: this rank's own tree.
-        info: told by the seal; rank 0's.
+        info: rank 0's is written to the manifest.
         group: a gloo group; None for one process.
-        check_owner: called on rank 0 before anything is cleared, and again before the checkpoint is committed; it raises if another
-            process has taken over the run. Nothing is written or removed after that.
-        is_good: called with the name and flat pieces of every shared tensor as it is written, each on one rank alone. `info` then gets
-            the entry `is_finite`: True where every call returned True, on all ranks, and `info` did not hold False itself.
+        check_owner: called on rank 0 before anything is cleared, and again before the checkpoint is committed; it raises if
+            another process has taken over the run. Nothing is written or removed after that.
+        is_good: called with the name and the flat pieces of every shared tensor as it is written, each on one rank only. `info`
+            then gets the entry `is_finite`: True if every call returned True, on all ranks, and `info` did not already say False.
 
-    Raises `CheckpointError` on all ranks where one of them fails: the state is not plain data, `path` holds anything else, the disk
-    refuses. Nothing of the new checkpoint is left then. `RankLost` where a rank is: what it left is cleared by the next writer.
+    Raises `CheckpointError` on all ranks if one of them fails: the state is not plain data, `path` holds anything else, or the
+    disk reports an error. Nothing of the new checkpoint remains then. Raises `RankLost` if a rank is lost: the next writer clears
+    what remains.
     """
     ranks = RankGroup(group)
     return Writing(path, ranks, overwrite, check_owner, is_good).run(lambda: Draft.of(shared, local, info, ranks.rank))
 
 
 class Writing:
-    """One checkpoint in the making, as one rank sees it."""
+    """The writing of one checkpoint, on one rank."""
 
     def __init__(
         self,
@@ -83,21 +85,21 @@ class Writing:
         self._is_bad_here = False
         self._draft: Draft
         self._folder: Folder
-        self._index: Json  # this and what follows is rank 0's
+        self._index: Json  # this and the following are used on rank 0
         self._old: Seal | None = None
         self._is_to_clear = False
 
     def run(self, draft: Callable[[], Draft]) -> Seal:
-        """Write and seal; a collective. What `draft` raises on one rank is told to all."""
+        """Write and seal. A collective. An error that `draft` raises on one rank is raised on all."""
         try:
             names, mine = self._ranks.exchange(lambda: self._plan(draft), self._assign)
             return self._ranks.exchange(lambda: self._write(names, mine), self._seal)
         except RankLost:
-            raise  # others may be writing still
+            raise  # other ranks may still be writing
         except BaseException:
             if self._is_to_clear:
-                with contextlib.suppress(CheckpointError):  # the first error is the one to tell
-                    self._check_owner()  # what stands there may be somebody else's by now
+                with contextlib.suppress(CheckpointError):  # report the first error
+                    self._check_owner()  # another process may have taken over the folder
                     remove(self._folder) if self._old is None else clear(self._folder)
             raise
 
@@ -107,7 +109,7 @@ class Writing:
         return self._draft.plan()
 
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
-        """Rank 0: under which names to write, and for every rank which tensors: DCP spreads over the ranks what several hold."""
+        """Rank 0: choose the file names, and each rank's tensors. DCP distributes the tensors that several ranks hold."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         assigned, _ = planner.create_global_plan(_fitting(plans))
         self._check_owner()
@@ -120,7 +122,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files; return them, and whether what it wrote was good."""
+        """Write this rank's files. Return them, and whether all that it wrote was good."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -134,12 +136,12 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Check a piece of what is written, until one is not good."""
+        """Check a piece that is written, unless an earlier one was not good."""
         if self._is_good is not None and not self._is_bad_here and name.startswith(SHARED):
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED), piece)
 
     def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
-        """Rank 0: publish what all have written."""
+        """Rank 0: seal what all ranks have written."""
         files = {name: file for by_rank, _ in written for name, file in sorted(by_rank.items())}
         info, replaces = self._draft.info, self._old is not None
         if self._is_good is not None:
@@ -147,15 +149,15 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        with contextlib.suppress(CheckpointError):  # it is published; what stays of the old one is cleared by the next writer
+        with contextlib.suppress(CheckpointError):  # it is committed; the next writer clears what remains of the old one
             clear(self._folder)
         return [sealed] * self._ranks.size
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """The plans, without the names by which only other ranks know a tensor; `CheckpointError` where the shared trees differ.
+    """Return the plans without the names that rank 0 does not know. Raise `CheckpointError` if the shared trees differ.
 
-    The document is rank 0's. Of tied DTensors a rank with an empty shard cannot see that they are tied, and plans them all.
+    The document is rank 0's. A rank with an empty shard cannot detect tied DTensors, and plans all of them.
     """
     shared = {item.index.fqn: _data(item) for item in plans[0].items}
 
@@ -163,11 +165,11 @@ def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
         name, here = item.index.fqn, _data(item)
         there = here if name.startswith(own(rank)) else shared.get(name)
         if there is None and _holds_any(item):
-            raise CheckpointError(f"{name}: rank {rank} shares it, and rank 0 does not; put into `local` what is a rank's own")
+            raise CheckpointError(f"{name}: rank {rank} shares it, and rank 0 does not; put a rank's own state into `local`")
         if there is not None and (there.size, there.properties.dtype) != (here.size, here.properties.dtype):
             kinds = [f"{data.properties.dtype} of {list(data.size)}" for data in (there, here)]
             raise CheckpointError(
-                f"{name}: it is {kinds[0]} on rank 0 and {kinds[1]} on rank {rank}; put into `local` what is a rank's own"
+                f"{name}: it is {kinds[0]} on rank 0 and {kinds[1]} on rank {rank}; put a rank's own state into `local`"
             )
         return there is not None
 
@@ -175,7 +177,7 @@ def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # nothing but tensors is ever planned here
+    assert item.tensor_data is not None  # only tensors are planned
     return item.tensor_data
 
 

@@ -1,4 +1,4 @@
-"""Training on several ranks of one machine, started from a script or a notebook: `callsheet.launch`."""
+"""`callsheet.launch`: start training on several ranks of one machine, from a script or a notebook."""
 
 from callsheet.extras import needed_by
 

@@ -1,4 +1,4 @@
-"""What went wrong on which rank, told in the launching process."""
+"""The failures of a launch, reported in the launching process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 class RankFailure:
     """How one rank failed.
 
-    `error` is its exception in one line, `traceback` all of it; both empty where the process was killed. `exitcode` is negative for
-    a signal.
+    `error` is its exception in one line, `traceback` the whole text; both are empty if the process was killed. `exitcode` is
+    negative for a signal.
     """
 
     rank: int
@@ -30,13 +30,13 @@ class RankFailure:
     traceback: str = ""
     at: float = 0.0
     is_of_others: bool = False
-    """The rank could not reach the others, which is what a failure elsewhere looks like from here."""
+    """The rank could not reach the others, so the cause is probably a failure of another rank."""
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """First what failed by itself, then who missed it, then who was told to end; within these by time."""
-        was_told = self.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not self.error
-        return (2 if was_told else 1 if self.is_of_others else 0, self.at, self.rank)
+        """The sort key: first the ranks that failed, then those that lost them, then those that were terminated; each by time."""
+        was_terminated = self.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not self.error
+        return (2 if was_terminated else 1 if self.is_of_others else 0, self.at, self.rank)
 
     def __str__(self) -> str:
         if self.error:
@@ -46,24 +46,25 @@ class RankFailure:
                 return f"killed by {signal.Signals(-self.exitcode).name}"
             except ValueError:
                 return f"killed by signal {-self.exitcode}"
-        return f"ended by itself with exit code {self.exitcode}{'' if self.exitcode else ', and without a result'}"
+        return f"exited with code {self.exitcode}{'' if self.exitcode else ' without a result'}"
 
 
 class LaunchError(CallsheetError, RuntimeError):
-    """A launch that failed on some rank. The message begins with the rank that failed first; `failures` has all that failed, in that order."""
+    """A launch failed on some rank. The message begins with the rank that failed first; `failures` holds all failures, in that
+    order."""
 
     def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:
         self.failures = tuple(sorted(failures, key=lambda failure: failure.order))
         first, *others = self.failures
-        told = [f"rank {first.rank} of {world_size} failed first: {first}"]
-        told += [f"\nrank {first.rank}:\n{first.traceback}"] if first.traceback else []
+        lines = [f"rank {first.rank} of {world_size} failed first: {first}"]
+        lines += [f"\nrank {first.rank}:\n{first.traceback}"] if first.traceback else []
         for failure in others:
-            told.append(f"\nrank {failure.rank}, later: {failure}" + (f"\n{failure.traceback}" if failure.traceback else ""))
-        super().__init__("\n".join(told))
+            lines.append(f"\nrank {failure.rank}, later: {failure}" + (f"\n{failure.traceback}" if failure.traceback else ""))
+        super().__init__("\n".join(lines))
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """In the worker: what is sent to the launching process."""
+    """In the worker: return what to send to the launching process."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -74,7 +75,7 @@ def report_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
-    """In the launching process, which has the source of what a notebook defined."""
+    """In the launching process: return the failure, with the source lines of code that was defined in a notebook."""
     return RankFailure(
         rank, exitcode, report["error"], _with_source(report["traceback"]), float(report["at"]), bool(report["is_of_others"])
     )
@@ -95,13 +96,13 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _with_source(text: str) -> str:
-    """Add the source lines that the worker could not know."""
+    """Add the source lines that the worker did not have."""
     lines = text.splitlines()
-    told = []
+    found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
-        told.append(line)
+        found.append(line)
         frame = _FRAME.match(line)
         if frame and not after.startswith("    "):
             source = linecache.getline(frame["file"], int(frame["line"])).strip()
-            told += [f"    {source}"] if source else []
-    return "\n".join(told)
+            found += [f"    {source}"] if source else []
+    return "\n".join(found)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 from uuid import uuid4
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -74,31 +74,33 @@ def launch(
     max_restarts: int = 0,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Any] | dict[str, float]:
-    """Call `fn(*args, callbacks=callbacks)` on each of several ranks of this machine; returns the results by rank. Or run a recipe on
-    them, and return its results.
+    """Call `fn(*args, callbacks=callbacks)` on each of several ranks of this machine, and return the results by rank. Or run a
+    recipe on them, and return its results.
 
-    The processes are started by torch's elastic launcher, with the environment that torchrun would give them. What they are sent is rebuilt
-    once in a fresh interpreter before they start, and compared. A signal to this process, Ctrl-C too, goes on to them once; they have
-    `grace_seconds` to save and end, then it does here what it would have done. Nothing is left running, or lying, in any case.
+    Torch's elastic launcher starts the processes, with the environment that torchrun would give them. Before they start, the
+    arguments and callbacks are rebuilt once in a fresh interpreter and compared. A signal to this process, including Ctrl-C, is
+    forwarded to them once. They have `grace_seconds` to save and end; then the signal takes its usual effect here. No process or
+    file is left behind.
 
     Args:
-        fn: at the top level of a module or of the script; from a notebook with `allow_pickle`. It gets `callbacks` if it takes them. Or a
-            recipe: its file, the name of a shipped one, or a `Recipe` that is not set up yet. What is wrong with it is found out here,
-            and each rank makes its callbacks and loggers from the resolved configuration.
-        args: of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
+        fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. It gets
+            `callbacks` if it takes them. Or a recipe: its file, the name of a shipped one, or a `Recipe` that is not set up yet.
+            The recipe is checked here, and each rank makes its callbacks and loggers from the resolved configuration.
+        args: the arguments of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
         callbacks: rebuilt on each rank; those of a recipe come before them.
-        overrides: of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.
-        nproc_per_node: how many ranks.
-        nnodes: one; more machines need a launcher on each.
-        allow_pickle: send what is no data (lambdas, closures, what a notebook defines) as signed cloudpickle; the results too.
+        overrides: values that override those of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.
+        nproc_per_node: the number of ranks.
+        nnodes: must be 1; several machines need a launcher on each.
+        allow_pickle: send objects that are not data (lambdas, closures, definitions in a notebook) as signed cloudpickle; also
+            results.
         prefix: begin each line that a rank prints with `[rank]`.
-        max_restarts: how often all ranks are started again after one has failed; they get the same callbacks again, so resume in `fn`.
-        grace_seconds: between the signal and SIGKILL.
+        max_restarts: how often to restart all ranks after one has failed. They get the same callbacks again, so resume in `fn`.
+        grace_seconds: the time between the signal and SIGKILL.
 
     Raises:
-        ConfigError: an argument that cannot work.
-        TransportError: something that cannot be sent; the message says what, and the mend.
-        LaunchError: a rank failed; the traceback of the first comes first.
+        ConfigError: an argument is invalid.
+        TransportError: something cannot be sent; the message names it and says what to do.
+        LaunchError: a rank failed; the message begins with the traceback of the first one.
         MissingPackage: `allow_pickle` without cloudpickle.
 
     Example:
@@ -118,10 +120,10 @@ def launch(
     is_recipe = isinstance(fn, (str, os.PathLike, Launchable))
     if isinstance(fn, (str, os.PathLike, Launchable)):
         if args:
-            raise ConfigError("args: a recipe takes none; give overrides, such as ['--max_duration', '9ba']")
+            raise ConfigError("args: a recipe takes no args; give overrides, such as ['--max_duration', '9ba']")
         fn, args, callbacks = job_of(fn, overrides, callbacks)
     elif overrides:
-        raise ConfigError("overrides: they go over a recipe's file; a function has args")
+        raise ConfigError("overrides: they apply to a recipe's file; give a function its args")
     call = {
         "function": fn,
         "arguments": list(args),
@@ -131,7 +133,7 @@ def launch(
     }
     sent = pack(callbacks, allow_pickle=allow_pickle, extra=call)
     stopped: signal.Signals | None = None
-    with sent.post() as variables, _signals_put_back():
+    with sent.post() as variables, _restored_signals():
         specs = _Specs(Path(variables[PAYLOAD]).parent, variables, prefix=prefix)
         config = _config(specs, nproc_per_node, max_restarts=max_restarts, grace=grace_seconds)
         python, *arguments = command("callsheet.launcher.worker")
@@ -146,7 +148,7 @@ def launch(
             _kill_the_rest(specs.folder)
         results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
-        signal.raise_signal(stopped)  # it does what it would have done without us
+        signal.raise_signal(stopped)  # with the handler that was set before launch()
         raise SystemExit(128 + stopped)
     if failures:
         raise LaunchError(failures, nproc_per_node)
@@ -157,7 +159,7 @@ def launch(
 
 
 class _Specs(DefaultLogsSpecs):
-    """Where torch lets its workers' output go, and where they get what is theirs alone in the environment."""
+    """Where torch writes the workers' output, and the environment of each rank."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
@@ -166,13 +168,13 @@ class _Specs(DefaultLogsSpecs):
         self._store: TCPStore | None = None
         self._variables = dict(variables)
         if prefix:
-            self._variables["PYTHONUNBUFFERED"] = "1"  # a line comes when it is printed
+            self._variables["PYTHONUNBUFFERED"] = "1"  # pass lines on at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Give the ranks their environment; torch calls it before each attempt.
+        """Set the ranks' environment; torch calls this before each attempt.
 
-        Each attempt has a store of its own. Torch's launcher would give all of them the same, with the addresses of dead ranks in it, to
-        which the new ones connect in vain if the function makes a process group itself.
+        Each attempt has its own store. Torch's launcher would give all attempts the same one, with the addresses of dead ranks in
+        it. New ranks would then fail to connect if the function makes a process group itself.
         """
         found = super().reify(envs)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -185,7 +187,9 @@ class _Specs(DefaultLogsSpecs):
 
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
-    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]  # nohup means it
+    handled = [
+        name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
+    ]  # an ignored signal stays ignored, as under nohup
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(
         min_nodes=1,
@@ -207,7 +211,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """What the ranks left in their files, and how torch says that the others ended."""
+    """Return the results that the ranks wrote to their files, and the failures of the others."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)
@@ -225,30 +229,30 @@ def _collected(
 
 
 def _kill_the_rest(folder: Path) -> None:
-    """Of the workers that torch has lost sight of, when a signal came while it started or ended them."""
+    """Kill workers that torch has lost track of because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
-        with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its number may be another's
+        with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its process id may be in use again
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 os.killpg(pid, signal.SIGKILL)
 
 
 @contextmanager
-def _signals_put_back() -> Iterator[None]:
-    """Torch's launcher leaves its handlers behind, which a notebook would be left with."""
+def _restored_signals() -> Iterator[None]:
+    """Restore the signal handlers afterwards: torch's launcher does not, and a notebook would keep its handlers."""
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    is_main, word = threading.current_thread() is threading.main_thread(), os.environ.get(variable)
+    is_main, variable_before = threading.current_thread() is threading.main_thread(), os.environ.get(variable)
     earlier = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS} if is_main else {}
     try:
         yield
     finally:
         for number, handler in earlier.items():
-            if handler is not None:  # None: it was set by C code, and cannot be put back from here
+            if handler is not None:  # None: it was set by C code, and cannot be restored from Python
                 signal.signal(number, handler)
-        if word is None:
+        if variable_before is None:
             os.environ.pop(variable, None)
         else:
-            os.environ[variable] = word
+            os.environ[variable] = variable_before
 
 
 def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
@@ -257,15 +261,15 @@ def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
             raise ConfigError(f"{name}={number!r}: give a whole number, at least {least}")
     if machines > 1:
         raise ConfigError(
-            f"nnodes={machines}: launch() starts the ranks of this machine alone. On several machines start the script with torchrun on each, "
-            "and send callbacks with callsheet.transport, or make them in the script"
+            f"nnodes={machines}: launch() starts ranks on this machine only. On several machines, start the script with torchrun on each, "
+            "and send callbacks with callsheet.transport, or create them in the script"
         )
     if not isinstance(grace, int | float) or not 0 < grace < math.inf:
         raise ConfigError(f"grace_seconds={grace!r}: give seconds above zero")
     if payload.is_sent:
         raise ConfigError(
             "launch() was called in a process that launch() started, while it imports the script: put the call under "
-            "`if __name__ == '__main__'`, and not into what the ranks run"
+            "`if __name__ == '__main__'`, not in code that the ranks run"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
@@ -274,12 +278,12 @@ def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
 
 
 def _takes_callbacks(fn: Callable[..., Any], args: Sequence[Any], callbacks: list[Callback]) -> bool:
-    """Whether `fn` is given the callbacks; refuses a call that could not work."""
+    """Return whether `fn` is given the callbacks. Raise ConfigError for a call that could not work."""
     if not callable(fn):
-        raise ConfigError(f"launch() calls a function, and {fn!r} is none")
+        raise ConfigError(f"launch() needs a function or a recipe, and {fn!r} is neither")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # one of C's, which does not say
+    except (TypeError, ValueError):  # a function of C has no signature
         return bool(callbacks)
     takes = any(name == "callbacks" or each.kind is each.VAR_KEYWORD for name, each in signature.parameters.items())
     name = getattr(fn, "__qualname__", repr(fn))

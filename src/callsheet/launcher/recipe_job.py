@@ -1,6 +1,6 @@
-"""A recipe as something that `launch` can send: a function, plain arguments, and callbacks.
+"""Turns a recipe into what `launch` can send: a function, plain arguments, and callbacks.
 
-Recipes and the command line stand on higher floors than this one, so they are imported when a recipe is launched, and not before.
+Recipes and the command line are higher layers than this module, so they are imported only when a recipe is launched.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from callsheet.errors import ConfigError
 from callsheet.manager import CallbackManager
 
 Job = tuple[Callable[..., Any], tuple[Any, ...], list[Callback]]
-"""The function, its arguments, and the callbacks that it gets."""
+"""The function, its arguments, and its callbacks."""
 
 _OF_EVERY_RECIPE = ("config", "callbacks", "loggers", "resolved")
 
 
 @runtime_checkable
 class Launchable(Protocol):
-    """What `launch` knows of a `callsheet.recipes.Recipe`."""
+    """What `launch` uses of a `callsheet.recipes.Recipe`."""
 
     config: Any
     callbacks: CallbackManager
     resolved: str
 
     def setup(self) -> None:
-        """Make everything."""
+        """Create the trainer and everything it needs."""
 
     def run(self) -> dict[str, float]:
-        """Train and evaluate; returns the results."""
+        """Train and evaluate, and return the results."""
         ...
 
 
 def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str], callbacks: Iterable[Callback]) -> Job:
-    """What the ranks are to call for a recipe file, or a recipe made in Python.
+    """Return what the ranks call for a recipe file or a recipe made in Python.
 
     Raises:
-        ConfigError: no such recipe, a value that does not fit, or a recipe that has begun already.
+        ConfigError: there is no such recipe, a value is invalid, or the recipe is set up already.
     """
     if isinstance(recipe, (str, os.PathLike)):
         from callsheet.commands.recipe import prepared
@@ -50,9 +50,9 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
         what = prepared(os.fspath(recipe), overrides, command="launch")
         return run_resolved, (what.resolved, os.fspath(recipe)), list(callbacks)
     if overrides:
-        raise ConfigError("overrides: they go over a recipe's file; set the values in the recipe's config")
+        raise ConfigError("overrides: they apply to a recipe's file; set the values in the recipe's config")
     if hasattr(recipe, "trainer"):
-        raise ConfigError(f"this {type(recipe).__name__} is set up already, in this process; launch() one that is not")
+        raise ConfigError(f"this {type(recipe).__name__} is already set up in this process; launch() one that is not")
     if recipe.resolved:
         return run_resolved, (recipe.resolved, type(recipe).__name__), list(callbacks)
     arguments = {name: getattr(recipe, name) for name in _own_arguments(type(recipe))}
@@ -60,7 +60,7 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
-    """On a rank: make the recipe from its resolved configuration, whatever this process's environment says, and run it."""
+    """On a rank: make the recipe from its resolved configuration, regardless of environment variables, and run it."""
     from callsheet.commands.recipe import values_of
 
     with tempfile.TemporaryDirectory(prefix="callsheet-recipe-") as folder:
@@ -72,7 +72,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """On a rank: make the recipe anew and run it."""
+    """On a rank: make the recipe again and run it."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -82,5 +82,5 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """The constructor's arguments beyond those of every recipe; each stands in an attribute of its name."""
+    """Return the constructor's arguments that not every recipe has; each is also an attribute."""
     return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]

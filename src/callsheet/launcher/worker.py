@@ -1,4 +1,4 @@
-"""A launched worker: takes what it was sent, calls the function, and hands back what came of it."""
+"""A launched worker: unpacks its payload, calls the function, and writes its result or error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
 PID = "pid-"
-"""How the names of the files begin that say which workers run."""
+"""The prefix of the files that list the running workers."""
 
 _LOOK_SECONDS = 0.5
 
 
 def result_name(rank: int, attempt: int) -> str:
-    """The file in which a rank leaves its result, or its error."""
+    """Return the name of the file in which a rank writes its result or error."""
     return f"result-{attempt}-{rank}"
 
 
@@ -31,27 +31,27 @@ def main() -> None:
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
-    key = Key.read(os.environ.get(KEY, ""))  # which opening takes out of the environment
+    key = Key.read(os.environ.get(KEY, ""))  # `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
-    if content and folder.exists():  # else nobody waits for it
+    if content and folder.exists():  # otherwise no process waits for it
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
     sys.exit(code)
 
 
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
-    """Open what was sent and call the function: the exit code, and the result or the error as it is sent."""
+    """Open the payload and call the function. Return the exit code, and the encoded result or error."""
     try:
-        unpacked = open_payload(os.environ, is_ours=True)  # imports the script, and makes the callbacks
+        unpacked = open_payload(os.environ, is_ours=True)  # imports the script, and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
-    except BaseException as error:  # an exit as well: nothing was called yet
+    except BaseException as error:  # SystemExit too: the function was not called yet
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
 
 
 def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
-    """Call the function: as above."""
+    """Call the function; returns as `_answer` does."""
     call: dict[str, Any] = unpacked.extra
     try:
         if call["takes_callbacks"]:
@@ -59,7 +59,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
         else:
             result = call["function"](*call["arguments"])
         return 0, encode({"rank": rank, "result": result}, allow_pickle=call["allow_pickle"])
-    except KeyboardInterrupt:  # the launching process has it as well
+    except KeyboardInterrupt:  # the launching process gets it too
         return 128 + signal.SIGINT, b""
     except SystemExit as error:
         if error.code in (None, 0):
@@ -71,25 +71,26 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
 
 
 class _Watch(threading.Thread):
-    """Ends this worker when the process that launched it is gone, or has given it up: first with SIGTERM, so that it may save.
+    """Ends this worker if the process that launched it has ended or abandoned it: first with SIGTERM, so that the worker can
+    save.
 
-    Torch's launcher does not: its workers go on when it is killed.
+    Torch's launcher does not do this: its workers continue when it is killed.
     """
 
     def __init__(self, folder: Path, launcher: int, grace: float) -> None:
         super().__init__(name="callsheet-launcher-watch", daemon=True)
         self._folder, self._launcher, self._grace = folder, launcher, grace
-        self._never = threading.Event()
+        self._never_set = threading.Event()
 
     def run(self) -> None:
-        """Look until then."""
+        """Wait until the launcher is gone, then end this process."""
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
-            self._never.wait(_LOOK_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)  # who should have removed it was killed
+            self._never_set.wait(_LOOK_SECONDS)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the process that should have removed it was killed
         os.kill(os.getpid(), signal.SIGTERM)
-        self._never.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch gives each worker a session of its own
+        self._never_set.wait(self._grace)
+        if os.getpgrp() == os.getpid():  # torch gives each worker its own session
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -97,6 +98,6 @@ class _Watch(threading.Thread):
 def _is_there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError:  # it has ended, or its number is another user's by now
+    except OSError:  # it has ended, or its id now belongs to another user's process
         return False
     return True

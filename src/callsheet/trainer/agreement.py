@@ -1,4 +1,4 @@
-"""Agreement: what one rank asks for is known to all of them at the same step, without any of them waiting."""
+"""Agreement: a request of one rank becomes known to all ranks at the same step, without waiting."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from callsheet.signals import SignalWatch
 from callsheet.trainer.process_groups import Pending, ProcessGroups
 
 PERIOD_SECONDS = 0.1
-"""About so often a word goes round, counted in steps: fewer would let a request wait, more would cost the step."""
-LONGEST_PERIOD = 1000  # steps
+"""The approximate time between two messages, converted to steps. A longer time delays requests; a shorter one slows the steps."""
+LONGEST_PERIOD = 1000  # the largest number of steps between two messages
 
 
 class Agreement:
-    """Sends a word round the ranks every so many steps, and makes what it says come true on all of them at one boundary.
+    """Exchanges a message between the ranks every few steps, and applies requests on all ranks at the same boundary.
 
-    The word is five integers, MAX-reduced on a group of its own: begun at one step, read at a fixed later one. When it says that a rank
-    asks for something, all ranks exchange their requests. Every step of training or evaluation counts, and ranks that do not count
-    the same fail, since they would wait for each other in different places. With one rank everything is known at once.
+    The message is five integers, reduced with MAX on its own process group: begun at one step, and read at a fixed later one. If
+    it says that a rank has a request, all ranks exchange their requests. Every step of training and evaluation counts. Ranks with
+    different counts raise an error, since they would wait for each other in different places. With one rank nothing is exchanged.
 
-    `signal` is the signal that all ranks know of; `published` how many asynchronous checkpoints are durable, as all ranks know.
+    `signal` is the signal that all ranks know of. `published` is how many background checkpoints are durable on all ranks.
 
     Raises, wherever it waits:
         DistributedError: a rank does not answer, or is at another step.
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
-        self._next = 0  # the count at which to read
-        self._steps = 0  # of training and evaluation
-        self._evaluated = 0  # those of evaluation
+        self._next = 0  # the count at which to read the message
+        self._steps = 0  # the count of training and evaluation steps
+        self._evaluated = 0  # the count of evaluation steps
         self.published = 0
         self.durable: Callable[[], int] = lambda: 0
-        """How many asynchronous checkpoints are over on this rank."""
+        """Returns how many background checkpoints this rank has finished."""
         self._signal: signal.Signals | None = None
         self._world = world
         self._control = control
         self._signals = signals
         self._pending: Pending | None = None
         self._period = 1
-        self._sent = (0, 0.0)  # the step and time of the last word
+        self._sent = (0, 0.0)  # the step and time of the last message
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal to make way that all ranks know of."""
+        """The preemption signal that all ranks know of."""
         return self._signals.received if self._world.size == 1 else self._signal
 
     @property
     def seconds_left(self) -> float:
-        """Of the grace period, once a signal has come to any rank: who got none is killed with the others."""
+        """The rest of the grace period, once a signal has come to any rank. The launcher kills ranks without a signal too."""
         return min(self._signals.seconds_left, self._signals.grace)
 
     @property
     def next_step(self) -> int:
-        """The training step after which `look` has something to do; before that it need not be called."""
+        """The training step after which `look` must be called."""
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def look(self, step: int) -> None:
-        """After training step `step`: read the word that is due, and send the next."""
+        """After training step `step`: read the message that is due, and send the next one."""
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -69,16 +69,16 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # a step takes longer than the word may: waiting for it costs less than being a step late
+            if not self._period:  # a step is longer than the period: waiting costs less than acting a step late
                 self._read()
 
     def evaluated_step(self, step: int) -> None:
-        """The same after a step of evaluation, which counts like one of training."""
+        """Do the same as `look` after a step of evaluation."""
         self._evaluated += 1
         self.look(step)
 
     def settle(self, step: int) -> None:
-        """At a point that all ranks reach: wait for the word under way, then for one more, so that nothing is left unsaid."""
+        """At a point that all ranks reach: wait for the pending message and for one more, so that all requests are known."""
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -88,7 +88,7 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """At a point that all ranks reach: the steps that follow may be slower by far, so begin with a word at each of them again."""
+        """At a point that all ranks reach: exchange a message at every step again, since the next steps may be much slower."""
         self._read()
         self._period, self._next, self._sent = 1, self._steps + 1, (0, 0.0)
 
@@ -99,7 +99,8 @@ class Agreement:
         self._next = self._steps + max(1, self._period)
 
     def _measured_period(self) -> int:
-        """How many steps `PERIOD_SECONDS` are, by those since the last word, 0 where a step is longer; rank 0's is everybody's."""
+        """Return how many steps last `PERIOD_SECONDS`, measured since the last message; 0 if a step is longer. All ranks use rank
+        0's."""
         (step, moment), self._sent = self._sent, (self._steps, time.monotonic())
         steps, seconds = self._steps - step, self._sent[1] - moment
         if not moment or not steps:
@@ -124,19 +125,21 @@ class Agreement:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Rare: everybody tells everything, and takes it in the order of ranks."""
+        """Exchange the requests and signals of all ranks, and apply them in the order of ranks. This is rare."""
         received = self._signals.received
-        told: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
-        for wishes, number in told:
-            for request in wishes:
+        of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
+        for requests, number in of_ranks:
+            for request in requests:
                 self._control.agree(request)
             if number and self._signal is None:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """A launcher sends its signal to all ranks, and after a peer's death too: who does not answer then will not answer at all.
+        """Return when to stop waiting. A launcher signals all ranks, also after one has died, so a rank that is late then will
+        not answer.
 
-        It counts from the signal, or from where the waiting began: a checkpoint in between may have taken as long.
+        The time counts from the signal or from the start of the waiting, whichever is later: a checkpoint in between takes time
+        too.
         """
         arrived, grace = self._signals.arrived_at, self._signals.grace
         return max(arrived, began) + grace / 3 if arrived is not None else float("inf")

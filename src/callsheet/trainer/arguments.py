@@ -1,4 +1,4 @@
-"""What the Trainer is given, checked before anything runs. Every refusal names the argument and the mend."""
+"""Checks of the Trainer's arguments, before anything runs. Every error names the argument and says what to do."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from callsheet.trainer.parallel import Parallel
 from callsheet.trainer.process_groups import ProcessGroups
 
 _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
-"""A rank's own; of the callbacks those are compared that need all ranks."""
+"""Arguments that may differ between ranks. Callbacks are compared only if they need all ranks."""
 
 
 def duration(given: str | int | Time, epochs_per_round: int | None, argument: str = "max_duration") -> Time:
-    """Return how long to train. A bare number is rejected: some frameworks count epochs by it, and others batches."""
+    """Return how long to train. Reject a number without a unit: some frameworks would count epochs, others batches."""
     bare = str(given).strip()
     if not isinstance(given, (Time, bool)) and bare.isdecimal() and int(bare):
         raise ConfigError(f"{argument}={given!r} has no unit: give '{bare}ep' for epochs, or '{bare}ba' for batches")
@@ -46,11 +46,11 @@ def duration(given: str | int | Time, epochs_per_round: int | None, argument: st
 
 
 def log_boundary(given: str | int | Time) -> Interval:
-    """How often a record is made: in units that move between log boundaries."""
+    """Return how often a record is made. Only units that advance between log boundaries are valid."""
     every = Interval.of("log_interval", given)
     if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
         raise ConfigError(
-            f"log_interval={given!r}: give batches, epochs or rounds; the other units are only counted up at log boundaries"
+            f"log_interval={given!r}: give batches, epochs or rounds; the other units advance only at log boundaries"
         )
     return every
 
@@ -58,11 +58,13 @@ def log_boundary(given: str | int | Time) -> Interval:
 def check_alike(
     world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
-    """Refuse arguments that differ between the ranks, which would sooner or later wait for each other in different places: a collective.
+    """Raise ConfigError if arguments differ between the ranks, which would later wait for each other in different places. A
+    collective.
 
-    What is no plain value must be given everywhere or nowhere; callbacks that need all ranks must be on all of them.
+    Arguments that are not plain values must be given on all ranks or on none. Callbacks that need all ranks must be on all of
+    them.
     """
-    here = {name: _told(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
+    here = {name: _text_of(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
     here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])
     here["callbacks that need all ranks"] = repr([label_of(callback) for callback in callbacks if callback.collective])
     of_ranks: list[dict[str, str]] = world.gather(here)
@@ -75,7 +77,7 @@ def check_alike(
                 )
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return (
         repr(value)
         if value is None or isinstance(value, (bool, int, float, str, tuple, os.PathLike, Time, Parallel))
@@ -84,7 +86,8 @@ def _told(value: Any) -> str:
 
 
 def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the progress bar for a person at a terminal, if no callback shows progress already: an empty list, or a list of one."""
+    """Return a progress bar, as a list of one, if stderr is a terminal and no callback shows progress already; else an empty
+    list."""
     if not is_wanted or ranks.rank != 0 or not sys.stderr.isatty() or any(map(_shows_progress, callbacks)):
         return []
     return [ProgressBarLogger()]
@@ -92,31 +95,31 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # a guest's is that of the other framework's class
+    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # for a guest, the class of the other framework
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
 
 def check_run_name(run_name: str | None, resume: object) -> None:
-    """Refuse a name that is no folder's, and resuming without one."""
+    """Raise ConfigError for a name that cannot be a folder's, or for `resume="auto"` without a name."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
     if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
         raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
     if resume == "auto" and run_name is None:
-        raise ConfigError("resume='auto' needs a run_name: under a new name there is never anything to resume")
+        raise ConfigError("resume='auto' needs a run_name: a new name has no checkpoints to resume from")
 
 
 def new_name() -> str:
-    """A name for a run that was given none: the time, and enough chance that two of a second differ."""
+    """Return a name for a run without one: the time, and random digits, since two runs may begin within a second."""
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
-    """The device of this rank: `auto` is CUDA where there is one, and `cuda` among several ranks each one's own."""
+    """Return the device of this rank: `auto` is CUDA if there is any; `cuda` among several ranks is the rank's own."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given)
     except RuntimeError as error:
-        raise ConfigError(f"device={given!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"device={given!r} is not a device that torch knows: {str(error).splitlines()[0]}") from error
     _check_usable(device)
     if device.type != "cuda" or ranks.world_size == 1:
         return device
@@ -124,7 +127,7 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
         device = torch.device("cuda", ranks.local_rank)
     if device.index >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {ranks.local_rank} wants {device}, and this machine has {torch.cuda.device_count()}; start as many ranks a "
+            f"local rank {ranks.local_rank} wants {device}, and this machine has {torch.cuda.device_count()}; start as many ranks per "
             "machine as it has devices (torchrun --nproc_per_node), or give device='cpu'"
         )
     torch.cuda.set_device(device)
@@ -132,28 +135,28 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
 
 
 def _check_usable(device: torch.device) -> None:
-    """Raise ConfigError if nothing can be computed on the device here."""
+    """Raise ConfigError if the device cannot be used here."""
     if device.type == "cuda" and torch.cuda.is_available():
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # torch begins to use it when the model is moved: until then another rank may have another
+        return  # do not initialize CUDA before the rank's own device is set
     try:
         torch.empty(0, device=device)
     except Exception as error:  # AssertionError, RuntimeError, NotImplementedError: it depends on the device
         why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(
-            f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' for what there is"
+            f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' to use what is available"
         ) from None
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Have the model compute activations again in its backward.
+    """Make the model recompute activations in its backward pass.
 
     Raises:
-        ConfigError: it offers no way.
+        ConfigError: the model does not support it.
     """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers' new name, and its old one
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the new and the old name in transformers
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:
         raise ConfigError(
@@ -163,12 +166,12 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     enable: Any = getattr(model, name)
     try:
         enable(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
-    except ValueError as error:  # a Hugging Face model that has none
+    except ValueError as error:  # a Hugging Face model without support
         raise ConfigError(f"gradient_checkpointing=True: {error}") from error
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """None, or a number above zero; a whole one where `kind` is int."""
+    """Return the value: None or a number above zero, a whole one if `kind` is int. Raise ConfigError for others."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(value, (int, kind)) or not value > 0:
@@ -177,21 +180,23 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
-    """The dataloaders by name; one alone is called `validation`."""
+    """Return the dataloaders by name; a single one is called `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
-    """The optimizer, or what its factory makes of the parameters that are trained."""
+    """Return the optimizer, or what its factory makes of the trained parameters. Raise ConfigError if it is unsuitable."""
     optimizer = given
     if not isinstance(given, Optimizer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
-            raise ConfigError("the model has no parameter that is trained (requires_grad), so there is nothing to optimize")
+            raise ConfigError("the model has no trainable parameter (requires_grad), so there is nothing to optimize")
         optimizer = given(trained)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer gave {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters")
+        raise ConfigError(
+            f"optimizer is or returned {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters"
+        )
     ours = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigError(
@@ -202,20 +207,20 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """The scheduler, or what its factory makes of the optimizer."""
+    """Return the scheduler, or what its factory makes of the optimizer. Raise ConfigError if it is unsuitable."""
     if optimizer is None:
-        raise ConfigError("a scheduler needs an optimizer; give the Trainer both")
+        raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given
     if callable(given) and not isinstance(given, LRScheduler):
         try:
             scheduler = given(optimizer)
         except TypeError as error:
-            raise ConfigError(f"scheduler={given!r} is no function of the optimizer alone: {error}") from error
+            raise ConfigError(f"scheduler={given!r} cannot be called with the optimizer alone: {error}") from error
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         kind = type(scheduler).__name__
         raise ConfigError(
-            f"scheduler gave {kind}; give a torch LRScheduler that steps without a metric, or a function of the optimizer"
+            f"scheduler is or returned {kind}; give a torch LRScheduler that steps without a metric, or a function of the optimizer"
         )
     if scheduler.optimizer is not optimizer:
-        raise ConfigError("the scheduler is another optimizer's; give a function instead: scheduler=lambda optimizer: ...")
+        raise ConfigError("the scheduler belongs to another optimizer; give a function instead: scheduler=lambda optimizer: ...")
     return scheduler

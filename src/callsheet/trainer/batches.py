@@ -1,4 +1,4 @@
-"""Batches: the training data epoch by epoch, where in it a run stands, and how batches are moved."""
+"""Batches: the training data epoch by epoch, the position of a run in it, and moving batches to the device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from callsheet.trainer.process_groups import ProcessGroups
 
 
 class TrainBatches:
-    """The training batches, epoch by epoch, and the place in them: what a resumed run needs to draw what an unbroken one would have.
+    """The training batches, epoch by epoch, and the position in them, so that a resumed run gets the batches that an unbroken run
+    would.
 
-    How the ranks share them, and come back to a place in them, is said in `callsheet.trainer.data`. One process draws from its
-    dataloader as it is.
+    `callsheet.trainer.data` describes how the ranks share the batches and return to a position. A single process uses its
+    dataloader directly.
 
     Args:
-        world: the ranks that share the data; None is one process.
-        seed: of orders and augmentation where data is shared; the same on all ranks.
-        shard: False where each rank's dataloader gives its own share already.
-        count_samples: how many samples a batch holds.
+        world: the ranks that share the data; None: a single process.
+        seed: of order and augmentation where data is shared; the same on all ranks.
+        shard: False if each rank's dataloader gives its own share already.
+        count_samples: returns how many samples a batch holds.
     """
 
     def __init__(
@@ -41,76 +42,76 @@ class TrainBatches:
     ) -> None:
         self._world = world or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
         self.seed = seed
-        """Of orders and augmentation: of the run that is resumed, where one is."""
+        """The seed of order and augmentation; after a resume, that of the resumed run."""
         self._shard = shard
         self._count_samples = count_samples
         self._loader: Iterable[Any] | None = None
         self._argument = ""
         self._sharing: Sharing | None = None
-        self._epoch: Iterator[Any] | None = None  # the one in progress
-        self._resumed: Mapping[str, Any] | None = None  # until its epoch begins
+        self._epoch: Iterator[Any] | None = None  # the current epoch
+        self._resumed: Mapping[str, Any] | None = None  # the loaded state, until its epoch begins
         self.taken = 0
-        """How many batches of the epoch in hand this rank has trained on, fillers included; whoever trains on them counts them."""
+        """How many batches of the current epoch this rank has trained on, fillers included. The loop counts them."""
 
     @property
     def loader(self) -> Iterable[Any] | None:
-        """The dataloader as it was given."""
+        """The original dataloader."""
         return self._loader
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        """As `load`."""
+        """See `load`."""
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
-        """Take the dataloader, or what its factory makes. A collective.
+        """Set the dataloader, or what its factory returns. A collective.
 
         Raises:
-            ConfigError: it cannot be iterated over again and again, is empty, or cannot be shared between the ranks, or the checkpoint
-                that is to be resumed was saved in the midst of an epoch that this world cannot go on with.
+            ConfigError: it cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
+                to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        self._loader = made(loader, argument, may_be_empty=several)  # one that is empty on some ranks is an error of all
+        self._loader = made(loader, argument, may_be_empty=several)  # if it is empty on some ranks, all ranks raise the error
         self._argument = argument
         self._choose()
 
     @property
     def length(self) -> int | None:
-        """How many batches a rank takes in an epoch, where that is known."""
+        """How many batches a rank takes in an epoch, if that is known."""
         return self._sharing.length if self._sharing is not None else None
 
     @property
     def is_at_end(self) -> bool:
-        """All batches of the epoch in hand have been taken, as far as that is known beforehand."""
+        """Whether all batches of the current epoch have been taken; False if their number is not known."""
         return self._sharing is not None and self._sharing.left(self.taken) == 0
 
     def epoch(self, number: int) -> Iterator[Any]:
-        """The batches of epoch `number`, counted from 1, but for those that were trained on already: the dataloader's own iterator, or,
-        where data is shared, `SharedBatches`.
+        """Return the batches of epoch `number`, counted from 1, without those already trained on: the dataloader's own iterator
+        or, if data is shared, `SharedBatches`.
 
         Raises:
-            ConfigError: the data has changed since the checkpoint: it ends before its place in it.
+            ConfigError: the data has changed since the checkpoint, and ends before the checkpoint's position.
         """
         assert self._loader is not None
         assert self._sharing is not None
-        if self._epoch is not None:  # an earlier fit stopped in the midst of it
+        if self._epoch is not None:  # an earlier fit stopped in the middle of it
             return self._epoch
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            restore_random_state_of(self._loader, resumed["now"])  # last: opening the data has drawn from them
+            restore_random_state_of(self._loader, resumed["now"])  # last: opening the data has used them
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
         return self._epoch
 
     def end_epoch(self) -> None:
-        """The epoch is over: there is no middle of it to come back to."""
+        """End the epoch: there is no position in it to return to."""
         self._epoch = None
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's random states, and the place in the epoch: plain data and tensors."""
-        if self._resumed is not None:  # nothing has been drawn since
+        """Return this rank's random states and the position in the epoch, as plain data and tensors."""
+        if self._resumed is not None:  # no batch has been drawn since
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
         return {
@@ -123,9 +124,9 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Come back to where `state_dict` was read, when the epoch begins: random states are restored when the data has been opened.
+        """Return to the saved position when the next epoch begins; random states are restored once the data has been opened.
 
-        The place may be that of another world size, and the random states are then those of some rank of it.
+        The position may come from another world size. The random states are then those of one of its ranks.
         """
         self._resumed = state
         self.taken, self.seed = state["taken"], state["seed"]
@@ -142,7 +143,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            alone=world.size == 1 and way in (None, "own"),  # one process goes on with the order that many began
+            alone=world.size == 1 and way in (None, "own"),  # a single process continues the order of several ranks
             count_samples=self._count_samples,
         )
         if self._sharing.in_all is not None and self._sharing.in_all < world.size:
@@ -156,14 +157,14 @@ class TrainBatches:
         is_other_world = "own" in (way, self._sharing.way) and resumed["world_size"] != world.size
         if way != self._sharing.way or is_other_world:
             raise ConfigError(
-                f"the checkpoint was saved in the midst of an epoch of {self._argument} whose batches were {way} on "
-                f"{resumed['world_size']} ranks, and are {self._sharing.way} on {world.size}: go on with {resumed['world_size']} ranks and "
-                "the same kind of data, or from a checkpoint of an epoch's end"
+                f"the checkpoint was saved in the middle of an epoch of {self._argument} whose batches were {way} on "
+                f"{resumed['world_size']} ranks, and are {self._sharing.way} on {world.size}: resume with {resumed['world_size']} ranks and "
+                "the same kind of data, or from a checkpoint at the end of an epoch"
             )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on the device; containers are made anew, and what has no device is passed on."""
+    """Return the batch on the device. Containers are copied; objects without a device are returned as they are."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
@@ -174,5 +175,5 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def like(container: Any, values: list[Any]) -> Any:
-    """`values` in a list or tuple of the kind of `container`; named tuples take them as arguments."""
+    """Return `values` in a list or tuple of the same type as `container`, which may be a named tuple."""
     return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)

@@ -1,4 +1,4 @@
-"""What may happen between steps: the ranks agree, a record is told, evaluations run, checkpoints are saved."""
+"""The boundaries between steps, epochs and rounds: the ranks agree, `on_log` is fired, evaluations run, checkpoints are saved."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from callsheet.trainer.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # these units move at log boundaries
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # these units advance only at log boundaries
 
 
 class Boundaries:
     """The boundaries of a run: after a step, an epoch, a round.
 
-    Every decision here is made on values that all ranks share, so that all of them do the same: a rank that looks without a cause finds
-    nothing to do.
+    Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary without a
+    reason; it then finds nothing to do.
     """
 
     def __init__(
@@ -56,21 +56,22 @@ class Boundaries:
         self._is_alone = ctx.run.world_size == 1
         self._next_due = 0  # the step after which more than a log boundary can be due
         self.is_making_way = False
-        """A signal asked the run to leave, and `on_preempt` has been told."""
+        """True once a signal has preempted the run and `on_preempt` has been fired."""
 
     @property
     def is_over(self) -> bool:
-        """Training has reached its duration, was stopped, or is to make way."""
+        """Whether training has reached its duration, was stopped, or is preempted."""
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
 
     def next_step(self) -> int:
-        """The next step after which something can be due; units but batches only move at log boundaries and the ends of epochs."""
+        """Return the next step after which something can be due. Units other than batches advance only at log boundaries and ends
+        of epochs."""
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # a crash left it undone: the first step is a boundary
+        if self._evaluation.due(ctx, is_over=False):  # a crash prevented it, so the first step is a boundary
             return step + 1
-        if self._checkpoints.is_writing and self._is_alone:  # with others the agreement's word tells when it is over
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks the agreement reports when it is durable
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
@@ -87,14 +88,14 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which the interval can be due, as far as log boundaries do not move its unit."""
+        """Return the next step at which the interval can be due; for a unit that advances at log boundaries, `sys.maxsize`."""
         unit, now = every.every.unit, self._ctx.state.timestamp
         if unit is TimeUnit.BATCH:
             return int((every.index(now) + 1) * every.every.value)
         return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
 
     def reach(self, boundary: str) -> bool:
-        """After a step, an epoch or a round: tell the record, evaluate and save where they are due; whether training is over."""
+        """Carry out a boundary: log, evaluate and save what is due. Return whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
         if boundary == "step" and ctx.step < self._next_due and self._is_unread:
@@ -116,19 +117,19 @@ class Boundaries:
             records.tally.settle(ctx.state)
         if self.is_over:  # this may be the last record
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # settling may have reached the end
+        if logs or self.is_over or self._due():  # updating the counts may have reached the duration
             records.tell(ctx)
             self._preempt()
         return self._end(boundary)
 
-    def go_on(self, boundary: str) -> bool:
-        """After a resume: finish the boundary of this kind whose evaluation was still due when the checkpoint was saved, before training goes
-        on. Return whether training is over then."""
+    def finish_undone(self, boundary: str) -> bool:
+        """After a resume: finish a boundary of this kind, if its evaluation was still due when the checkpoint was saved. Return
+        whether training is over then."""
         undone = self._evaluation.undone
         return undone is not None and undone.boundary == boundary and self._end(boundary)
 
     def _end(self, boundary: str) -> bool:
-        """Evaluate where it is due, and save."""
+        """Evaluate and save what is due."""
         ctx = self._ctx
         if self._plan(boundary):
             self._fire_before_evaluation()
@@ -140,21 +141,21 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # a stop that was asked for since acts at the next boundary, where what it calls for is due
+        return is_over  # a stop requested since then takes effect at the next boundary
 
     def fire_checkpoint_due(self, boundary: str) -> None:
-        """Let callbacks ask for a checkpoint, and save what was asked for."""
+        """Let callbacks request a checkpoint, and save if one was requested."""
         if self._manager.has_listeners.on_checkpoint_due:
             self._ctx.boundary = boundary
             self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
             self._ctx.close("on_checkpoint_due")
         if self._ctx.control.save_requested is not None:
             with self._training_stopped():
-                self._save_as_asked()
+                self._save_requested()
 
     def finish(self) -> None:
-        """After training: what was asked for after the last boundary, such as saving at `on_train_end`; the evaluation that a crash left
-        undone; and every save that is still being written."""
+        """After training: save what was requested after the last boundary, such as at `on_train_end`; run the evaluation that a
+        signal prevented, if it is still due; and wait for background saves."""
         self._manager.process_lane_messages(self._ctx)
         self._agreement.settle(self._ctx.step)
         self._preempt()
@@ -162,12 +163,12 @@ class Boundaries:
             self._end("round")
             self._records.tally.stop()
         if self._ctx.control.save_requested is not None:
-            self._save_as_asked()
+            self._save_requested()
         self._checkpoints.finish()
         finish_deletions()
 
     def begin(self) -> None:
-        """Before training: ask again for the stop that completed the run before it was resumed, if there was one."""
+        """Before training: repeat the stop request that completed the run before it was resumed, if there was one."""
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:
@@ -176,8 +177,8 @@ class Boundaries:
         ctx.control.agree(request)
         if ctx.run.is_world_process_zero:
             logger.warning(
-                "%s was stopped by %s at step %d: %s. It is complete, and no further step is taken. To train on, change the settings of %s "
-                "or leave it out; with a longer max_duration it is asked again. To train from the start, choose another run_name (for a "
+                "%s was stopped by %s at step %d: %s. The run is complete, and no further step is taken. To continue, change the settings of %s "
+                "or remove it, or give a longer max_duration. To train from the start, choose another run_name (for a "
                 "recipe, --resume new sets this run aside)",
                 ctx.run.folder or ctx.run.name,
                 request.by,
@@ -187,7 +188,7 @@ class Boundaries:
             )
 
     def conclude(self) -> None:
-        """After training: set the run's outcome, unless a signal has."""
+        """After training: set the run's outcome, unless a signal has set it."""
         if self.is_making_way:
             return
         stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
@@ -196,23 +197,24 @@ class Boundaries:
             self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate, and tell the record of what was logged meanwhile."""
+        """Evaluate, and fire `on_log` with what was logged during the evaluation."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo:
-        """Save for these requests, or by hand where there are none."""
+        """Save for these requests, or for a call by hand if there are none."""
         val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
 
     @property
     def _is_unread(self) -> bool:
-        """Nobody reads the record of the log boundary that is reached, and nothing has been requested since it was scheduled."""
+        """Whether no callback reads the record at this log boundary, and nothing has been requested since it was scheduled."""
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
-        """The evaluations that are due, also where a signal keeps them from being made: it does not make them due itself."""
+        """Return the evaluations that are due, including those that a signal prevents. A signal does not make an evaluation
+        due."""
         if self.is_making_way and not self._evaluation.is_resumed:
             return []
         ctx = self._ctx
@@ -220,7 +222,7 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Note which evaluations are due, for the checkpoints until they are made; whether they are to be made now."""
+        """Note which evaluations are due, so that checkpoints hold them until they are done. Return whether to run them now."""
         due = self._due()
         undone = self._evaluation.undone
         if due and (undone is None or undone.boundary != boundary or undone.step != self._ctx.step):
@@ -228,7 +230,8 @@ class Boundaries:
         return bool(due) and self._agreement.signal is None
 
     def _fire_before_evaluation(self) -> None:
-        """Once, also where the checkpoint that was saved then is resumed from."""
+        """Fire `on_checkpoint_due` before an evaluation, once, even if the run is resumed from the checkpoint that was then
+        saved."""
         undone = self._evaluation.undone
         if undone is not None and not undone.is_told:
             undone.is_told = True
@@ -238,32 +241,32 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        if self._agreement.signal is None:  # else it was cut short, and is made when the run goes on
+        if self._agreement.signal is None:  # otherwise it was cut short, and runs again after a resume
             self._evaluation.done(self._ctx, undone.names)
 
-    def _save_as_asked(self) -> None:
+    def _save_requested(self) -> None:
         requests = self._ctx.control.save_requests
         self._ctx.control.done("save")
         self.save(requests, waits=self.is_making_way)
 
     def _preempt(self) -> None:
-        """If a signal came: tell it, once, and ask for a checkpoint."""
+        """If a signal came: fire `on_preempt`, once, and request a checkpoint."""
         received = self._agreement.signal
         if received is None or self.is_making_way:
             return
         self.is_making_way = True
-        self._manager.limit_lane_waits(self._agreement.seconds_left)  # a rank that got no signal is killed with the others
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills ranks without a signal too
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
-        if request is None or request.kind != "preempt":  # in a callback's name
+        if request is None or request.kind != "preempt":  # a callback may have made the request already
             self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
-        """The clock of training stands still."""
+        """Stop the clock of training for the duration of the block."""
         self._records.tally.stop()
         yield
         self._records.tally.start()

@@ -1,4 +1,4 @@
-"""The task's metrics over one dataset, and all ranks."""
+"""The task's metrics over one dataset and all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from callsheet.trainer.tasks import Task
 
 
 class EvalMetrics:
-    """Updates torchmetrics batch by batch, and computes them at the end: a collective, where there are other ranks.
+    """Updates torchmetrics batch by batch, and computes them at the end: a collective, if there are several ranks.
 
-    A filler counts nothing. A rank that has seen nothing else still has to give the others states of the right types.
+    A filler counts nothing. A rank that has seen only fillers must still have states of the right types for the other ranks.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -25,35 +25,35 @@ class EvalMetrics:
             metric.reset()
 
     def add(self, outputs: Any, batch: Any, is_filler: bool) -> None:
-        """Judge one batch."""
+        """Update the metrics with one batch."""
         if not self._metrics or (is_filler and not self._is_empty):
             return
-        judged = self._task.predictions_and_targets(outputs, batch)
+        pair = self._task.predictions_and_targets(outputs, batch)
         for metric in self._metrics.values():
-            metric.update(*judged)
+            metric.update(*pair)
             if is_filler:
                 _forget(metric)
         self._is_empty = self._is_empty and is_filler
 
     def result(self) -> dict[str, float]:
-        """Every metric as a float.
+        """Return every metric as a float.
 
         Raises:
-            ConfigError: a metric that is no scalar.
+            ConfigError: a metric is not a scalar.
         """
         found: dict[str, float] = {}
         for name, metric in self._metrics.items():
             value = metric.compute()
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ConfigError(
-                    f"the metric {name!r} is of the shape {tuple(value.shape)}; choose an average, or one metric for each class"
+                    f"the metric {name!r} has the shape {tuple(value.shape)}; choose an average, or one metric for each class"
                 )
             found[name] = float(value)
         return found
 
 
 def _forget(metric: Any) -> None:
-    """Back to its beginning, but with lists of empty tensors, which tell their type; a list without any would not."""
+    """Reset a metric, but keep empty tensors in its list states: they show the type, which an empty list would not."""
     for state, default in metric._defaults.items():
         if isinstance(default, list):
             setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])

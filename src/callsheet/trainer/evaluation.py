@@ -33,8 +33,9 @@ class Evaluator:
     """One named dataset to evaluate, and how often.
 
     Args:
-        dataloader: an iterable of batches, or a function that makes one.
-        interval: how often, such as `"500ba"`, and when training ends; a whole number means batches; None is the Trainer's `eval_interval`.
+        dataloader: an iterable of batches, or a function that returns one.
+        interval: how often to evaluate, such as `"500ba"`; also when training ends. A whole number means batches. None: the
+            Trainer's `eval_interval`.
     """
 
     dataloader: Loader
@@ -42,12 +43,12 @@ class Evaluator:
 
 
 def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
-    """Evaluators by name; one alone is called `validation`."""
+    """Return the evaluators by name; a single one is called `validation`."""
     named = given if isinstance(given, Mapping) else {"validation": given}
     for name in named:
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(
-                f"an evaluator cannot be named {name!r}: its metrics are called <name>/<metric>; give a word without a slash"
+                f"an evaluator cannot be named {name!r}: its metrics are named <name>/<metric>; use a name without a slash"
             )
     return {
         name: evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
@@ -57,19 +58,19 @@ def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator
 
 
 class Schedule:
-    """When one evaluator is due: by its interval and at the end of training, once a step."""
+    """Decides when one evaluator is due: at its interval and at the end of training, at most once per step."""
 
     def __init__(self, every: Interval | None) -> None:
         self.every = every
-        self._passed = 0  # intervals
+        self._passed = 0  # how many intervals have been evaluated
         self._last_step = 0
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
-        """Whether the boundary after `step` is one to evaluate at."""
+        """Return whether to evaluate at the boundary after `step`."""
         return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
     def done(self, step: int, state: TrainState) -> None:
-        """It was evaluated."""
+        """Note that it was evaluated."""
         self._last_step = step
         self._passed = self._index(state)
 
@@ -77,19 +78,19 @@ class Schedule:
         return self.every.index(state.timestamp, state.elapsed) if self.every is not None else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Which evaluations have been."""
+        """Return which evaluations have been done."""
         return {"passed": self._passed, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self._passed, self._last_step = state["passed"], state["last_step"]
 
 
 @dataclass
 class Undone:
-    """An evaluation that is due and has not been made: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
+    """An evaluation that is due and not done yet: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
 
-    `is_told` says that `on_checkpoint_due` was fired ahead of it.
+    `is_told` is True once `on_checkpoint_due` has been fired before it.
     """
 
     step: int
@@ -99,19 +100,19 @@ class Undone:
 
 
 class Evaluation:
-    """Runs the model over data without training it, and tells what it does on a context of its own.
+    """Runs the model over data without training it, and fires the events with a context of its own.
 
-    The mean losses are over what the task weighs by, samples or labels of all ranks, not over batches. Random states and the modules'
-    modes are put back afterwards: training does not notice that it was evaluated. A signal to make way ends it early; what it had not
-    finished by then is not among its results.
+    Mean losses are weighted by the task's weights, the samples or labels of all ranks, and not by batches. Afterwards the random
+    states and the modules' modes are restored, so evaluation does not affect training. A signal ends an evaluation early;
+    datasets that were not finished by then have no results.
 
     Args:
-        every: of evaluators without an interval of their own; None is only on request.
-        module: what forward goes through.
+        every: the interval of evaluators without their own; None: only on request.
+        module: the module to call in forward.
     """
 
     is_resumed = True
-    """Checkpoints hold which evaluation is due, so that a resumed run makes it."""
+    """True: checkpoints hold the evaluation that is due, and a resumed run performs it."""
 
     def __init__(
         self,
@@ -129,12 +130,13 @@ class Evaluation:
     ) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self.results: dict[str, dict[str, float]] = {}
-        """The last of each evaluator, by name."""
+        """The latest results of each evaluator, by name."""
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.ctx = main.sibling(self.metrics)
         self.undone: Undone | None = None
-        """What is due at the boundary in hand and was not made yet: checkpoints hold it, and a resumed run begins with it."""
+        """The evaluation that is due at the current boundary and not done yet. Checkpoints hold it; a resumed run begins with
+        it."""
         self._logged: dict[str, float] = {}
         self._every = every
         self._main = main
@@ -145,14 +147,14 @@ class Evaluation:
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
-        self._may_be_called_off = False  # what is asked for by hand is carried out
+        self._may_be_called_off = False  # False for evaluations that the user calls
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
-        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' dataloaders as they were given, in a single process
+        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders, in a single process
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
-        """Make the evaluator's data, and begin its schedule: a collective."""
+        """Load the evaluator's data and begin its schedule. A collective."""
         argument = f"eval_dataloader {name!r}"
         whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
         self.loaders[name] = self._share(whole, argument)
@@ -166,7 +168,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """The dataloader, or what its factory makes, as this rank's share of it: a collective.
+        """Return the dataloader, or what its factory returns, as this rank's share of it. A collective.
 
         Raises:
             ConfigError: it cannot be iterated over, is known to be empty, or cannot be shared.
@@ -174,14 +176,15 @@ class Evaluation:
         return self._share(made(loader, argument, may_be_empty=self._world.size > 1), argument)
 
     def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
-        """This rank's share. A process alone takes the dataloader as it is, unless its workers keep random states between evaluations."""
+        """Return this rank's share. One process uses the dataloader itself, unless its workers keep random states between
+        evaluations."""
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # alike in every run
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the same in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """The evaluators that are due at the boundary in hand: all on request, others as their schedules say, and what a resumed run was to
-        make here."""
+        """Return the evaluators that are due at the current boundary. A request makes all of them due; otherwise those are due
+        whose interval has passed, and those that a resumed run had left."""
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
                 ctx.control.done("evaluate")  # there is nothing to carry out
@@ -192,14 +195,14 @@ class Evaluation:
         ]
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """What was due has been evaluated. Not before: a checkpoint that was saved ahead of it must not say that it was."""
+        """Note that these evaluators are done. Not earlier: a checkpoint that is saved before the evaluation must not say so."""
         ctx.control.done("evaluate")
         self.undone = None
         for name in names:
             self.schedules[name].done(ctx.step, ctx.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which evaluations have been, what they found, and which was still due."""
+        """Return which evaluations have been done, their results, and which was still due."""
         return {
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "results": {name: dict(result) for name, result in self.results.items()},
@@ -208,16 +211,17 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; evaluators that are added later find theirs."""
+        """Load what `state_dict` returned; evaluators that are added later get their part."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = Undone(**state["undone"]) if state["undone"] is not None else None
         self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate every dataset; returns its losses and metrics by the dataset's name, which are also logged as `<dataset>/<name>`.
+        """Evaluate every dataset. Return its losses and metrics by the dataset's name; they are also logged as
+        `<dataset>/<name>`.
 
-        What a callback logs meanwhile as `<dataset>/<metric>` joins the results.
+        Metrics that a callback logs during the evaluation as `<dataset>/<metric>` are added to the results.
         """
         ctx, spans = self.ctx, self._spans
         results: dict[str, dict[str, float]] = {}
@@ -227,7 +231,7 @@ class Evaluation:
             with spans.eval_all:
                 for ctx.eval_name, loader in loaders.items():
                     with spans.eval:
-                        ctx.eval_losses, found = self._judged(loader, spans.eval_step, spans.eval_forward)
+                        ctx.eval_losses, found = self._evaluated(loader, spans.eval_step, spans.eval_forward)
                         if not self._is_called_off:
                             results[ctx.eval_name] = found
                             ctx.log({f"{ctx.eval_name}/{name}": value for name, value in found.items()}, across="same")
@@ -235,7 +239,7 @@ class Evaluation:
                     if self._is_called_off:
                         break
                 if self._is_called_off:
-                    results = {}  # the whole evaluation is made again when the run goes on
+                    results = {}  # a resumed run repeats the whole evaluation
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -246,7 +250,7 @@ class Evaluation:
         return results
 
     def take(self) -> dict[str, float]:
-        """What was logged since the last call, for a record."""
+        """Return what was logged since the last call, for a record."""
         logged, self._logged = self._logged | self.metrics.take(), {}
         return logged
 
@@ -258,17 +262,17 @@ class Evaluation:
                 results[dataset].setdefault(metric, value)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
-        """The mean losses and metrics over a test set, also logged as `test/<name>`."""
+        """Return the mean losses and metrics over a test set; they are also logged as `test/<name>`."""
         self._may_be_called_off = False
         with self._not_training():
             with self._spans.test:
-                self.ctx.eval_losses, results = self._judged(loader, self._spans.test_step, self._spans.test_forward)
+                self.ctx.eval_losses, results = self._evaluated(loader, self._spans.test_step, self._spans.test_forward)
                 self.ctx.log({f"test/{name}": value for name, value in results.items()}, across="same")
             self.ctx.close("on_test_end")
         return results
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
-        """The model's outputs for this rank's share of the data, a batch each, on the device."""
+        """Return the model's outputs for this rank's share of the data, one per batch, on the device."""
         outputs: list[Any] = []
 
         def keep(is_filler: bool) -> None:
@@ -285,11 +289,12 @@ class Evaluation:
     def _is_called_off(self) -> bool:
         return self._may_be_called_off and self._agreement.signal is not None
 
-    def _judged(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The mean losses over all ranks as tensors, and as floats with the task's metrics; nothing where it was called off."""
+    def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the mean losses over all ranks as tensors, and as floats with the task's metrics; both empty if a signal ended
+        it early."""
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
-        judgement = EvalMetrics(self._task, self._device)
+        metrics = EvalMetrics(self._task, self._device)
 
         def add(is_filler: bool) -> None:
             outputs, batch = self.ctx.outputs, self.ctx.batch
@@ -298,25 +303,25 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # where nothing does, the mean is NaN
+                counts = weight > 0  # a batch without any weight has the mean NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )
                 totals[name] = totals.get(name, 0) + part
-            judgement.add(outputs, batch, is_filler)
+            metrics.add(outputs, batch, is_filler)
 
         self._each(loader, step, forward, add)
         if self._is_called_off:
             return {}, {}
         total = torch.as_tensor(sum(weights), dtype=torch.float64, device=self._device)
-        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # one copy from the device for all of them
+        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # a single copy from the device
         *sums, weight = self._world.sum(summed) if summed else [0.0]
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
-        return losses, found | judgement.result()
+        return losses, found | metrics.result()
 
     def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Every batch of this rank's share, until the data is over or the run is to make way: as many steps on every rank."""
+        """Run every batch of this rank's share, or stop at a signal. All ranks run equally many steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():
@@ -334,7 +339,8 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """The model in evaluation mode, the context up to date; both put back, also after an exception."""
+        """Set the model to evaluation mode and update the context; restore the modes and random states, also after an
+        exception."""
         self.ctx.step, self.ctx.epoch = self._main.step, self._main.epoch
         for name in ("optimizer", "scheduler"):
             if self._main.has(name):
@@ -345,7 +351,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_called_off:  # done by hand: nobody after it reads what was begun in it
+            if not self._may_be_called_off:  # called by the user, so no later code reads the pending reduction
                 self._agreement.settle(self.ctx.step)
         finally:
             for module, training in modes:

@@ -23,17 +23,17 @@ from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # of the data
+_END: Any = object()  # the end of the data
 
 
 class TrainLoop:
-    """Trains until its duration is reached or it is asked to stop.
+    """Trains until the run's duration is reached or a stop is requested.
 
     Args:
-        microbatch_size: samples a microbatch, or None for whole batches.
+        microbatch_size: samples per microbatch, or None for whole batches.
         gradient_accumulation_steps: how many batches are fetched for a step; the last step of an epoch may have fewer.
-        clip_grad_norm: see the Trainer.
-        epochs_per_round: likewise.
+        clip_grad_norm: see `Trainer`.
+        epochs_per_round: see `Trainer`.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class TrainLoop:
         self._signals = signals
         self._has_listeners = has_listeners
         self._compute = device
-        self._device = device if device.type != "cpu" else None  # where batches must be moved to
+        self._device = device if device.type != "cpu" else None  # None: batches need not be moved
         self._microbatch_size = microbatch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._clip_grad_norm = clip_grad_norm
         self._epochs_per_round = epochs_per_round
 
     def run(self) -> None:
-        """Every round and epoch that is left."""
+        """Train the remaining rounds and epochs."""
         ctx, spans, state, boundaries = self._ctx, self._spans, self._ctx.state, self._boundaries
         ctx.model.train()
         try:
             with spans.train:
-                is_over = boundaries.is_over or boundaries.go_on("round")
+                is_over = boundaries.is_over or boundaries.finish_undone("round")
                 while not is_over:
                     with spans.round:
-                        is_over = boundaries.go_on("epoch")
+                        is_over = boundaries.finish_undone("epoch")
                         while not is_over and not self._round_is_full:
                             ctx.epoch = state.timestamp.epoch + 1
                             with spans.epoch:
@@ -107,13 +107,13 @@ class TrainLoop:
             self._records.tally.stop()
 
     def _epoch(self) -> bool:
-        """The epoch in hand, or the rest of it, until the data or the training is over; whether the data is."""
+        """Train the current epoch, or the rest of it, until the data or the training ends. Return whether the data has ended."""
         ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
         state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
-        precision, batches, size, heard = self._precision, self._batches, self._microbatch_size, self._has_listeners
+        precision, batches, size, listens = self._precision, self._batches, self._microbatch_size, self._has_listeners
         casting, casting_loss = precision.casting, precision.casting_loss
         epoch = batches.epoch(ctx.epoch)
-        if boundaries.go_on("step"):
+        if boundaries.finish_undone("step"):
             return batches.is_at_end
         is_shared = isinstance(epoch, SharedBatches)
         next_boundary = boundaries.next_step()
@@ -131,11 +131,11 @@ class TrainLoop:
                 fetched, is_exhausted = self._fetch_rest(epoch)
                 if not fetched:
                     del ctx.batch
-                    return False  # the run is to make way: the batches of the step that was not are fetched again
-                portions = MicrobatchPlan(fetched, size, task, self._world, self._compute, alike=self._model.forward_meets)
-                parts, taken = portions.parts, len(fetched)
-            else:  # one batch, one microbatch, nobody else: nothing to weigh
-                portions, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
+                    return False  # preempted: a resumed run fetches these batches again
+                plan = MicrobatchPlan(fetched, size, task, self._world, self._compute, same_number=self._model.forward_meets)
+                parts, taken = plan.parts, len(fetched)
+            else:  # one batch, one microbatch, one rank: no weights needed
+                plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
             ctx.step += 1
             with spans.train_step:
                 with spans.forward_backward:
@@ -156,16 +156,17 @@ class TrainLoop:
                             if "outputs" not in ctx.kept:
                                 del ctx.outputs
                             with spans.backward:
-                                precision.scaled(ctx.loss if portions is None else portions.weighed(ctx.loss, share)).backward()
+                                precision.scaled(ctx.loss if plan is None else plan.weighed(ctx.loss, share)).backward()
                             if share is None and type(losses) is Tensor:
                                 means = {"loss": ctx.loss.detach()}
                             else:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # A lone loss keeps its spent graph until the next one, as in a bare loop: the next is made faster beside it.
+                    # A single loss keeps its used graph until the next one, as in a bare loop: allocating the next graph is then
+                    # faster.
                     if type(losses) is not Tensor:
-                        del losses  # some may hold graphs that nothing went backward through
+                        del losses  # some may hold graphs without a backward pass
                     precision.unscale(optimizer)
                 with spans.clip_gradients:
                     ctx.grad_norm = None
@@ -175,23 +176,22 @@ class TrainLoop:
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0]["lr"]
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # the scheduler writes over it where it stands
+                    rate = rate.clone()  # the scheduler changes it in place
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
                 if self._scheduler is not None and not ctx.step_skipped:
                     self._scheduler.step()
-                if portions is None:
+                if plan is None:
                     records.tally.count(*task.counts(ctx.batch))
                     records.add(means, moved=not ctx.step_skipped)
                 else:
-                    records.tally.count(*portions.counts(task))
-                    records.add(means, portions.scale, moved=not ctx.step_skipped)
+                    records.tally.count(*plan.counts(task))
+                    records.add(means, plan.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                if (
-                    ctx.step >= next_boundary and heard.on_log and records.are_due(ctx)
-                ):  # the record's last step: the others need not count
-                    labels = task.label_tokens(ctx.batch) if portions is None else portions.label_tokens(task)
+                # Only the record's last step needs the count.
+                if ctx.step >= next_boundary and listens.on_log and records.are_due(ctx):
+                    labels = task.label_tokens(ctx.batch) if plan is None else plan.label_tokens(task)
                     if labels is not None:
                         records.metrics.log({"train/label_tokens": labels}, across="sum")
                 ctx.loss_dict = means
@@ -204,18 +204,18 @@ class TrainLoop:
                 if boundaries.reach("step"):
                     break
                 next_boundary = boundaries.next_step()
-            elif heard.on_checkpoint_due:
+            elif listens.on_checkpoint_due:
                 boundaries.fire_checkpoint_due("step")
         return is_exhausted or batches.is_at_end
 
     def _fetch(self, epoch: Iterator[Any]) -> bool:
-        """Put the next batch, or None, into `ctx.batch`; whether there was one."""
+        """Fetch the next batch into `ctx.batch`, or set it to None at the end of the data. Return whether there was a batch."""
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # it would be taken for the end, and the rest of the epoch lost without a word
+            if batch is None:  # it would look like the end of the data
                 raise ConfigError(
-                    f"the train_dataloader gave None for a batch of epoch {ctx.epoch}; let its collate_fn leave out bad samples, not "
+                    f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
                 )
             if batch is _END:
@@ -225,9 +225,10 @@ class TrainLoop:
         return batch is not _END
 
     def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
-        """All batches of the step of which `ctx.batch` is the first, fewer at the epoch's end; whether that was reached.
+        """Return all batches of the step whose first batch is `ctx.batch`, and whether the epoch has ended.
 
-        No batches where a signal came meanwhile, if they can be fetched again: alone, and from data that keeps no place of its own.
+        Return no batches if a signal came while they were fetched and they can be fetched again. They can in a single process, if
+        the dataloader has no state of its own.
         """
         ctx = self._ctx
         fetched = [self._fetched(epoch)]
@@ -247,13 +248,13 @@ class TrainLoop:
         return Fetched(self._ctx.batch)
 
     def _accumulate(self, batches: int) -> None:
-        """What a callback asked for at the last step begins with this one."""
+        """Apply the number of batches per step that a callback asked for during the last step."""
         self.gradient_accumulation_steps = batches
         self._ctx.control.accumulation = None
-        self.tell_length()
+        self.set_epoch_length()
 
-    def tell_length(self) -> None:
-        """How many steps the epoch has, where the data's length is known."""
+    def set_epoch_length(self) -> None:
+        """Set the number of steps of the epoch, if the data's length is known."""
         ctx, length = self._ctx, self._batches.length
         if length is not None:
             left = max(0, length - self._batches.taken)
@@ -264,9 +265,9 @@ class TrainLoop:
         return self._epochs_per_round is not None and self._ctx.state.timestamp.epoch_in_round >= self._epochs_per_round
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches make a step now."""
+        """Return the current number of batches per step."""
         return {"accumulate": self.gradient_accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.gradient_accumulation_steps = state["accumulate"]

@@ -1,4 +1,4 @@
-"""Microbatches: a batch in parts, and the means over them, which are those of the whole batch."""
+"""Microbatches: splits a batch, and computes means over the parts that equal those over the whole batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from callsheet.trainer.tasks import Losses, Task
 
 
 def split(batch: Any, size: int) -> list[Any]:
-    """The batch in microbatches of at most `size` samples, along the first dimension of its tensors.
+    """Split the batch into microbatches of at most `size` samples, along the first dimension of its tensors.
 
     Raises:
-        ConfigError: the batch holds nothing that can be split, or no sample, or things of different lengths.
+        ConfigError: the batch holds nothing to split, no samples, or parts of different lengths.
     """
     lengths = set(_lengths(batch))
     if len(lengths) != 1 or 0 in lengths:
@@ -35,7 +35,7 @@ def _lengths(batch: Any) -> Iterator[int]:
     if isinstance(batch, Tensor):
         if not batch.ndim:
             raise ConfigError(
-                "the batch cannot be split: it holds a tensor without dimensions; give one value a sample, or microbatch_size=None"
+                "the batch cannot be split: it holds a tensor without dimensions; give one value per sample, or microbatch_size=None"
             )
         yield batch.size(0)
     elif isinstance(batch, Mapping):
@@ -57,16 +57,16 @@ def _part(batch: Any, where: slice) -> Any:
 
 
 def _is_structure(batch: Any) -> bool:
-    """A list or tuple of things to be split, not of one value a sample."""
+    """Return whether it is a list or tuple of things to split, and not of one value per sample."""
     return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
 @dataclass(slots=True)
 class Fetched:
-    """One fetched batch; a filler stands in for data that this rank has run out of, and weighs nothing.
+    """One fetched batch. A filler replaces data that this rank has run out of, and has no weight.
 
-    The samples, here and on all ranks, are those that the data gave: what a callback makes of the batch does not change what it weighs
-    against the others', since they would have to be told.
+    The sample counts, here and on all ranks, are those of the original data. If a callback changes the batch, its weight stays
+    the same: a new weight would have to be sent to the other ranks.
     """
 
     batch: Any
@@ -76,20 +76,29 @@ class Fetched:
 
 
 class MicrobatchPlan:
-    """One step's microbatches, with what each weighs in the mean of the step: over samples or labels, as the task says, of all ranks.
+    """One step's microbatches, with their weights in the step's mean over the samples or labels of all ranks, as the task
+    defines.
 
-    `parts` are triples: the fetched batch, the microbatch, and its share in this rank's mean, or None where it is all of it. `scale` is
-    what this rank's mean weighs against the others', or None for the same; where it takes a reduction, that is begun here and
-    waited for when `scale` is first read, behind the first forward.
+    `parts` are triples: the fetched batch, the microbatch, and its share in this rank's mean, or None if it is the only one.
+    `scale` is the weight of this rank's mean relative to the other ranks', or None if all are equal. If it needs a reduction,
+    that begins here, and the first read of `scale`, after the first forward, waits for it.
 
     Args:
-        alike: whether every rank needs the same number of them, because they meet in each forward: a collective where batches are split.
+        same_number: whether every rank must run the same number of microbatches, because the ranks synchronize in each forward.
+            This takes a collective if batches are split.
     """
 
     __slots__ = ("_fetched", "_scale", "_work", "parts")
 
     def __init__(
-        self, fetched: Sequence[Fetched], size: int | None, task: Task, world: ProcessGroups, device: torch.device, *, alike: bool
+        self,
+        fetched: Sequence[Fetched],
+        size: int | None,
+        task: Task,
+        world: ProcessGroups,
+        device: torch.device,
+        *,
+        same_number: bool,
     ) -> None:
         pieces = [(given, part) for given in fetched for part in ((given.batch,) if size is None else split(given.batch, size))]
         self._fetched = fetched
@@ -97,9 +106,9 @@ class MicrobatchPlan:
         self._scale: Any = None
         is_shared = world.size > 1
         lacking = 0
-        if alike and size is not None:
+        if same_number and size is not None:
             lacking = int(world.max([len(pieces)])[0]) - len(pieces)
-            pieces += pieces[-1:] * lacking  # fillers once more
+            pieces += pieces[-1:] * lacking  # repeated as fillers
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
             return
@@ -115,14 +124,14 @@ class MicrobatchPlan:
             self._scale = None if here * world.size == in_all else here * world.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
-            # `full` and not `as_tensor`, which would wait for the device
+            # not `as_tensor`, which would wait for the device
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
             self._scale = mine * world.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
 
     @property
     def scale(self) -> Any:
-        """See the class."""
+        """The weight of this rank's mean; see the class."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -131,17 +140,17 @@ class MicrobatchPlan:
         return self._scale
 
     def counts(self, task: Task) -> tuple[int, int]:
-        """How many samples and tokens this rank has in the step."""
+        """Return how many samples and tokens this rank has in the step."""
         counted = [task.counts(given.batch) for given in self._fetched if not given.is_filler]
         return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
 
     def label_tokens(self, task: Task) -> Any:
-        """How many labelled tokens this rank has in the step, or None."""
+        """Return how many labelled tokens this rank has in the step, or None."""
         counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
         return None if any(count is None for count in counted) else sum(counted)
 
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
-        """The loss as it goes backward; its gradients add up to those of the step's mean, which the ranks average."""
+        """Return the loss to call `backward` on. Its gradients add up to those of the step's mean; the ranks average them."""
         if share is not None:
             loss = loss * share
         return loss if self.scale is None else loss * self.scale
@@ -149,26 +158,27 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        return torch.where(total > 0, weight / total, 0.0)  # a step without a single label has no mean, and trains nothing
+        return torch.where(total > 0, weight / total, 0.0)  # a step without labels has no mean, and trains nothing
     return weight / total if total else 1 / parts
 
 
 def trained_on(losses: Losses) -> Tensor:
-    """The loss that is trained on, of what a task's `loss` gave, where that is not simply a tensor.
+    """Return the loss to train on from what a task's `loss` returned, if that is not simply a tensor.
 
     Raises:
-        ConfigError: none is called `loss`, or that one is no scalar tensor.
+        ConfigError: no loss is called `loss`, or it is not a scalar tensor.
     """
     loss = losses.get("loss") if isinstance(losses, Mapping) else losses
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
     names = f" (losses: {', '.join(losses)})" if isinstance(losses, Mapping) else ""
-    raise ConfigError(f"the task's loss {shape}, and should be a scalar tensor; take its mean{names}")
+    raise ConfigError(f"the task's loss {shape}, but must be a scalar tensor; take its mean{names}")
 
 
 def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
-    """The step's means with one more microbatch's losses in them, detached: `loss` is what was trained on, `losses` the task's."""
+    """Return the step's means with one more microbatch's losses added, detached. `loss` was trained on; `losses` are the
+    task's."""
     if share is None and type(losses) is Tensor:
         return {"loss": loss.detach()}
     named = {**(losses if isinstance(losses, Mapping) else {}), "loss": loss}

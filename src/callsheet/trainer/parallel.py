@@ -1,4 +1,4 @@
-"""Parallelism by torch itself: one process, DistributedDataParallel, or FSDP2's `fully_shard`."""
+"""Parallelism with torch: a single process, DistributedDataParallel, or FSDP2's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from callsheet.trainer.process_groups import ProcessGroups
 KINDS = ("auto", "single", "ddp", "fsdp")
 
 _STATE_PER_PARAMETER = 4
-"""Weights, gradients and the optimizer's two moments, in copies of the weights."""
+"""The memory of weights, gradients and the optimizer's two moments, in multiples of the weights."""
 _ROOM_FOR_STATE = 0.6
-"""Of a device's memory; the rest is the activations'."""
+"""The share of a device's memory for this state; the rest is for activations."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the model is spread over the ranks.
+    """How the model is distributed over the ranks.
 
     Args:
-        kind: `"ddp"` keeps all of the model on every rank; `"fsdp"` shards weights, gradients and optimizer state; `"single"` is one
-            process; `"auto"` shards what would not fit a device, and replicates what would.
-        shard_size: for `"fsdp"`: how many ranks hold one copy of the model together; the copies are replicas of each other. None: all.
-        blocks: for `"fsdp"`: class names of the modules that are gathered and freed together. None: those that a Hugging Face model
-            names, else what stands in the model's `ModuleList`s and `Sequential`s.
-        options: passed to `DistributedDataParallel` or `fully_shard` as they are.
+        kind: `"ddp"` keeps the whole model on every rank; `"fsdp"` shards weights, gradients and optimizer state; `"single"` is
+            one process; `"auto"` is `"ddp"` if the model fits on a device, else `"fsdp"`.
+        shard_size: for `"fsdp"`: how many ranks share one copy of the model; the copies are replicas of each other. None: all
+            ranks.
+        blocks: for `"fsdp"`: class names of the modules that are gathered and freed as units. None: those that a Hugging Face
+            model names, else the children of the model's `ModuleList`s and `Sequential`s.
+        options: passed to `DistributedDataParallel` or `fully_shard`.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     kind: str = "auto"
@@ -53,35 +54,34 @@ class Parallel:
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
     def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
-        """`single`, `ddp` or `fsdp`; `frozen` are models that have to fit beside the one that is trained.
+        """Return `single`, `ddp` or `fsdp`. `frozen` are further models that must fit on the device.
 
         Raises:
-            ConfigError: it does not go with the number of ranks.
+            ConfigError: the kind does not fit the number of ranks.
         """
         if self.kind == "auto":
             return "single" if world.size == 1 else "ddp" if _fits(model, device, frozen) else "fsdp"
         if self.kind == "single" and world.size > 1:
-            raise ConfigError(
-                f"parallel='single' among {world.size} ranks: each would train a model of its own; say 'ddp' or 'fsdp'"
-            )
+            raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # the same script on one rank: there is nobody to share with
+            return "single"  # the same script works on one rank
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
-                f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all"
+                f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
             )
         return self.kind
 
 
 class ParallelModel:
-    """The model as it is trained: what a task calls, and how its gradients meet.
+    """The model as it is trained: the module that a task calls, and the synchronization of gradients.
 
-    `module` is what forward goes through. The model itself stays what it was, with its own names: under `"fsdp"` its parameters are
-    DTensors from now on, which is why optimizers are made afterwards.
+    `module` is what forward calls. The model itself keeps its class and its names. With `"fsdp"` its parameters become DTensors,
+    so optimizers must be created afterwards.
 
     Args:
-        dtype: what a sharded model computes in; None is the type of its weights.
-        frozen: models beside it that are not trained: they are put into evaluation mode, and sharded where it is, by blocks of their own.
+        dtype: the type that a sharded model computes in; None is the type of its weights.
+        frozen: further models that are not trained. They are put into evaluation mode, and sharded if the model is, by their own
+            blocks.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class ParallelModel:
         self.kind = parallel.resolved(model, world, device, frozen)
         self._model = model
         self.module: Any = model
-        """What a task calls."""
+        """The module that a task calls."""
         self._wrapped: Any = model
         self.forward_meets = False
-        """Whether the ranks meet in every forward, and so need to make equally many."""
+        """Whether the ranks synchronize in every forward, and so need equally many of them."""
         self._meet = True
         for beside in frozen:
             beside.eval().requires_grad_(False)
@@ -116,38 +116,39 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            for beside in frozen:  # no backward follows, for which the root would be kept whole
+            for beside in frozen:  # without a backward pass the root need not stay gathered
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's, with the buffers of rank 0 on every rank, as the next forward would have them: a collective."""
+        """Return the model's state, with rank 0's buffers on every rank, as the next forward would set them. A collective."""
         if self.kind != "single":
             for buffer in self._model.buffers():
                 distributed.broadcast(buffer, src=0)
         return self._model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the model its state back."""
+        """Load the model's state."""
         self._model.load_state_dict(state)
 
     def compile(self, options: Mapping[str, Any]) -> None:
-        """Compile what a task calls; the model stays as it is. (`Module.compile` would leave out torch's own modules at the top.)"""
+        """Compile the module that a task calls; the model itself is unchanged. (`Module.compile` would skip torch's own
+        wrapper.)"""
         self.module = torch.compile(self._wrapped, **options)
 
     def gradients_meet(self, meet: bool) -> None:
-        """Whether the next forward and backward reduce the gradients over the ranks: only a step's last one does."""
+        """Set whether the next forward and backward reduce the gradients over the ranks. Only a step's last one does."""
         if meet == self._meet:
             return
         self._meet = meet
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            self._wrapped.set_requires_gradient_sync(meet)  # fully_shard has made it an FSDPModule
+            self._wrapped.set_requires_gradient_sync(meet)  # fully_shard made it an FSDPModule
 
 
 def clip_gradients(parameters: Iterable[Tensor], longest: float) -> Tensor:
-    """Scale the gradients to a total norm of at most `longest`; returns the norm before, a scalar tensor, of all shards."""
+    """Scale the gradients to a total norm of at most `longest`. Return the norm before, over all shards, as a scalar tensor."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
     if isinstance(norm, DTensor):
@@ -168,14 +169,15 @@ def _size(model: nn.Module) -> int:
 
 
 def _same_on_all_ranks(model: nn.Module) -> None:
-    """Rank 0's weights for everybody: shards of differently initialised models would make none."""
+    """Broadcast rank 0's weights: shards of differently initialized models would not form one model."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             distributed.broadcast(tensor, src=0)
 
 
 def _share_statistics(model: nn.Module) -> None:
-    """Rank 0's running statistics for everybody at every forward, as DistributedDataParallel has it; `fully_shard` leaves buffers alone."""
+    """Broadcast rank 0's running statistics at every forward, as DistributedDataParallel does; `fully_shard` does not sync
+    buffers."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
 
@@ -200,7 +202,7 @@ def _shard(model: nn.Module, blocks: tuple[str, ...] | None, options: dict[str, 
 
 
 def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
-    """The modules that are sharded as units, the innermost first."""
+    """Return the modules that are sharded as units, the innermost first."""
     named = names if names is not None else tuple(getattr(model, "_no_split_modules", None) or ())
     if named:
         found = [module for module in model.modules() if type(module).__name__ in named]
@@ -217,6 +219,6 @@ def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
 
 
 def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
-    """Whether all its parameters are its own: one that is shared with the rest of the model is gathered with that, by the root."""
+    """Return whether the block shares no parameters with the rest of the model. Shared parameters are gathered by the root."""
     own = Counter(id(parameter) for module in block.modules() for parameter in module._parameters.values())
     return all(uses[parameter] == number for parameter, number in own.items())

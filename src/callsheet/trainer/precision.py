@@ -1,4 +1,4 @@
-"""Precision: in which type forward and loss are computed, and how fp16's gradients are kept from vanishing."""
+"""Precision: the type in which forward and loss are computed, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """The arithmetic of a step. The weights, their gradients and the optimizer stay in the type that the model has.
+    """The precision of a step. The weights, their gradients and the optimizer keep the model's type.
 
-    `bf16` and `fp16` compute forward and loss under torch's autocast. `fp16` multiplies the loss by a scale that grows while it can,
-    and leaves out steps whose gradients overflowed (`torch.amp.GradScaler`); its question whether they did waits for the device.
+    `bf16` and `fp16` compute forward and loss under torch's autocast. `fp16` multiplies the loss by a scale that grows while
+    possible, and skips steps whose gradients overflowed (`torch.amp.GradScaler`). Checking for an overflow waits for the device.
 
     Args:
         name: `"fp32"`, `"bf16"` or `"fp16"`.
+
     Raises:
-        ConfigError: an unknown precision.
+        ConfigError: the precision is unknown.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
         self.casts = name in _TYPES
-        """Whether autocast is needed; not where a sharded model casts its parameters itself."""
+        """Whether autocast is needed; not if a sharded model casts its parameters itself."""
         self._device = device
         self.scaler: Any = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._stepped = False
@@ -39,34 +40,35 @@ class Precision:
 
     @property
     def type(self) -> torch.dtype | None:
-        """What forward computes in, or None for the model's own type."""
+        """The type that forward computes in, or None for the model's own type."""
         return _TYPES.get(self.name)
 
     @property
     def casting(self) -> AbstractContextManager[Any]:
         """The context in which forward is computed."""
-        return torch.autocast(self._device.type, self.type) if self.casts else _AS_IT_IS
+        return torch.autocast(self._device.type, self.type) if self.casts else _NO_CAST
 
     @property
     def casting_loss(self) -> AbstractContextManager[Any]:
-        """The same for the loss: of a sharded model too, whose outputs are in that type, and losses need more digits."""
-        return torch.autocast(self._device.type, self.type) if self.type is not None else _AS_IT_IS
+        """The context in which the loss is computed. It casts for a sharded model too: its outputs have that type, and losses
+        need more digits."""
+        return torch.autocast(self._device.type, self.type) if self.type is not None else _NO_CAST
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to go backward from."""
+        """Return the loss to call `backward` on."""
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the scale out of the gradients, once they are complete: clipping must see them as they are."""
+        """Remove the scale from the complete gradients, so that clipping sees their true values."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer, or leave it where it is because gradients overflowed; whether it moved, the same on all ranks."""
+        """Step the optimizer, unless gradients overflowed. Return whether it stepped, the same on all ranks."""
         if self.scaler is None:
             optimizer.step()
             return True
-        if self._hooked is not optimizer:  # the scaler does not tell whether it stepped
+        if self._hooked is not optimizer:  # the scaler does not report whether it stepped
             optimizer.register_step_post_hook(self._note_step)
             self._hooked = optimizer
         self._stepped = False
@@ -75,17 +77,17 @@ class Precision:
         return self._stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and how long it has held."""
+        """Return the scale and its age."""
         return {"precision": self.name, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; a run may go on in another precision, with a new scale."""
+        """Load what `state_dict` returned. A run may continue in another precision, with a new scale."""
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # fused optimizers are stepped in any case, and look for themselves
+        found = getattr(optimizer, "found_inf", None)  # fused optimizers are always stepped, and check for overflow themselves
         self._stepped = found is None or not found.item()
 
 
-_AS_IT_IS = nullcontext()
+_NO_CAST = nullcontext()

@@ -1,4 +1,4 @@
-"""The processes that train together: their process groups, and the small reductions with which they agree."""
+"""The run's process groups, and the small collectives with which the ranks agree."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from callsheet.errors import DistributedError, text_of
 from callsheet.trainer.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
-"""How long at most a rank on which a collective failed looks for the rank to blame; a quarter of the timeout where that is less."""
+"""The longest time that a rank, after a failed collective, searches for the rank at fault; at most a quarter of the timeout."""
 LOOK_SECONDS = 0.5
-"""How often at least a rank looks whether somebody asks who is there."""
+"""The longest time between two looks at the store for a question whether the ranks are present."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
 
 
 class LateAfterSignal(DistributedError):
-    """Some rank did not answer in time after a signal to make way."""
+    """Some rank did not answer in time after a preemption signal."""
 
 
 class Pending:
-    """A reduction that is under way."""
+    """A pending reduction."""
 
     def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
         self._payload = payload
@@ -43,23 +43,22 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once; never blocks."""
-        return (
-            self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
-        )  # which never says so
+        """Whether `wait` would return at once. Never blocks."""
+        # FakeWork never reports that it is completed.
+        return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
-        """The result; waits for it, until `deadline()`, a moment of `time.monotonic()` that may come nearer meanwhile.
+        """Wait for the result and return it. `deadline()` is a time of `time.monotonic()`, and may become earlier while waiting.
 
         Raises:
             LateAfterSignal: the deadline has passed.
-            DistributedError: the reduction failed; the message names the rank that is missing.
+            DistributedError: the reduction failed; the message names the missing rank.
         """
         pause = 0.0001
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
-                raise LateAfterSignal("the ranks did not all answer in time after a signal to make way")
-            time.sleep(pause)  # not in the collective: a signal's handler would wait as long
+                raise LateAfterSignal("some rank did not answer in time after a preemption signal")
+            time.sleep(pause)  # waiting in the collective would delay signal handlers
             pause = min(2 * pause, 0.005)
         if self._work is not None:
             with self._collective("reduction"):
@@ -69,21 +68,22 @@ class Pending:
 
 
 class ProcessGroups:
-    """This rank's way to speak with the others; with one rank everything is answered at once, without torch.distributed.
+    """This rank's connection to the others. With one rank every call returns at once, without torch.distributed.
 
-    Where the program has made a process group, that is taken, and left when the run ends; else one is made here (NCCL for CUDA's
-    tensors, gloo for the CPU's) and torn down. Agreements and saving have gloo groups of their own, so that they never wait behind a
-    gradient, nor for each other. All methods but `rank`, `size` and `close` are collectives: every rank must reach them, in one order.
+    If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
+    tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
+    for a gradient or for each other. All methods but `rank`, `size`, `say`, `lost` and `close` are collectives: every rank must
+    call them, in the same order.
 
     Args:
-        ranks: as the launcher says.
-        device: of the model; a rank's own, such as `cuda:3`.
-        timeout: seconds within which a rank that does not answer is found and named. Collectives of the groups that are made here get
-            the part of it that finding the rank leaves over.
+        ranks: this process's rank and the world size, from the launcher.
+        device: the rank's own device, such as `cuda:3`.
+        timeout: seconds within which a rank that does not answer is found and named. The groups made here get a shorter timeout,
+            which leaves time for finding the rank.
 
     Raises:
-        ConfigError: the environment does not say where the ranks meet.
-        DistributedError: a rank does not come in time.
+        ConfigError: the environment does not contain the rendezvous address.
+        DistributedError: a rank does not join in time.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
@@ -91,11 +91,11 @@ class ProcessGroups:
         self.size = ranks.world_size
         self.timeout = timeout
         self.words: Any = None
-        """The gloo group of agreements; None with one rank."""
+        """The gloo group of the agreement; None with one rank."""
         self.saving: Any = None
         """The gloo group of checkpoints; None with one rank."""
         self.at_step: Callable[[], int] = lambda: 0
-        """Returns the step, for messages; whoever counts steps sets it."""
+        """Returns the current step, for messages; set by the Trainer or a host."""
         self._is_ours = False
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -126,11 +126,11 @@ class ProcessGroups:
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over the ranks, the same bits on all of them."""
+        """Return the sums over the ranks, bitwise the same on all ranks."""
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The maxima over the ranks. Whole numbers are exact below 2**53."""
+        """Return the maxima over the ranks. Whole numbers are exact below 2**53."""
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
@@ -138,7 +138,7 @@ class ProcessGroups:
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in the order of ranks; it is pickled."""
+        """Return the `value` of every rank, in the order of ranks. Values are pickled."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -147,7 +147,7 @@ class ProcessGroups:
         return values
 
     def of_rank_zero(self, value: Any) -> Any:
-        """Rank 0's `value`, on all ranks; it is pickled."""
+        """Return rank 0's `value` on all ranks. It is pickled."""
         if self.size == 1:
             return value
         values = [value]
@@ -156,24 +156,25 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Leave word for the others why this rank goes."""
+        """Leave a message for the other ranks that says why this rank ends."""
         if self.size > 1 and not isinstance(error, DistributedError):
             first = (text_of(error).splitlines() or [""])[0][:300]
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error that says which ranks are to blame, after a collective failed with `error`."""
+        """Return the error that names the ranks at fault, after a collective failed with `error`."""
         first = (str(error).splitlines() or [""])[0]
         return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
-        """Return which ranks are to blame, as far as can be known.
+        """Return which ranks are at fault, if that can be found out.
 
-        Where several wait in a ring, a rank's death fails its neighbours' collectives only. So the others are asked who is there, which
-        they answer while they wait: of those that do, one is to blame only where nobody else can be.
+        If several ranks wait in a ring, a rank's death fails only its neighbours' collectives. So this rank asks the others
+        through the store whether they are present; they answer while they wait. A rank that answers is at fault only if no other
+        rank can be.
         """
         if self._presence is None:
-            return "a rank was lost before or after the run, when the ranks cannot be asked who it is"
+            return "a rank was lost before or after the run, when it cannot be found out which one"
         is_broken = any(sign in str(error).lower() for sign in _BROKEN)
         self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
         try:
@@ -181,12 +182,12 @@ class ProcessGroups:
         except TimeoutError:
             keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
             return (
-                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or stopped; it keeps the store that the ranks meet "
-                "at, so the others could not be asked"
+                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or stopped; it keeps the rendezvous "
+                "store, so the other ranks could not be asked"
             )
         except RuntimeError:
             if keeper_of_store() == "rank 0":
-                return f"{self._named([0])} has ended, and with it the store that the ranks meet at; this rank was at step {step}"
+                return f"{self._named([0])} has ended, and with it the rendezvous store; this rank was at step {step}"
             return f"{keeper_of_store()} has ended; this rank was at step {step}"
 
     def _to_blame(self, step: int, is_broken: bool) -> str:
@@ -204,26 +205,25 @@ class ProcessGroups:
                 break
             time.sleep(0.05)
         if silent:
-            is_timeout = any(
-                word and word[0] == _TIMED_OUT for word in words.values()
-            )  # else a connection broke, which takes no time
+            # A broken connection fails at once, without a timeout.
+            is_timeout = any(word and word[0] == _TIMED_OUT for word in words.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
         if left and not found:
             found.append(
-                f"{self._named(left)} had ended the run already, at step {step} here: do all ranks call the same methods?"
+                f"{self._named(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"
             )
         if late and not found:
-            found.append(f"{self._named(late)} did not come so far as step {step}: stuck, or much slower than the others")
+            found.append(f"{self._named(late)} did not reach step {step}: stuck, or much slower than the others")
         if not found and len(set(waiting.values())) > 1:
             where = ", ".join(f"rank {rank} at step {at}" for rank, at in waiting.items())
             found.append(
-                f"the ranks wait for each other in different places: {where}; do all of them ask for the same with replicated=True?"
+                f"the ranks wait for each other in different places: {where}; do all of them make the same requests with replicated=True?"
             )
         elif not found:
             found.append(
-                f"every rank answers now, and all are at step {step}: the network may have failed for a moment, or a callback called a "
-                "collective, or asked for something with replicated=True, on some ranks only"
+                f"every rank answers now, and all are at step {step}: the network may have failed briefly, or a callback called a "
+                "collective, or made a request with replicated=True, on some ranks only"
             )
         return "; ".join(found)
 
@@ -231,7 +231,7 @@ class ProcessGroups:
         return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
-        """Leave the groups; one that was not made here stays. May be called twice; not a collective."""
+        """Destroy the groups that were made here. Can be called twice. Not a collective."""
         if self._presence is not None:
             self._presence.end()
             self._presence = None
@@ -248,7 +248,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Raise an error that names the missing rank where a collective fails."""
+        """Raise an error that names the missing rank if a collective fails."""
         try:
             yield
         except RuntimeError as error:
@@ -264,24 +264,24 @@ class ProcessGroups:
 
 
 class _Notes:
-    """What the ranks of one run leave for each other in the store: why each has gone, and who is there.
+    """The messages that the ranks of one run leave for each other in the store: why each has ended, and which are present.
 
     Args:
-        prefix: of this run's keys, shared by its ranks and by no other run or attempt.
+        prefix: of this run's keys; shared by its ranks, and unique to the run and attempt.
     """
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
         self._prefix, self._rank, self._seconds = prefix, rank, seconds
         self.is_silent = not prefix
-        """Whether the store has not answered."""
+        """True once the store has failed to answer."""
         self._has_left = False
 
     def ask(self, act: Callable[[], str]) -> str:
         """Return `act()`, which uses the store.
 
         Raises:
-            TimeoutError: the store does not answer, now or earlier.
-            RuntimeError: it has gone.
+            TimeoutError: the store does not answer, or did not answer earlier.
+            RuntimeError: the store has ended.
         """
         if self.is_silent:
             raise TimeoutError
@@ -292,14 +292,14 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Say why this rank goes. The first word stays: it is nearest to the cause. A store that has gone takes none."""
+        """Say why this rank ends. Only the first call counts: it is nearest to the cause. Errors of the store are ignored."""
         if not self._has_left:
             self._has_left = True
             with contextlib.suppress(RuntimeError, ValueError, TimeoutError):
                 self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
 
     def read(self, rank: int) -> tuple[str, str] | None:
-        """Return what `leave` said on that rank, or None."""
+        """Return what that rank left with `leave`, or None."""
         word = self._get(f"gone/{rank}")
         if word is None:
             return None
@@ -307,19 +307,19 @@ class _Notes:
         return kind, text
 
     def question(self) -> None:
-        """Ask all ranks whether they are there."""
+        """Ask all ranks whether they are present."""
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Whether some rank asks."""
+        """Return whether some rank asks."""
         return self._get("who") is not None
 
     def answer(self) -> None:
-        """Say that this rank is there."""
+        """Answer that this rank is present."""
         self._set(f"here/{self._rank}", "")
 
     def answered(self, rank: int) -> bool:
-        """Whether that rank has said that it is there."""
+        """Return whether that rank has answered."""
         return self._get(f"here/{rank}") is not None
 
     def _get(self, key: str) -> str | None:
@@ -332,7 +332,8 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that says that this rank is there, when one on which a collective failed asks: the main thread may wait in it as well."""
+    """A thread that answers for this rank when another one asks after a failed collective. The main thread may be blocked
+    then."""
 
     def __init__(self, notes: _Notes, pause: float) -> None:
         self._is_over = threading.Event()
@@ -341,7 +342,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or the group
+        with contextlib.suppress(RuntimeError, ValueError):  # the store or the group has ended
             while not self._is_over.wait(pause):
                 if notes.is_asked():
                     notes.answer()
@@ -349,18 +350,18 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # else it waits for the store, and is left behind
+        if not self._notes.is_silent:  # otherwise it waits for the store: do not join it
             self._thread.join(LOOK_SECONDS)
 
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """Make torch's error one of ours, while there is no group yet in which the others could be asked."""
+    """Convert torch's error to `DistributedError`. Until there is a group, the other ranks cannot be asked."""
     try:
         yield
     except DistributedError:
         raise
     except RuntimeError as error:
         raise DistributedError(
-            f"the ranks have met, and could not connect: {(str(error).splitlines() or [''])[0]}; has one of them died meanwhile?"
+            f"the ranks have met but could not connect: {(str(error).splitlines() or [''])[0]}; has one of them died?"
         ) from error

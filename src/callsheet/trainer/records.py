@@ -1,4 +1,4 @@
-"""Records: what was logged between two boundaries, told as one `on_log`."""
+"""Metrics records: what was logged between two log boundaries, passed to `on_log`."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from callsheet.trainer.tally import Tally
 
 
 class Records:
-    """Collects the run's metrics and counts, and makes a record of them every so often, the same on all ranks."""
+    """Collects the run's metrics and counts, and makes a record of them at each log boundary, the same on all ranks."""
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
-        self._others: dict[str, Series] = {}  # of the losses beside it, by their names
+        self._others: dict[str, Series] = {}  # the other losses, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
-        """The last step's; None where nobody has said it since a record that nobody read."""
+        """The last step's; None if it has not been set since the last record was discarded."""
         self.last_loss: Tensor | None = None
-        """The last step's mean, of this rank; its mean over the ranks is the step's."""
+        """This rank's mean loss of the last step. The mean over the ranks is the step's loss."""
         self.every = every
         self._manager = manager
         self._has_listeners = manager.has_listeners
         self._device = device
         self._world = world
-        self._process = psutil.Process()  # this one: a fork would take an earlier one's for its own
-        self._passed = 0  # intervals
-        self._told_at = 0  # the step
+        self._process = psutil.Process()  # created here: after a fork, an older one would describe the parent process
+        self._passed = 0  # how many intervals have a record
+        self._recorded_step = 0  # the step of the last record
 
     @property
     def are_read(self) -> bool:
-        """Whether anybody waits for records; of several ranks it may be another than this."""
+        """Whether any callback listens to `on_log`. With several ranks it may be a callback of another rank."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
-        """One step's mean losses by name; of those that nobody will read only the last is kept, for a checkpoint to name.
+        """Add one step's mean losses by name. If no callback reads records, keep only the last loss, for checkpoints.
 
-        `scale` is what this rank's mean weighs against the others'; `moved` is false for a step that was skipped.
+        `scale` is the weight of this rank's mean relative to the other ranks'; `moved` is False for a skipped step.
         """
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # what overflowed under a loss scale says nothing about the weights
+        if moved:  # the loss of a skipped step may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return
@@ -65,20 +65,21 @@ class Records:
                     series.add(scalar(name, each))
 
     def are_due(self, ctx: Context) -> bool:
-        """Whether a log boundary has been reached since the last record."""
+        """Return whether a log boundary has been reached since the last record."""
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def tell(self, ctx: Context) -> None:
-        """Tell the record of what was logged since the last one, if anything was; the counts must have been settled: a collective."""
+        """Fire `on_log` with what was logged since the last record, if anything was. `tally.settle` must have run. A
+        collective."""
         self._passed = self.every.index(ctx.state.timestamp)
         if not self.are_read:
-            self._told_at, self.learning_rate = ctx.step, None
+            self._recorded_step, self.learning_rate = ctx.step, None
             self.tally.since_record()
-            self.metrics.clear()  # nobody waits for the device, and neither do we
+            self.metrics.clear()  # discard it without waiting for the device
             return
-        if self._told_at == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # nothing more on any rank
+        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # no rank has logged more
             return
-        self._told_at = ctx.step
+        self._recorded_step = ctx.step
         samples, tokens, seconds = self.tally.since_record()
         now = ctx.state.timestamp
         logged: dict[str, float] = {"train/learning_rate": self.learning_rate} if self.learning_rate is not None else {}
@@ -86,21 +87,22 @@ class Records:
             logged["train/tokens_per_second"] = tokens / seconds
         logged |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
         self.metrics.log(logged, across="same")
-        self._tell(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
+        self._fire(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
 
     def fire_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
-        """Tell the record of what was logged in an evaluation, if anything was."""
+        """Fire `on_log` with what was logged in an evaluation, if anything was."""
         if values:
-            self._tell(ctx, values, 0.0, 0.0)
+            self._fire(ctx, values, 0.0, 0.0)
 
     def mean_loss(self) -> float | None:
-        """The last step's mean loss over all ranks, or None where there has been none: a collective, which waits for the device."""
+        """Return the last step's mean loss over all ranks, or None before the first step. A collective that waits for the
+        device."""
         if self.last_loss is None:
             return None
         here = self.last_loss.item()
         return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
 
-    def _tell(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
+    def _fire(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
         if not self._has_listeners.on_log:
             return
         ctx.record = MetricsRecord(
@@ -116,22 +118,22 @@ class Records:
         self._manager.publish_costs(ctx)
 
     def _memory_bytes(self) -> int:
-        """The device's peak of allocated memory since the process began; on the CPU the process's resident memory now."""
+        """Return the peak of allocated device memory since the process began, or on the CPU the current resident memory."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been collected and not told."""
+        """Return what has been logged and is not in a record yet."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,
-            "told_at": self._told_at,
+            "told_at": self._recorded_step,
             "learning_rate": self.learning_rate,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
-        self._passed, self._told_at, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]
+        self._passed, self._recorded_step, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]

@@ -1,4 +1,4 @@
-"""Keeps the folder of a run to one writer, on all ranks: rank 0 holds the lock, and the others learn what came of it."""
+"""Allows one writer in the folder of a run: rank 0 holds the lock, and all ranks learn whether it was acquired."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SLICE_SECONDS = 1.0
 class RunGuard:
     """The lock of a run, and the marker that makes its folder a run's.
 
-    A run with a name of its own acquires the lock before it does anything else. A run whose name was made from the time, or one that only
-    evaluates, acquires it when it writes to its folder.
+    A run with a name of its own acquires the lock before it does anything else. A run whose name was made from the time, and one
+    that only evaluates, acquire it when they write to their folder.
 
     Args:
         timeout: how long to wait for the lock.
@@ -38,7 +38,7 @@ class RunGuard:
         self._has_begun = False
         self._is_unguarded = False
 
-        def hurry() -> None:  # on the lock's thread: the loop looks at its next step
+        def hurry() -> None:  # on the lock's thread; the loop reacts after its next step
             run.has_lost_folder = control.is_hurried = control.pending = True
 
         self._lock: RunLock | None = None  # on rank 0
@@ -46,10 +46,10 @@ class RunGuard:
             self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=hurry)
 
     def acquire(self) -> None:
-        """Acquire the lock, before anything is written: a collective.
+        """Acquire the lock, before anything is written. A collective.
 
         Raises:
-            RunInUseError: on all ranks: another process trains in the run's folder, and did not end in time.
+            RunInUseError: on all ranks: another process trains in the run's folder, and has not ended in time.
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
@@ -58,7 +58,8 @@ class RunGuard:
             raise RunInUseError(rejection)
 
     def _attempt(self, deadline: float) -> str | None:
-        """Wait a moment for the lock: the empty string once it is held, why it is not, or None to go on waiting."""
+        """Wait briefly for the lock. Return the empty string if it is held, the reason if it cannot be had, or None to keep
+        waiting."""
         if self._lock is None:
             return ""
         until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._world.timeout / 4))
@@ -76,7 +77,7 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, before it writes: raise if the lock is lost; with `acquires`, acquire it first if this run has not.
+        """On rank 0, before it writes: raise if the lock is lost. With `acquires`, first acquire it if this run has not.
 
         Raises:
             RunLockLostError: another process has taken over the folder.
@@ -93,12 +94,12 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0: raise as `check` does if the heartbeat has found the lock lost; does not look for itself."""
+        """On rank 0: raise as `check` does if the heartbeat has found the lock lost. Does not access the disk otherwise."""
         if self._lock is not None and self._lock.is_lost:
             self._lock.check()
 
     def begin(self) -> None:
-        """Training begins: what stands in the folder from now on is a run's. On rank 0."""
+        """Note that training begins: from now on the folder is a run's. On rank 0."""
         self._has_begun = True
         self.mark()
 
@@ -114,7 +115,7 @@ class RunGuard:
             logger.warning("cannot mark %s as a run's: %s", folder, error.strerror or error)
 
     def end(self) -> None:
-        """The run has ended: release the lock."""
+        """Release the lock at the end of the run."""
         if self._lock is None:
             return
         try:
@@ -127,14 +128,14 @@ class RunGuard:
         if not self._is_unguarded:
             self._is_unguarded = True
             logger.warning(
-                "cannot create a lock beside %s (%s): a second process that trains in this folder would not be refused",
+                "cannot create a lock beside %s (%s): a second process that trains in this folder would not be rejected",
                 self._run.folder,
                 error.strerror or error,
             )
 
 
 def checked_lock_timeout(seconds: float) -> float:
-    """`seconds`, if it is a time to wait.
+    """Return `seconds`, if it is a valid time to wait.
 
     Raises:
         ConfigError: it is not.

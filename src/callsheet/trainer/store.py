@@ -1,4 +1,4 @@
-"""The store at which the ranks meet: what is kept in it belongs to one attempt, and no wait for it is unbounded."""
+"""The rendezvous store of the ranks. Its keys belong to one attempt, and no wait for it is unbounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are there
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
 
 from callsheet.distributed import Ranks, initialised_distributed
 from callsheet.errors import ConfigError, DistributedError
@@ -21,16 +21,16 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # in which the others read why rank 0 leaves
+_LINGER_SECONDS = 0.5  # time for the others to read rank 0's message
 
-_meetings = count()  # of this process, the same on all ranks
+_meetings = count()  # numbers the meetings of this process, the same on all ranks
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
     """Return `act()`, or raise `TimeoutError` after `seconds`.
 
-    Most calls of a store take no timeout, and block for ever where the process that keeps it is stopped. So they run on a thread that can
-    be left behind.
+    Most calls of a store have no timeout, and block for ever if the process that keeps it is stopped. So they run on a thread
+    that can be abandoned.
     """
     answer: Future[T] = Future()
 
@@ -45,7 +45,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def keeper_of_store() -> str:
-    """Return who keeps the store: rank 0, or the launcher's process."""
+    """Return the name of the process that keeps the store: rank 0, or the launcher."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "rank 0"
     return f"the launcher at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -54,13 +54,13 @@ def keeper_of_store() -> str:
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
     """Return a store that the ranks share in this attempt only. A collective.
 
-    A launcher keeps its store while it restarts the ranks, so what dead ranks wrote is still there: addresses, counters, answers. A key
-    that has the restart count in it does not help: each machine's launcher counts for itself, and does not count when a machine joins or
-    leaves. So the ranks agree on a name that no attempt had before, and everything is kept under it.
+    A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. A key
+    with the restart count would not help: each machine's launcher has its own count, and does not count when a machine joins or
+    leaves. So the ranks agree on a new name for the attempt, and use it as a prefix.
 
     Raises:
-        ConfigError: the environment does not say where the store is.
-        DistributedError: some ranks did not come within `timeout` seconds; the message names them.
+        ConfigError: the environment does not contain the store's address.
+        DistributedError: some ranks did not join within `timeout` seconds; the message names them.
     """
     distributed = initialised_distributed()
     base: Any = distributed.distributed_c10d._get_default_store() if distributed is not None else None
@@ -88,8 +88,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
         return within(timeout + 1.0, meet)
     except TimeoutError:
         raise DistributedError(
-            f"{keeper_of_store()}, which keeps the store that the ranks meet at, did not answer within {timeout:g} s: "
-            "is the process stopped?"
+            f"{keeper_of_store()}, which keeps the rendezvous store, did not answer within {timeout:g} s: is the process stopped?"
         ) from None
 
 
@@ -102,12 +101,13 @@ def _where() -> tuple[str, int]:
         )
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) >= 2**16:
-        raise ConfigError(f"the environment variable MASTER_PORT should be a port's number, not {port!r}")
+        raise ConfigError(f"the environment variable MASTER_PORT must be a port number, not {port!r}")
     return address, int(port)
 
 
 def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
-    """Return the store as `init_method="env://"` would, without waiting for the other ranks in it: nobody could say which are missing."""
+    """Connect to the store as `init_method="env://"` does, without waiting for the other ranks: torch could not name the missing
+    ones."""
     is_keeper = keeper_of_store() == "rank 0" and ranks.rank == 0
     left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     return TCPStore(*where, ranks.world_size, is_keeper, timeout=left, wait_for_workers=False, multi_tenant=is_keeper)
@@ -116,8 +116,9 @@ def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
 def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
     """Return the name of this attempt.
 
-    Each rank leaves a word that it has just drawn. Rank 0 announces the list of words, each rank accepts a list with its own word in it,
-    and rank 0 confirms a list that all have accepted. Words of dead ranks are never accepted, so they hold up nothing but the first list.
+    Each rank writes a new random word. Rank 0 announces the list of words, each rank accepts a list that contains its own word,
+    and rank 0 confirms a list that all have accepted. No rank accepts the word of a dead rank, so such words delay only the first
+    list.
     """
     mine, everyone = os.urandom(8).hex(), range(ranks.world_size)
     announced: list[str] | None = None
@@ -147,18 +148,19 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
 
 
 def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
-    """Return who did not join. Rank 0 first leaves it to the others: if it keeps the store, they cannot find it out without rank 0."""
+    """Return which ranks did not join. Rank 0 writes it for the others first: if it keeps the store, they cannot find out without
+    it."""
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # all have joined, and the one that has to say so does not
+    absent = absent or [0]  # all have joined, but rank 0 does not confirm it
     message = (
         f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or stopped"
     )
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))
-        heard_by, until = [rank for rank in everyone if rank not in (0, *absent)], time.monotonic() + _LINGER_SECONDS
-        while any(word != words[rank] for rank, word in zip(heard_by, _read(store, "heard", heard_by), strict=True)):
+        readers, until = [rank for rank in everyone if rank not in (0, *absent)], time.monotonic() + _LINGER_SECONDS
+        while any(word != words[rank] for rank, word in zip(readers, _read(store, "heard", readers), strict=True)):
             if time.monotonic() > until:
                 break
             time.sleep(POLL_SECONDS)
@@ -174,6 +176,6 @@ def _one(store: Any, key: str) -> str | None:
 
 
 def named_ranks(ranks: Sequence[int], machines: Sequence[str] = ()) -> str:
-    """Return `rank 3 on machine a`, or `ranks 3 on machine a, 4 on machine b`."""
+    """Return a text such as `rank 3 on machine a`, or `ranks 3 on machine a, 4 on machine b`."""
     each = [f"{rank} on machine {machines[rank]}" if machines else str(rank) for rank in ranks]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(each)}"

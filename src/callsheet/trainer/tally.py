@@ -1,4 +1,4 @@
-"""The counts between two boundaries: samples, tokens and seconds of training."""
+"""Counts between two boundaries: samples, tokens and seconds of training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from callsheet.trainer.process_groups import ProcessGroups
 
 
 class Tally:
-    """Counts each step on this process, and settles the counts into the run's timestamp at boundaries.
+    """Counts each step on this process, and adds the counts to the run's timestamp at boundaries.
 
-    Samples and tokens are those of all ranks, the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and seconds
-    stand still, so that every decision made on them is made on values that all ranks share. The clock runs while training does:
-    evaluating and saving stop it.
+    Samples and tokens are those of all ranks; the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and
+    seconds do not change, so every decision that depends on them uses values that all ranks share. The clock runs only during
+    training: evaluation and saving stop it.
     """
 
     def __init__(self, world: ProcessGroups) -> None:
@@ -26,23 +26,23 @@ class Tally:
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last record
 
     def count(self, samples: int, tokens: int) -> None:
-        """One step more, and what its batches held."""
+        """Count one step, with the samples and tokens of its batches."""
         self.samples += samples
         self.tokens += tokens
 
     def start(self) -> None:
-        """Training goes on."""
+        """Start the clock."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
     def stop(self) -> None:
-        """Something else has the thread."""
+        """Stop the clock."""
         if self._running_since is not None:
             self._seconds += time.perf_counter() - self._running_since
             self._running_since = None
 
     def settle(self, state: TrainState) -> None:
-        """Add what was counted, on all ranks, to the timestamp: a collective."""
+        """Add the counts of all ranks to the timestamp. A collective."""
         if self._running_since is not None:
             self.stop()
             self.start()
@@ -55,18 +55,19 @@ class Tally:
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Samples, tokens and seconds of training settled since the last call."""
+        """Return the samples, tokens and seconds of training that were settled since the last call."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have counted since it was settled, and what was settled since the last record: a collective."""
+        """Return what all ranks have counted since the last `settle`, and what was settled since the last record. A
+        collective."""
         here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
         samples, tokens, seconds = self._world.sum(here)
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave: rank 0 has counted it, of however many ranks there were."""
+        """Load what `state_dict` returned. Rank 0 takes the counts, whatever the number of ranks was."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0

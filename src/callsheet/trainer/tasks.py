@@ -1,4 +1,4 @@
-"""A task says what forward, loss and metrics are, and what a batch counts."""
+"""Tasks: a task defines forward, loss and metrics, and what a batch counts."""
 
 from __future__ import annotations
 
@@ -13,60 +13,63 @@ from callsheet.errors import ConfigError
 Losses = Tensor | Mapping[str, Tensor]
 
 IGNORED_LABEL = -100
-"""The label that losses leave out, as torch's cross entropy has it."""
+"""The label that losses ignore, as in torch's cross entropy."""
 
 
 class Task:
-    """The base of all tasks: override `forward` and `loss`, and the rest where the defaults do not fit.
+    """The base of all tasks: override `forward` and `loss`, and other methods if their defaults do not fit.
 
     `metrics` are torchmetrics by name, computed over each evaluated dataset and all ranks, and logged as `<dataset>/<name>`.
-    `frozen_models` are those that it calls beside the model, such as a teacher: the Trainer moves them to the device, shards them as it
-    shards the model, and leaves them out of training, checkpoints and exports. Call them under `torch.no_grad()`.
+    `frozen_models` are further models that the task calls, such as a teacher. The Trainer moves them to the device, shards them
+    like the model, and leaves them out of training, checkpoints and exports. Call them under `torch.no_grad()`.
     """
 
     metrics: Mapping[str, Any] = {}
     frozen_models: Sequence[nn.Module] = ()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """What the model makes of the batch."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what forward is")
+        """Return the model's outputs for the batch."""
+        raise NotImplementedError(f"{type(self).__name__} does not define forward; override forward()")
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """The mean loss, a scalar tensor; or losses by name, of which `loss` is the one that is trained on."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what the loss is")
+        """Return the mean loss as a scalar tensor, or losses by name, of which `loss` is the one to train on."""
+        raise NotImplementedError(f"{type(self).__name__} does not define a loss; override loss()")
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """What the metrics are updated with: predictions and targets."""
+        """Return the predictions and targets to update the metrics with."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not say what its metrics compare; override predictions_and_targets()"
+            f"{type(self).__name__} does not define what its metrics compare; override predictions_and_targets()"
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """How many samples and tokens the batch holds; by default as `counts_of` says."""
+        """Return how many samples and tokens the batch holds; by default with `counts_of`."""
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """What a (micro)batch's mean weighs in the mean over several, and over ranks: a number, or a scalar tensor on the device.
+        """Return the weight of a (micro)batch's mean among others and among the ranks: a number, or a scalar tensor on the
+        device.
 
-        By default samples, or 1 where the batch does not show how many it has; a task that overrides it has the ranks tell each other
-        their weights at every step.
+        By default it is the number of samples, or 1 if the batch does not show it. If a task overrides this method, the ranks
+        exchange their weights at every step.
         """
         return _leading_length(batch) or 1
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """How many tokens the loss of the batch is a mean over, a scalar tensor on the device, logged as `train/label_tokens`; None where it
-        is not over tokens.
+        """Return how many tokens the loss of the batch is a mean over, as a scalar tensor on the device, or None if it is not
+        over tokens.
+
+        It is logged as `train/label_tokens`.
         """
         return None
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the weight of a batch is simply the number of its samples."""
+        """Whether the weight of a batch is its number of samples."""
         return type(self).weight is Task.weight
 
 
 _NO_PAIR = (KeyError, IndexError, TypeError, AttributeError)
-"""What `batch[0]` raises where the batch is no pair."""
+"""What `batch[0]` may raise if the batch is not a pair."""
 
 
 def _described(batch: Any) -> str:
@@ -81,7 +84,7 @@ class SupervisedTask(Task):
         self.metrics = checked_metrics(metrics)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """`model(inputs)`."""
+        """Return `model(inputs)`."""
         try:
             inputs = batch[0]
         except _NO_PAIR as error:
@@ -89,7 +92,7 @@ class SupervisedTask(Task):
         return model(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """`loss_function(outputs, targets)`."""
+        """Return `loss_function(outputs, targets)`."""
         try:
             targets = batch[1]
         except _NO_PAIR as error:
@@ -97,11 +100,11 @@ class SupervisedTask(Task):
         return self.loss_function(outputs, targets)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """`outputs` and `targets`."""
+        """Return `outputs` and `targets`."""
         return outputs, batch[1]
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """The length of the inputs."""
+        """Return the length of the inputs, and 0 tokens."""
         try:
             inputs = batch[0]
         except _NO_PAIR as error:
@@ -110,23 +113,23 @@ class SupervisedTask(Task):
 
     def _no_pair(self, batch: Any) -> ConfigError:
         has = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _described(batch)
-        called = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+        name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
         return ConfigError(
-            f"the loss function {called} needs batches of (inputs, targets), and this batch is a {has}: have the dataloader give tuples, or "
+            f"the loss function {name} needs batches of (inputs, targets), but this batch is a {has}: let the dataloader return tuples, or "
             "give a task in place of the loss function, such as callsheet.trainer.ForwardStepTask(forward_step), whose forward_step(model, "
-            "batch) returns the outputs and a function of them that gives the loss"
+            "batch) returns the outputs and a function that computes the loss from them"
         )
 
 
 class HuggingFaceTask(Task):
-    """Batches are dictionaries of the model's arguments, `labels` among them; the loss is the model's own.
+    """Batches are dictionaries of the model's arguments, including `labels`; the loss is the model's own.
 
-    Hugging Face models average over labelled tokens or, where the labels have one dimension, over samples; means over microbatches
-    and evaluation batches weigh by the same, so that they are those of the whole batch.
+    Hugging Face models average over labelled tokens or, if the labels have one dimension, over samples. Means over microbatches
+    and evaluation batches use the same weights, so they equal the mean over the whole batch.
 
     Args:
-        shifts_labels: whether the model compares what it says at one token with the label of the next, as causal language models do;
-            not those for masked tokens, for labels of tokens, or with an encoder and a decoder.
+        shifts_labels: whether the model compares its output at one token with the label of the next, as causal language models
+            do. Masked language models, token classifiers and encoder-decoder models do not.
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:
@@ -134,43 +137,45 @@ class HuggingFaceTask(Task):
         self.shifts_labels = shifts_labels
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """`model(**batch)`."""
+        """Return `model(**batch)`."""
         return model(**batch)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """`outputs.loss`; ConfigError where the model gave none."""
+        """Return `outputs.loss`. Raise ConfigError if the model returned none."""
         loss = getattr(outputs, "loss", None)
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or the task a loss"
+                f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or give the Trainer a task with a loss"
             )
         if loss.dim() == 0 and isinstance(weight := self.weight(batch), Tensor):
-            return torch.where(weight > 0, loss, 0.0)  # the model's own mean over no label at all is NaN
+            return torch.where(weight > 0, loss, 0.0)  # without any labels the model's own mean is NaN
         return loss
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """`outputs.logits` and the labels; where labels are shifted, without the last and the first, so that like stands beside like."""
+        """Return `outputs.logits` and the labels. If labels are shifted, drop the last logit and the first label, so that they
+        line up."""
         logits, labels = outputs.logits, batch["labels"]
         return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels and labels.dim() > 1 else (logits, labels)
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """The labels that count; where they are shifted not the first of each sequence, which nothing predicts."""
+        """Return the number of labels that count. If labels are shifted, the first label of each sequence does not: no output
+        predicts it."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() < 2:
             return None
         return ((labels[:, 1:] if self.shifts_labels else labels) != IGNORED_LABEL).sum()
 
     def weight(self, batch: Any) -> Any:
-        """The labels that count, or samples where a label is a sample's."""
+        """Return the number of labels that count, or of samples if each sample has one label."""
         labels = self.label_tokens(batch)
         return labels if labels is not None else super().weight(batch)
 
 
 class ForwardStepTask(Task):
-    """One function for the whole step, in the manner of Megatron: `forward_step(model, batch)` gives `(outputs, loss_function)`, and
-    `loss_function(outputs)` the mean loss, or `(loss, others by name)`.
+    """One function for the whole step, as in Megatron: `forward_step(model, batch)` returns `(outputs, loss_function)`, and
+    `loss_function(outputs)` returns the mean loss, or `(loss, other losses by name)`.
 
-    Its means weigh by samples; where they are over tokens, override `weight`.
+    Means are weighted by samples. If the loss is a mean over tokens, override `weight`.
 
     Example:
         >>> def forward_step(model, batch):
@@ -184,25 +189,25 @@ class ForwardStepTask(Task):
         self.metrics = checked_metrics(metrics)
         if self.metrics and type(self).predictions_and_targets is Task.predictions_and_targets:
             raise ConfigError(
-                "a ForwardStepTask does not know what its metrics compare; override predictions_and_targets(outputs, batch) in a class of your own, "
-                "which gives predictions and targets"
+                "a ForwardStepTask does not know what its metrics compare; override predictions_and_targets(outputs, batch) in a subclass, "
+                "which returns predictions and targets"
             )
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The outputs that `forward_step` gives; its loss function is kept for `loss`."""
+        """Return the outputs of `forward_step`, and keep its loss function for `loss`."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(
-                f"forward_step gave {type(given).__name__}; let it return (outputs, a function of the outputs that gives the loss)"
+                f"forward_step returned {type(given).__name__}; let it return (outputs, a function that computes the loss from them)"
             )
         outputs, self._loss_function = given
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """`loss_function(outputs)`."""
-        loss_function, self._loss_function = self._loss_function, None  # it may hold the batch, and half the graph
-        assert loss_function is not None  # forward came before
+        """Return `loss_function(outputs)`."""
+        loss_function, self._loss_function = self._loss_function, None  # it may keep the batch and parts of the graph alive
+        assert loss_function is not None  # set in forward
         given = loss_function(outputs)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             return {**given[1], "loss": given[0]}
@@ -213,15 +218,16 @@ class ForwardStepTask(Task):
 def resolve_task(
     task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Any] | None = None
 ) -> Task:
-    """`task` as a Task: a loss function makes a `SupervisedTask`; None is right for Hugging Face models.
+    """Return `task` as a Task: for a loss function a `SupervisedTask`; for None with a Hugging Face model a `HuggingFaceTask`.
 
     Raises:
-        ConfigError: None, and the model does not look like one that computes its own loss; metrics that are none, or given twice.
+        ConfigError: the task is None and the model does not look like a Hugging Face model, or metrics are invalid or given
+            twice.
     """
     if isinstance(task, Task):
         if metrics is not None:
             raise ConfigError(
-                "metrics= goes with a loss function, or with a model that has its own loss; a Task has its metrics itself"
+                "metrics= is for a loss function, or a model with its own loss; set the metrics of a Task on the task"
             )
         return task
     if callable(task) and not isinstance(task, type):
@@ -234,13 +240,13 @@ def resolve_task(
 
 
 def _shifts_labels(model: Any) -> bool:
-    """See HuggingFaceTask: as `transformers` chooses the loss by the model's class; models it has no loss for are causal to it."""
+    """Return `HuggingFaceTask.shifts_labels` for a model. transformers chooses the loss by class, and by default a causal one."""
     kind = getattr(model, "loss_type", None)
     return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The metrics; ConfigError for one that is no torchmetrics `Metric`."""
+    """Return the metrics. Raise ConfigError if one is not a torchmetrics `Metric`."""
     for name, metric in (metrics or {}).items():
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "to")):
             raise ConfigError(f"metrics[{name!r}] is {type(metric).__name__}, not a torchmetrics Metric")
@@ -248,12 +254,13 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def counts_of(batch: Any) -> tuple[int, int]:
-    """How many samples and tokens the batch holds: the length of its first tensor, and the size of its `input_ids`, padding included."""
+    """Return how many samples and tokens the batch holds: the length of its first tensor, and the size of `input_ids` with
+    padding."""
     if type(batch) is dict:
         if (ids := batch.get("input_ids")) is not None:
             return ids.size(0), ids.numel()
         batch = tuple(batch.values())
-    if type(batch) in (list, tuple) and batch:  # by a short way: every step asks
+    if type(batch) in (list, tuple) and batch:  # the fast path: called at every step
         first = batch[0]
         if type(first) is Tensor and first.ndim and (length := first.size(0)):
             return length, 0

@@ -64,61 +64,67 @@ LOG_INTERVAL = "10ba"
 
 
 class Trainer:
-    """Trains a model, and tells everything it does.
+    """Trains a model and fires the lifecycle's events.
 
-    The constructor tells `on_run_start`, restores what `resume` names, and makes the data; `fit`, `evaluate`, `test` and `predict` tell
-    their own events; `close()`, leaving the `with` block, the interpreter's end, or an exception that leaves the trainer ends the run.
+    The constructor fires `on_run_start`, restores the checkpoint that `resume` names, and loads the data. `fit`, `evaluate`,
+    `test` and `predict` fire their own events. The run ends with `close()`, at the end of the `with` block, at the interpreter's
+    exit, or when an exception leaves the trainer.
 
     Args:
-        model: what is trained; it is moved to `device`.
-        task: what forward, loss and metrics are: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for Hugging
-            Face models, which compute their own loss.
-        train_dataloader: an iterable of batches, or a function that makes one, called inside `data_init`.
-        eval_dataloader: likewise, or a dictionary of several by name, each perhaps an `Evaluator` with an interval of its own; one alone
-            is called `validation`.
-        optimizer: over the model's parameters, or a function of them, called once the model has its final ones, sharded ones included.
-        scheduler: of the learning rate, stepped after every optimizer step; or a function of the optimizer.
+        model: the model to train; it is moved to `device`.
+        task: defines forward, loss and metrics: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for
+            Hugging Face models, which compute their own loss.
+        train_dataloader: an iterable of batches, or a function that returns one, called inside `data_init`.
+        eval_dataloader: likewise, or a dictionary of several by name. A value can be an `Evaluator` with its own interval. A
+            single dataloader is called `validation`.
+        optimizer: an optimizer over the model's parameters, or a function that takes the parameters. The function is called when
+            the parameters are final, after sharding.
+        scheduler: a learning rate scheduler, stepped after every optimizer step, or a function that takes the optimizer.
         max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a number without a unit is rejected.
-        metrics: torchmetrics by name, computed over each evaluated dataset; for a task that is a loss function or None.
-        microbatch_size: samples a microbatch; gradients are accumulated over a batch's microbatches. None: the batch as it is.
-        gradient_accumulation_steps: how many batches are fetched for one step; an epoch's last step has what is left. The step's mean is over samples,
-            or over what the task weighs by, of all its batches and all ranks, so that a small last batch counts for what it is.
+        metrics: torchmetrics by name, computed over each evaluated dataset; only if `task` is a loss function or None.
+        microbatch_size: samples per microbatch; gradients are accumulated over a batch's microbatches. None: do not split
+            batches.
+        gradient_accumulation_steps: how many batches are fetched for one step; an epoch's last step may have fewer. The step's
+            loss is the mean over the samples (or the task's weights) of all its batches and all ranks, so a small last batch has
+            its proper weight.
         precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
-        parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` that says more. The ranks are those that torchrun started.
-        shard_data: whether dataloaders give the same on every rank, and the batches are dealt out here; False where each rank's
-            dataloader gives its own share. A dataloader's batch size is one rank's. A `DistributedSampler` is found by itself.
+        parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` with further options. torchrun starts the ranks.
+        shard_data: True if the dataloaders give the same data on every rank, and the Trainer divides the batches among the ranks.
+            False if each rank's dataloader gives its own share. A dataloader's batch size is per rank. A `DistributedSampler` is
+            detected.
         compile: compile the model's forward; a mapping is passed to `torch.compile`.
-        gradient_checkpointing: compute activations again in the backward, where the model offers it.
+        gradient_checkpointing: recompute activations in the backward pass, if the model supports it.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
-        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`, and when training ends; None: only `evaluate()`. A bare number
-            means batches here, and in every other interval.
-        log_interval: how often a record is made of what was logged. One is also made before each evaluation.
+        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`; also when training ends. None: only when `evaluate()`
+            is called. A number without a unit means batches, here and in every other interval.
+        log_interval: how often a metrics record is made. One is also made before each evaluation.
         epochs_per_round: how many epochs make a round; None: all of them.
         callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
-        loggers: more callbacks, told after the others in the phase `report`.
-        progress: show progress on a terminal, with a `ProgressBarLogger` on rank 0, unless a callback shows it already; False never does.
-        run_name: of the run and its folder; made from the time where it is None.
-        runs_folder: where the folders of runs stand. Nothing is written unless something asks for it, such as a checkpoint.
-        checkpoints_folder: where checkpoints stand, in `<run name>/checkpoints`, if not in the run's folder: a path, or a URL such as
-            `s3://bucket/runs`, which fsspec opens. All ranks must see the same there.
-        save_in_background: copy the state, and write it while training goes on.
-        resume: `"auto"` for the newest good checkpoint of this run, or none; a path for just that one; None to start anew. A run that
-            a callback had stopped is complete: with `"auto"` no further step is taken, unless its settings or `max_duration` changed.
-        seed: of all random states, set before the factories are called, and to one of its own on each rank afterwards; None leaves
-            them as they are.
-        device: `"auto"` is CUDA where there is one, the rank's own, else the CPU.
-        preempt_signals: a signal, or several, that ask the run to save and make way; the first Ctrl-C asks for the same, and raises KeyboardInterrupt
-            then, a second one at once.
-        grace_seconds: how long after such a signal the process will be killed.
-        timeout_seconds: within which a rank that does not answer is found and named in the error that ends the run.
-        lock_timeout_seconds: how long to wait if another process trains in this run's folder; then `RunInUseError` is raised. Nothing is
-            locked that only evaluates, without a `train_dataloader`.
-        log_ranks: `"zero"` keeps log records below ERROR off the handlers of other ranks while the run lasts; `"all"` lets all speak.
-        config: what the run was configured with, for the run's record: plain data.
-
+        loggers: more callbacks, called after the others of the phase `report`.
+        progress: show progress on a terminal, with a `ProgressBarLogger` on rank 0, unless one of the callbacks already does.
+        run_name: the name of the run and of its folder; None: a name made from the time.
+        runs_folder: the parent of all run folders. A run's folder is created only when something is written to it, such as a
+            checkpoint.
+        checkpoints_folder: where to write checkpoints, as `<run name>/checkpoints`, if not to the run's folder: a path, or a URL
+            such as `s3://bucket/runs`, which fsspec opens. It must be the same storage on all ranks.
+        save_in_background: copy the state, and write the copy while training continues.
+        resume: `"auto"` for this run's newest valid checkpoint, if there is one; a path for exactly that checkpoint; None to
+            start a new run. A run that a callback stopped is complete: `"auto"` takes no further step, unless that callback's
+            settings or `max_duration` changed.
+        seed: sets all random states before the factories are called, and afterwards to a different value on each rank; None
+            leaves them as they are.
+        device: `"auto"` is the rank's CUDA device if there is one, else the CPU.
+        preempt_signals: one or more signals that preempt the run: it saves a checkpoint and ends. The first Ctrl-C does the same
+            and then raises KeyboardInterrupt; a second one raises it at once.
+        grace_seconds: the time between such a signal and the launcher killing the process.
+        timeout_seconds: how long to wait for a rank that does not answer. The error that then ends the run names the rank.
+        lock_timeout_seconds: how long to wait if another process trains in this run's folder, before raising `RunInUseError`. A
+            Trainer without a `train_dataloader` only evaluates, and locks nothing.
+        log_ranks: `"zero"` keeps log records below ERROR from the handlers of the other ranks during the run; `"all"` does not.
+        config: the run's configuration, as plain data, for the records of the run.
     Raises:
-        ConfigError: an argument that cannot work; the message names it and the mend.
-        CheckpointError: `resume` names a checkpoint that does not hold, or is not of this model.
+        ConfigError: an argument is invalid; the message names it and says what to do.
+        CheckpointError: the checkpoint that `resume` names is not valid, or does not fit this model.
         RunInUseError: another process trains in the run's folder.
 
     Example:
@@ -188,7 +194,7 @@ class Trainer:
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
         clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
         if positive("gradient_accumulation_steps", gradient_accumulation_steps, int) is None:
-            raise ConfigError("gradient_accumulation_steps=None: give 1 for a batch a step")
+            raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
@@ -202,11 +208,11 @@ class Trainer:
         self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
         self._log_ranks = LogRanks(log_ranks, ranks)
         if positive("timeout_seconds", timeout_seconds, float) is None:
-            raise ConfigError("timeout_seconds=None: ranks that wait for ever tell nobody; give a number of seconds")
+            raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
         checked_lock_timeout(lock_timeout_seconds)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
-        self._activity = ""  # which of its methods has the thread
+        self._activity = ""  # the public method that is running
         config = dict(config or {})
         self._world = world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
@@ -229,7 +235,7 @@ class Trainer:
         )
         self._records = Records(self.callbacks, log_every, self.device, world)
         self._agreement = Agreement(world, self.control, self._signals)
-        the_task = self.task  # not `self` in a function that the lifetime can reach: a trainer that is forgotten has to end
+        the_task = self.task  # not `self`: the lifetime must not keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self.ctx = Context(
@@ -243,7 +249,7 @@ class Trainer:
         self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
         self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
         self._guard = RunGuard(world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered)
-        self._lifetime.at_end(self._guard.end)  # last of all: until then somebody may write
+        self._lifetime.at_end(self._guard.end)  # last: until then callbacks may write to the folder
         ctx = self.ctx  # as above: not `self`
         world.at_step = lambda: ctx.step
         self._lifetime.at_end(world.close)
@@ -323,7 +329,7 @@ class Trainer:
                     epochs_per_round=self.epochs_per_round,
                 )
             if seed is not None and world.size > 1:
-                seed_all(seed + world.rank)  # dropout and the like should differ between ranks
+                seed_all(seed + world.rank)  # dropout, for example, must differ between ranks
             self._checkpoints.shared, self._checkpoints.local = self._parts()
             self._checkpoints.load(resume)
             self.callbacks.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.callbacks.call_sheet()))
@@ -333,49 +339,50 @@ class Trainer:
                 if train_dataloader is not None:
                     self._batches.load(train_dataloader)
                 if self._loop is not None:
-                    self._loop.tell_length()
+                    self._loop.set_epoch_length()
                 for name, evaluator in named_evaluators(eval_dataloader).items():
                     self._evaluation.add(name, evaluator)
                 self.state.evaluators = tuple(self._evaluation.loaders)
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that asked the run to make way, or None."""
+        """The signal that preempted the run, or None."""
         return self._agreement.signal
 
     @property
     def preempted(self) -> bool:
-        """A signal other than Ctrl-C asked the run to make way."""
+        """True if a signal other than Ctrl-C preempted the run."""
         return self._lifetime.outcome == Outcome.PREEMPTED
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request that had completed the run before it was resumed with `resume="auto"`, or None where `fit` trains on."""
+        """The request that completed the run before it was resumed with `resume="auto"`, or None if `fit` continues training."""
         return self._checkpoints.earlier_stop()
 
     @property
     def eval_results(self) -> dict[str, dict[str, float]]:
-        """The last of each evaluator in training, by name; empty until there has been one."""
+        """The latest results of each evaluator in training, by name; empty before the first evaluation."""
         return self._evaluation.results
 
     # --- training ---
 
     def fit(self, max_duration: str | Time | None = None) -> None:
-        """Train until `max_duration`, the constructor's where it is None; called again with a longer one, training goes on.
+        """Train until `max_duration`, or until the constructor's if it is None. Another call with a longer duration continues
+        training.
 
-        Returns when every checkpoint is durable. After a signal to make way, and a checkpoint, it returns early: see `signal`.
+        Returns when every checkpoint is durable. After a signal it saves a checkpoint and returns early: see `signal`.
 
         Raises:
             ConfigError: there is no training data, or no optimizer.
-            KeyboardInterrupt: Ctrl-C was pressed: after a checkpoint, or at once where it was pressed twice.
-            DistributedError: the ranks could not agree; the message names which one is missing.
-            BaseException: what the model, the data or a callback raised, after the run has been ended.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after a checkpoint, or at once if Ctrl-C was pressed twice.
+            DistributedError: a rank is missing; the message names it.
+            BaseException: whatever the model, the data or a callback raised, after the run has ended.
         """
         with self._lifetime, self._doing("fit"):
             if self._loop is None or self._batches.loader is None:
                 there = {"a train_dataloader": self._batches.loader is not None, "an optimizer": self._loop is not None}
                 missing = [name for name, is_there in there.items() if not is_there]
-                raise ConfigError(f"fit() needs {' and '.join(missing)}; give the Trainer one")
+                raise ConfigError(f"fit() needs {' and '.join(missing)}; pass it to the Trainer")
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
             self._warn_of_long_intervals()
@@ -391,10 +398,10 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _warn_of_long_intervals(self) -> None:
-        """Not an error: who tries a job out for ten steps need not change its intervals."""
+        """Warn of intervals that are longer than the run. It is no error: a ten-step trial should not need other intervals."""
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
-        if str(self._records.every.every) != LOG_INTERVAL:  # a default is nobody's mistake
+        if str(self._records.every.every) != LOG_INTERVAL:  # the user did not choose the default
             named.append(("log_interval", self._records.every))
         for name, every in named:
             if (
@@ -404,7 +411,7 @@ class Trainer:
                 and every.every.value > longest.value
             ):
                 logger.warning(
-                    "%s, %s, is longer than the run, %s: it comes at the end alone; give a shorter one to have more",
+                    "%s, %s, is longer than the run, %s, so it takes effect only at the end; give a shorter interval",
                     name,
                     every.every,
                     longest,
@@ -413,11 +420,11 @@ class Trainer:
     # --- evaluating ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
-        """The losses and metrics of every evaluator, or of `dataloader`, by the dataset's name, the same on all ranks.
+        """Return the losses and metrics of every evaluator, or of `dataloader`, by the dataset's name, the same on all ranks.
 
         Raises:
             ConfigError: there is nothing to evaluate.
-            RequestRejected: while training runs: `ctx.control.evaluate(why)` asks for it.
+            RequestRejected: training is running; use `ctx.control.evaluate(why)` instead.
         """
         with self._lifetime, self._doing("evaluate"):
             given = {
@@ -425,39 +432,41 @@ class Trainer:
             }
             loaders = given or self._evaluation.loaders
             if not loaders:
-                raise ConfigError("evaluate() has no data; give it a dataloader, or the Trainer an eval_dataloader")
+                raise ConfigError("evaluate() has no data; pass it a dataloader, or an eval_dataloader to the Trainer")
             return self._boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """The mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
+        """Return the mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
         with self._lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
             self._records.fire_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
-        """The model's outputs for this rank's share of the data, one item a batch, on the device. Raises as `evaluate` does."""
+        """Return the model's outputs for this rank's share of the data, one item per batch, on the device. Raises as `evaluate`
+        does."""
         with self._lifetime, self._doing("predict"):
             return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
 
     # --- checkpoints ---
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        """Write a checkpoint, to the run's folder where `path` is None; every rank calls it.
+        """Write a checkpoint, to the run's folder if `path` is None. Every rank must call it.
 
         Raises:
-            RequestRejected: while training runs: `ctx.control.save(why)` asks for it.
-            CheckpointError: it cannot be written, or a callback's state is not plain data.
+            RequestRejected: training is running; use `ctx.control.save(why)` instead.
+            CheckpointError: the checkpoint cannot be written, or a callback's state is not plain data.
         """
         with self._lifetime, self._doing("save_checkpoint"):
             return self._boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
-        """Write the weights alone, whole: as a Hugging Face folder where the model is one, else as a safetensors file; every rank calls it.
+        """Write the full weights: a Hugging Face folder for a Hugging Face model, else a safetensors file. Every rank must call
+        it.
 
         Args:
-            path: a folder for a Hugging Face model, which `from_pretrained` loads; else the file.
-            processor: the tokenizer or processor to be saved beside a Hugging Face model.
+            path: for a Hugging Face model a folder, which `from_pretrained` loads; else a file.
+            processor: the tokenizer or processor to save with a Hugging Face model.
         """
         with self._lifetime, self._doing("export"):
             if hasattr(self.model, "save_pretrained"):
@@ -466,7 +475,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """What a checkpoint holds, by name: what all ranks share, and what is each one's own."""
+        """Return the parts that a checkpoint holds, by name: those that all ranks share, and this rank's own."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,
@@ -483,15 +492,15 @@ class Trainer:
     # --- the end ---
 
     def close(self) -> None:
-        """End the run, if it has not ended; may be called twice.
+        """End the run, if it has not ended. Can be called twice.
 
         Raises:
-            RequestRejected: from a callback: `ctx.control.stop(why)` ends training in order.
+            RequestRejected: a callback called it; use `ctx.control.stop(why)` instead, which ends training at the next boundary.
         """
         with self._doing("close"):
             self._end()
 
-    # --- set-up and small change ---
+    # --- set-up and errors ---
 
     def __enter__(self) -> Self:
         return self
@@ -508,15 +517,15 @@ class Trainer:
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
-        """One thing at a time: in the midst of one, the others have nothing whole to work on."""
+        """Run one activity at a time: raise `RequestRejected` if another one is running, and explain errors of this one."""
         if self._activity:
             ask = {
                 "evaluate": "ctx.control.evaluate(why)",
                 "save_checkpoint": "ctx.control.save(why)",
                 "close": "ctx.control.stop(why)",
             }
-            hint = f"; ask the loop for it: {ask[activity]}" if activity in ask else ""
-            raise RequestRejected(f"{activity}() inside {self._activity}() would come in the midst of it{hint}")
+            hint = f"; use {ask[activity]} instead" if activity in ask else ""
+            raise RequestRejected(f"cannot call {activity}() while {self._activity}() is running{hint}")
         self._activity = activity
         try:
             yield
@@ -528,9 +537,9 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add to an error what is known about it here, and leave word for the other ranks, which will miss this one.
+        """Add what is known about an error as a note, and leave a message for the other ranks, which will miss this one.
 
-        Return the error that names the missing rank, to be raised instead, where a collective failed.
+        If a collective failed, return the error that names the missing rank, to be raised instead.
         """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))

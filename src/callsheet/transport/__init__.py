@@ -1,6 +1,6 @@
-"""How callbacks reach other processes: as data, in a signed file of one launch.
+"""Sends callbacks to other processes: as data, in a signed file for one launch.
 
-`callsheet.launch` does all of this by itself. With a launcher of your own, such as torchrun:
+`callsheet.launch` uses it automatically. With another launcher, such as torchrun:
 
 ```python
 with callsheet.transport.pack(callbacks).post() as variables:

@@ -1,14 +1,14 @@
-"""Callbacks, functions and values as data, and back: what JSON and tensors can say, and, only when allowed, pickles for the rest.
+"""Encodes callbacks, functions and values as data, and decodes them: JSON, tensors and, only if allowed, pickles for the rest.
 
-What JSON lacks is an object of one key that starts with `@`:
+A value that JSON lacks is an object with one key that starts with `@`:
 
-    {"@callback": {...}}       a class's path, the constructor's arguments, words such as `ranks` that were set on it, and its state
-    {"@import": path}          a class or function by the path at which it is found again
+    {"@callback": {...}}       a class's path, the constructor's arguments, settings such as `ranks` that were set on it, and its
+    state {"@import": path}          a class or function, by its import path
     {"@dataclass": [path, {field: value}]}   {"@enum": [path, name]}   {"@partial": [function, args, kwargs]}
     {"@path": text}            {"@set": [...]}   {"@frozenset": [...]}   {"@dtype": name}   {"@device": name}
     {"@dict": [[key, value], ...]}           a dict with a key that starts with `@`
-    {"@same": n}               the nth container or callback of the document once more: what was shared stays shared
-    {"@pickle": n}             the nth of what went through cloudpickle
+    {"@same": n}               the nth container or callback of the document again: shared objects stay shared
+    {"@pickle": n}             the nth object that was pickled with cloudpickle
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from callsheet.transport.rejections import described
 from callsheet.transport.sealed import TransportError
 
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
-"""What a callback says about itself by attributes, which may be the instance's own."""
+"""The settings of a callback: class attributes that an instance may override."""
 
 _LENGTH = 8  # bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
-    """`value` as bytes: JSON, tensors as safetensors, and pickles where allowed.
+    """Return `value` as bytes: JSON, tensors as safetensors, and pickles if allowed.
 
     Raises:
-        TransportError: something in it cannot be carried; the message says what, where, and the mend.
+        TransportError: something in it cannot be encoded; the message says what, where, and what to do.
     """
-    freezing = Freezing(allow_pickle)
-    frozen = freezing.frozen(value, "")
-    pickled = freezing.pickle()
-    document = {"value": frozen, "script": main_script() if freezing.needs_script else ""}
+    encoder = Encoder(allow_pickle)
+    encoded = encoder.encoded(value, "")
+    pickled = encoder.pickle()
+    document = {"value": encoded, "script": main_script() if encoder.needs_script else ""}
     try:
         text, tensors = plain.flatten(document)
     except CheckpointError as error:
@@ -62,9 +62,10 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
 
 
 def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script: None) -> Any:
-    """What `encode` was given. This imports, calls constructors, and unpickles: only for content whose seal holds.
+    """Return the value that `encode` was given. This imports, calls constructors, and unpickles: only for content with a valid
+    signature.
 
-    `on_script` is called with the path of the script that the content refers to, if it does, before anything is made.
+    If the content refers to a script, `on_script` is called with its path before any object is made.
     """
     parts = []
     while content:
@@ -76,22 +77,22 @@ def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script
     if script := document["script"]:
         on_script(script)
     pickles = _Unpickler(io.BytesIO(pickled), script).load() if pickled else []
-    return Thawing(script, pickles).thawed(document["value"])
+    return Decoder(script, pickles).decoded(document["value"])
 
 
-class Freezing:
-    """One walk over what is to be sent."""
+class Encoder:
+    """Encodes one value, with everything in it."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self.needs_script = False
         self._allow_pickle = allow_pickle
         self._pickled: list[tuple[Any, str]] = []
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is given twice
+        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
         self._callbacks: set[int] = set()
 
-    def frozen(self, value: Any, at: str) -> Any:
-        """`value` as plain data; `at` says where it stands, for errors."""
+    def encoded(self, value: Any, at: str) -> Any:
+        """Return `value` as plain data. `at` is its place, for error messages."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes):
             return value
@@ -103,18 +104,18 @@ class Freezing:
             self._number(value)
             return self._container(value, at)
         if kind is tuple:
-            return tuple(self.frozen(item, f"{at}[{i}]") for i, item in enumerate(value))
+            return tuple(self.encoded(item, f"{at}[{i}]") for i, item in enumerate(value))
         if kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and (path := self._path(kind)):
-            items = [self.frozen(item, f"{at}.{name}") for name, item in zip(kind._fields, value, strict=True)]
+            items = [self.encoded(item, f"{at}.{name}") for name, item in zip(kind._fields, value, strict=True)]
             return {"@namedtuple": [path, items]}
         if kind is frozenset:
-            return {"@frozenset": [self.frozen(item, at) for item in value]}
+            return {"@frozenset": [self.encoded(item, at) for item in value]}
         if kind is type(Path()):
             return {"@path": str(value)}
         if isinstance(value, Enum) and value.name in kind.__members__ and (path := self._path(kind)):
             return {"@enum": [path, value.name]}
         if kind is functools.partial and not vars(value):
-            return {"@partial": [self.frozen(part, at) for part in (value.func, list(value.args), dict(value.keywords))]}
+            return {"@partial": [self.encoded(part, at) for part in (value.func, list(value.args), dict(value.keywords))]}
         if isinstance(value, torch.dtype | torch.device):
             return {f"@{kind.__name__}": str(value).removeprefix("torch.")}
         if kind is torch.Tensor and _is_plain(value):
@@ -127,7 +128,8 @@ class Freezing:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """What data cannot say, in one pickle, so that what the functions share stays shared; empty where there is nothing."""
+        """Return one pickle of everything that data cannot express, so that shared objects stay shared; empty if there is
+        nothing."""
         if not self._pickled:
             return b""
         cloudpickle = load("cloudpickle", extra="train", wanted_by="allow_pickle=True")
@@ -142,19 +144,19 @@ class Freezing:
 
     def _container(self, value: Any, at: str) -> Any:
         if isinstance(value, list):
-            return [self.frozen(item, f"{at}[{i}]") for i, item in enumerate(value)]
+            return [self.encoded(item, f"{at}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, set):
-            return {"@set": [self.frozen(item, at) for item in value]}
+            return {"@set": [self.encoded(item, at) for item in value]}
         if isinstance(value, dict):
-            items = {key: self.frozen(item, f"{at}[{key!r}]" if at else str(key)) for key, item in value.items()}
+            items = {key: self.encoded(item, f"{at}[{key!r}]" if at else str(key)) for key, item in value.items()}
             return {"@dict": [list(pair) for pair in items.items()]} if any(str(key).startswith("@") for key in items) else items
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            "@dataclass": [self._path(type(value)), {name: self.frozen(item, f"{at}.{name}") for name, item in fields.items()}]
+            "@dataclass": [self._path(type(value)), {name: self.encoded(item, f"{at}.{name}") for name, item in fields.items()}]
         }
 
     def _callback(self, callback: Callback, at: str) -> Any:
-        """How it was made, what was set on it, and the state it has now."""
+        """Encode how the callback was made, the settings on it, and its current state."""
         self._number(callback)
         self._callbacks.add(id(callback))
         label = label_of(callback)
@@ -169,16 +171,16 @@ class Freezing:
         return {
             "@callback": {
                 "class_path": path or self._pickle(kind, at),
-                "init_args": {name: self.frozen(given[name], f"{at}: its argument {name}") for name in spec.init_args},
+                "init_args": {name: self.encoded(given[name], f"{at}: its argument {name}") for name in spec.init_args},
                 "words": {
-                    word: self.frozen(vars(callback)[word], f"{at}: its {word}") for word in WORDS if word in vars(callback)
+                    word: self.encoded(vars(callback)[word], f"{at}: its {word}") for word in WORDS if word in vars(callback)
                 },
-                "state": self.frozen(_on_cpu(spec.state), f"{at}: its state"),
+                "state": self.encoded(_on_cpu(spec.state), f"{at}: its state"),
             }
         }
 
     def _is_simple(self, value: Any) -> bool:
-        """A dataclass that is all in its fields, and is found again."""
+        """Return whether it is a dataclass that consists only of its fields, and whose class has an import path."""
         kind: Any = type(value)
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
             return False
@@ -198,8 +200,8 @@ class Freezing:
         self.needs_script = True
 
     def _pickle(self, value: Any, at: str) -> Any:
-        what, hint, ever = described(value)
-        if not (self._allow_pickle and ever):
+        what, hint, may_pickle = described(value)
+        if not (self._allow_pickle and may_pickle):
             raise TransportError(f"{at}: {'' if isinstance(value, type) else 'it is '}{what}; {hint}")
         self._pickled.append((value, at))
         return {"@pickle": len(self._pickled) - 1}
@@ -208,12 +210,12 @@ class Freezing:
         if id(value) in self._callbacks:
             assert isinstance(value, Callback)
             raise TransportError(
-                f"a function that is pickled refers to the callback {label_of(value)}, which is sent as well: over there they would be two; "
+                f"a function that is pickled refers to the callback {label_of(value)}, which is sent as well: the receiver would get two copies; "
                 "give it the callback as an argument, or leave the callback out of the list"
             )
 
     def _unpicklable(self, cloudpickle: Any, error: Exception) -> str:
-        for value, at in self._pickled:  # which one it was
+        for value, at in self._pickled:  # find out which one failed
             try:
                 cloudpickle.dumps(value)
             except Exception as own:
@@ -221,28 +223,28 @@ class Freezing:
         return f"cloudpickle cannot send it: {error}"
 
 
-class Thawing:
-    """One walk over what has arrived."""
+class Decoder:
+    """Decodes one value, with everything in it."""
 
     def __init__(self, script: str, pickles: list[Any]) -> None:
         self._script = script
         self._pickles = pickles
         self._numbered: list[Any] = []
 
-    def thawed(self, value: Any) -> Any:
-        """The value that `frozen` was given."""
+    def decoded(self, value: Any) -> Any:
+        """Return the value that was encoded."""
         if isinstance(value, list):
             items = self._numbered_as([])
-            items.extend(self.thawed(item) for item in value)
+            items.extend(self.decoded(item) for item in value)
             return items
         if isinstance(value, tuple):
-            return tuple(self.thawed(item) for item in value)
+            return tuple(self.decoded(item) for item in value)
         if isinstance(value, dict):
             tag = next(iter(value), None)
             if isinstance(tag, str) and tag.startswith("@"):
                 return self._tagged(tag, value[tag])
             mapping = self._numbered_as({})
-            mapping.update((key, self.thawed(item)) for key, item in value.items())
+            mapping.update((key, self.decoded(item)) for key, item in value.items())
             return mapping
         if _is_numpy(value):
             return self._numbered_as(value)
@@ -251,62 +253,61 @@ class Thawing:
     def _tagged(self, tag: str, content: Any) -> Any:
         match tag:
             case "@same":
-                if self._numbered[content] is _UNDER_WAY:
-                    raise TransportError("something that is sent is an argument of itself")
+                if self._numbered[content] is _UNFINISHED:
+                    raise TransportError("an object that is sent contains itself as an argument")
                 return self._numbered[content]
             case "@pickle":
                 return self._pickles[content]
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # before its arguments, as when it was sent
-                self._numbered.append(_UNDER_WAY)
+                place = len(self._numbered)  # before its arguments, in the order of encoding
+                self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                made = self._numbered_as(
-                    object.__new__(find(path, self._script))
-                )  # its constructor might change what it is given
+                # Without the constructor, which might change its arguments.
+                made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
-                    object.__setattr__(made, name, self.thawed(item))
+                    object.__setattr__(made, name, self.decoded(item))
                 return made
             case "@namedtuple":
                 path, items = content
-                return tuple.__new__(find(path, self._script), map(self.thawed, items))
+                return tuple.__new__(find(path, self._script), map(self.decoded, items))
             case "@enum":
                 return find(content[0], self._script)[content[1]]
             case "@partial":
-                function, args, kwargs = (self.thawed(part) for part in content)
+                function, args, kwargs = (self.decoded(part) for part in content)
                 return functools.partial(function, *args, **kwargs)
             case "@path":
                 return Path(content)
             case "@set":
                 members = self._numbered_as(set())
-                members.update(self.thawed(item) for item in content)
+                members.update(self.decoded(item) for item in content)
                 return members
             case "@frozenset":
-                return frozenset(self.thawed(item) for item in content)
+                return frozenset(self.decoded(item) for item in content)
             case "@dtype":
                 return getattr(torch, content)
             case "@device":
                 return torch.device(content)
             case "@dict":
                 mapping = self._numbered_as({})
-                mapping.update((key, self.thawed(item)) for key, item in content)
+                mapping.update((key, self.decoded(item)) for key, item in content)
                 return mapping
         raise TransportError(f"the payload has a {tag}, which this version of callsheet does not know")
 
     def _callback(self, class_path: Any, init_args: Mapping[str, Any], words: Mapping[str, Any], state: Any) -> Callback:
-        kind = find(class_path, self._script) if isinstance(class_path, str) else self.thawed(class_path)
+        kind = find(class_path, self._script) if isinstance(class_path, str) else self.decoded(class_path)
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise NotACallbackError(f"{class_path} is not a subclass of callsheet.Callback")
-        callback = kind(**{name: self.thawed(item) for name, item in init_args.items()})
+        callback = kind(**{name: self.decoded(item) for name, item in init_args.items()})
         for word, value in words.items():
-            setattr(callback, word, self.thawed(value))
-        state = self.thawed(state)
+            setattr(callback, word, self.decoded(value))
+        state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            callback.load_state_dict(state)  # only then: to many it means that a run is resumed
+            callback.load_state_dict(state)  # only if it differs: many callbacks take this for a resume
         return callback
 
     def _numbered_as(self, value: Any) -> Any:
@@ -314,11 +315,11 @@ class Thawing:
         return value
 
 
-_UNDER_WAY = object()
+_UNFINISHED = object()
 
 
 def _on_cpu(value: Any) -> Any:
-    """A state with its tensors in host memory, as a checkpoint would have it."""
+    """Return a state with its tensors in host memory, as in a checkpoint."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) is dict:
@@ -337,7 +338,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # where nobody imported it, nothing is an array
+    numpy = sys.modules.get("numpy")  # if NumPy is not imported, nothing is an array
     is_one = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
     return is_one and value.dtype.kind in "biufcmM"
 
@@ -351,14 +352,14 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without types
-        """What stands in the script goes by its name, so that over there it is the same object for pickles and for data."""
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        """Pickles the script's classes and functions by name, so that pickles and data refer to the same objects."""
 
         def persistent_id(self, obj: Any) -> Any:
             reject(obj)
             if isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO):
                 raise TransportError(
-                    "a function that is pickled holds an open file, which stays in this process; have it open the path"
+                    "a function that is pickled holds an open file, which stays in this process; let it open the path instead"
                 )
             path = path_of(obj) if isinstance(obj, type | FunctionType) and obj.__module__ == MAIN else ""
             if path.startswith(f"{MAIN}."):

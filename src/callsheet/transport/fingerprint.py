@@ -1,7 +1,8 @@
-"""What callbacks are like, as data that two processes can compare: attribute by attribute, by value, with what is shared.
+"""Fingerprints: describe callbacks as data, so that two processes can compare them attribute by attribute.
 
-Of an object that is nothing plain, what pickle would take of it is looked at (`__reduce_ex__`), without its being pickled. What cannot be
-looked into, such as a lock, a thread or a socket, is known by its kind alone.
+Values are compared by their content, and so is which objects are shared. An object of an unknown type is described by what pickle
+would take of it (`__reduce_ex__`), without pickling it. An object that cannot be inspected, such as a lock, a thread or a socket,
+is described by its type only.
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 
 Node = list[Any]
-"""`[what it is, text]`, `[what, {name: node}]`, or `["same", path]` for an object that was met before."""
+"""`[type, text]`, `[type, {name: node}]`, or `["same", path]` for an object that occurred before."""
 
 IGNORE = "transport_ignore"
-"""The attribute of a class that names attributes which may differ."""
+"""The class attribute that names instance attributes which may differ."""
 
-_DEEPEST = 100  # levels, of several calls each; Python's stack ends soon after
-_LONG = 1000  # items, of which only a digest is kept
-_SHORT = 40  # characters that are written out
-_UNSEEN = "cannot be looked into"
+_DEEPEST = 100  # levels; each takes several calls, and Python's stack is limited
+_LONG = 1000  # items; of longer lists only a digest is kept
+_SHORT = 40  # characters; of longer texts only a digest is kept
+_UNSEEN = "cannot be inspected"
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
-    """Of each value what it is like; also of what is in it, down to plain values."""
-    painter = _Painter()
-    return {name: painter.paint(value, name) for name, value in values.items()}
+    """Return the fingerprint of each value, including everything in it."""
+    fingerprinter = _Fingerprinter()
+    return {name: fingerprinter.node_of(value, name) for name, value in values.items()}
 
 
 def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str]:
-    """What differs, a line each: the path, and how; never the values themselves."""
+    """Return the differences, one line each: the path and the kind of difference, never the values."""
     return [line for name in here for line in _compare(here[name], there[name], name)]
 
 
-class _Painter:
+class _Fingerprinter:
     def __init__(self) -> None:
         self._met: dict[object, str] = {}
-        self._kept: list[Any] = []  # so that no id is given twice
+        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
         self._depth = 0
 
-    def paint(self, value: Any, path: str) -> Node:
+    def node_of(self, value: Any, path: str) -> Node:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise TransportError(f"{path}: nested deeper than {_DEEPEST} levels, too deep to compare; flatten it")
@@ -90,27 +91,27 @@ class _Painter:
         if isinstance(value, Callback):
             return self._callback(value, path)
         if kind in (list, tuple):
-            nodes = [self.paint(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            nodes = [self.node_of(item, f"{path}[{i}]") for i, item in enumerate(value)]
             if len(nodes) > _LONG and all(isinstance(node[1], str) for node in nodes):
                 return [f"{kind.__name__} of {len(nodes)}", hashlib.sha256(json.dumps(nodes).encode()).hexdigest()]
             return [kind.__name__, {f"[{i}]": node for i, node in enumerate(nodes)}]
         if kind in (set, frozenset):
-            members = sorted((self.paint(item, path) for item in value), key=json.dumps)
+            members = sorted((self.node_of(item, path) for item in value), key=json.dumps)
             return [kind.__name__, {f"[{i}]": member for i, member in enumerate(members)}]
         if kind is dict:
             return ["dict", self._pairs(value.items(), path)]
         if kind is functools.partial and not vars(value):
             inside = {"function": value.func, "arguments": value.args, "keywords": value.keywords}
-            return [kind.__name__, {name: self.paint(item, f"{path}'s {name}") for name, item in inside.items()}]
+            return [kind.__name__, {name: self.node_of(item, f"{path}'s {name}") for name, item in inside.items()}]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, FunctionType):
             return self._function(value, path)
         if isinstance(value, MethodType):
-            return ["method", {"": self.paint(value.__self__, path), value.__name__: [value.__name__, ""]}]
+            return ["method", {"": self.node_of(value.__self__, path), value.__name__: [value.__name__, ""]}]
         if isinstance(value, BuiltinFunctionType):
             owner = getattr(value, "__self__", None)
-            return ["function", {value.__qualname__: self.paint(None if isinstance(owner, ModuleType) else owner, path)}]
+            return ["function", {value.__qualname__: self.node_of(None if isinstance(owner, ModuleType) else owner, path)}]
         if isinstance(value, threading.Thread) or (
             isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO)
         ):
@@ -121,10 +122,10 @@ class _Painter:
         ignored = {"_arguments", IGNORE, *getattr(callback, IGNORE, ())}
         slots = {name for kind in type(callback).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(callback, name)}
         names = sorted((vars(callback).keys() | slots) - ignored)
-        parts = {f".{name}": self.paint(getattr(callback, name), f"{path}.{name}") for name in names}
-        arguments = {f"({name})": self.paint(value, f"{path}({name})") for name, value in arguments_of(callback).items()}
+        parts = {f".{name}": self.node_of(getattr(callback, name), f"{path}.{name}") for name in names}
+        arguments = {f"({name})": self.node_of(value, f"{path}({name})") for name, value in arguments_of(callback).items()}
         own = {
-            f" {kind.__name__}.{name}": self.paint(value, f"{path} {kind.__name__}.{name}")
+            f" {kind.__name__}.{name}": self.node_of(value, f"{path} {kind.__name__}.{name}")
             for kind in type(callback).__mro__
             for name, value in sorted(_class_values(kind))
             if name not in ignored
@@ -133,7 +134,7 @@ class _Painter:
 
     def _pairs(self, pairs: Iterable[tuple[Any, Any]], path: str) -> dict[str, Node]:
         return {
-            f"[{key!r}]" if isinstance(key, str | int) else f"[{json.dumps(self.paint(key, path))}]": self.paint(
+            f"[{key!r}]" if isinstance(key, str | int) else f"[{json.dumps(self.node_of(key, path))}]": self.node_of(
                 item, f"{path}[{key!r}]"
             )
             for key, item in pairs
@@ -159,11 +160,13 @@ class _Painter:
     def _function(self, function: FunctionType, path: str) -> Node:
         if found := path_of(function):
             return ["function", found]
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # an empty one is not told yet
+        cells = [
+            cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
+        ]  # an empty cell has no value yet
         inside = {
             "code": ["code", _code(function.__code__)],
-            "defaults": self.paint([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
-            "closure": self.paint(cells, f"{path}'s closure"),
+            "defaults": self.node_of([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
+            "closure": self.node_of(cells, f"{path}'s closure"),
         }
         return ["function", inside]
 
@@ -173,26 +176,26 @@ class _Painter:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
-        except Exception:  # it is made so that nothing can be taken of it
+        except Exception:  # it cannot be pickled
             return [name_of(kind), _UNSEEN if isinstance(value, Iterator) else ""]
         if isinstance(reduced, str):
             return [name_of(kind), reduced]
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
         self._kept.append(reduced)
-        parts = {"how it is made": self.paint(make, path), "arguments": self.paint(list(args), path)}
+        parts = {"how it is made": self.node_of(make, path), "arguments": self.node_of(list(args), path)}
         if isinstance(state, dict):
-            parts |= {f".{name}": self.paint(item, f"{path}.{name}") for name, item in state.items()}
+            parts |= {f".{name}": self.node_of(item, f"{path}.{name}") for name, item in state.items()}
         elif state is not None:
-            parts["state"] = self.paint(state, path)
+            parts["state"] = self.node_of(state, path)
         if items is not None:
-            parts |= {f"[{i}]": self.paint(item, f"{path}[{i}]") for i, item in enumerate(items)}
+            parts |= {f"[{i}]": self.node_of(item, f"{path}[{i}]") for i, item in enumerate(items)}
         if pairs is not None:
             parts |= self._pairs(pairs, path)
         return [name_of(kind), parts]
 
 
 def arguments_of(callback: Callback) -> dict[str, Any]:
-    """The constructor's arguments by name, themselves."""
+    """Return the constructor's arguments by name."""
     args, kwargs = callback._arguments
     signature = inspect.signature(type(callback).__init__)
     found: dict[str, Any] = {}
@@ -202,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it makes no difference if two places hold one of these, or two that are equal."""
+    """Return whether equal objects of its type are interchangeable, so that sharing makes no difference."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False
@@ -212,7 +215,8 @@ def _is_value(value: Any) -> bool:
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a user's class holds: somebody may have changed it since it was imported. Of a method, what it is called where it was defined."""
+    """Yield the attributes of a user's class, which may have changed since it was imported; of a method only its qualified
+    name."""
     if kind is Callback or kind.__module__.split(".")[0] == "callsheet" or not issubclass(kind, Callback):
         return
     for name, value in vars(kind).items():
@@ -223,7 +227,7 @@ def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _code(code: CodeType) -> str:
-    """A digest of what a function does, without where it stands."""
+    """Return a digest of a function's code that does not depend on its file or line."""
     consts = [
         _code(const) if isinstance(const, CodeType) else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
         for const in code.co_consts
@@ -236,7 +240,7 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
     if "same" in (here[0], there[0]):
         if here != there:
             met, where = (here[1], "here") if here[0] == "same" else (there[1], "there")
-            yield f"{path}: {where} it is the same object as {met}, and not so {'there' if where == 'here' else 'here'}"
+            yield f"{path}: {where} it is the same object as {met}, but not {'there' if where == 'here' else 'here'}"
     elif here[0] != there[0]:
         yield f"{path}: {_a(here[0])} here, {_a(there[0])} there"
     elif isinstance(here[1], dict) and isinstance(there[1], dict):
@@ -246,9 +250,9 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
             else:
                 yield from _compare(here[1][name], there[1][name], _joined(path, name))
     elif _UNSEEN in (here[1], there[1]):
-        yield f"{path}: {_a(here[0])}, which cannot be looked into"
+        yield f"{path}: {_a(here[0])}, which cannot be inspected"
     elif here[1] != there[1]:
-        yield f"{path}: {_a(here[0])} of another value there"
+        yield f"{path}: {_a(here[0])} with another value there"
 
 
 def _joined(path: str, name: str) -> str:

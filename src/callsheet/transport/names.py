@@ -1,4 +1,4 @@
-"""Where a class or a function is found again by another process; also what stands in the script that was started."""
+"""Finds the import paths of classes and functions, including those in the script that was started."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from callsheet.callback import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-_IMPORTED_MAIN = "__mp_main__"  # the name that multiprocessing gives it, so that one guard serves both
+_IMPORTED_MAIN = "__mp_main__"  # multiprocessing's name, so that one guard works for both
 
 
 def main_script() -> str:
-    """The path of the script that this process runs; empty in a notebook, at a prompt, and with `python -m` or `-c`."""
+    """Return the path of the script that this process runs; empty in a notebook, at a prompt, and with `python -m` or `-c`."""
     main = sys.modules[MAIN]
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
@@ -32,9 +32,9 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """The path at which `find` gives just this class or function; empty where there is none.
+    """Return the path at which `find` returns exactly this class or function; empty if there is none.
 
-    `__main__.Name` is what stands in the script that was started.
+    A path `__main__.Name` is in the script that was started.
     """
     if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
         return ""
@@ -56,20 +56,22 @@ def path_of(thing: object) -> str:
 
 
 def name_of(kind: Any) -> str:
-    """What a class or function is called, the same in the process that runs a script and in one that imports it."""
+    """Return the name of a class or function, the same in a process that runs its script as in one that imports it."""
     module = getattr(kind, "__module__", None) or ""
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]  # which cloudpickle forgets
+    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[
+        2
+    ]  # cloudpickle does not keep this prefix
     return name if module == "builtins" else f"{module}.{name}"
 
 
 def find(path: str, script: str) -> Any:
-    """The class or function at `path`, as `path_of` gave it in a process that ran `script`.
+    """Return the class or function at `path`, which `path_of` returned in a process that ran `script`.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: there is none.
     """
     module, _, name = path.partition(".")
     if module != MAIN:
@@ -86,16 +88,17 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """The script as a module: the running one where this process runs it itself, else imported, without its `__main__` part."""
+    """Return the script as a module: the running one if this process runs the script, else imported, without its `__main__`
+    part."""
     if not script:
-        raise ConfigError("the payload has names of a script, and does not say of which")
+        raise ConfigError("the payload refers to a script, but does not name it")
     for name in (MAIN, _IMPORTED_MAIN):
         module = sys.modules.get(name)
         if module is not None and os.path.abspath(getattr(module, "__file__", None) or "") == script:
             return module
     spec = importlib.util.spec_from_file_location(_IMPORTED_MAIN, script)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{script} cannot be imported: it is no Python file")
+        raise ConfigError(f"{script} cannot be imported: it is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_IMPORTED_MAIN] = module
     try:
@@ -103,10 +106,10 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # as of a script: multiprocessing goes by its path then
+    module.__spec__ = None  # as for a script; multiprocessing then uses its path
     return module
 
 
 def become(script: str) -> None:
-    """Make the script this process's `__main__`, as in the process that was started with it."""
+    """Make the script this process's `__main__`, as in the process that ran it."""
     sys.modules[MAIN] = main_module(script)

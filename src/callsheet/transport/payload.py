@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: callbacks on their way into other processes."""
+"""`pack` and `unpack`: sending callbacks to other processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportErr
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"
-"""The environment variables of a process that is sent something. They are taken out of the environment when they are read."""
+"""The environment variables of a process that receives a payload. They are removed from the environment when they are read."""
 
 is_sent = False
-"""This process was started for what it was sent, by `launch` or for a trial."""
+"""Whether this process was started for a payload, by `launch` or for a preflight check."""
 is_opening = False
-"""It is just taking it in, which imports the script."""
+"""Whether this process is opening the payload, which imports the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,13 @@ class Payload:
     """Callbacks as bytes, ready to be sent; `post` sends them."""
 
     names: tuple[str, ...]
-    """Of the callbacks."""
+    """The labels of the callbacks."""
     content: bytes = field(repr=False)
 
     @contextmanager
     def post(self) -> Iterator[dict[str, str]]:
-        """Lay the payload down for one launch; gives the environment variables that the processes need, and removes all at the end.
+        """Write the payload for one launch. Yield the environment variables that the processes need, and delete everything at the
+        end.
 
         Example:
             ```python
@@ -54,18 +55,18 @@ class Payload:
 
 
 def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Mapping[str, Any] | None = None) -> Payload:
-    """Callbacks as a payload: classes by their import path, arguments, state.
+    """Return the callbacks as a payload: the import paths of their classes, their arguments and their states.
 
-    They are rebuilt once in a fresh interpreter, and compared with the originals, before anything is sent.
+    Before anything is sent, they are rebuilt once in a fresh interpreter and compared with the originals.
 
     Args:
-        callbacks: what is to arrive over there.
-        allow_pickle: send what has no import path (lambdas, closures, what a notebook defines) as signed cloudpickle.
-        extra: further values, which `Unpacked.extra` gives.
+        callbacks: the callbacks to send.
+        allow_pickle: send objects without an import path (lambdas, closures, definitions in a notebook) as signed cloudpickle.
+        extra: further values, returned as `Unpacked.extra`.
 
     Raises:
-        TransportError: something in them cannot be carried, or would arrive as something else; the message names it and the mend.
-        NotACallbackError: something is no callback.
+        TransportError: something cannot be sent, or would arrive changed; the message names it and says what to do.
+        NotACallbackError: something is not a callback.
     """
     if is_opening:
         raise TransportError(
@@ -85,7 +86,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
     )
     if len(content) > LARGEST // 2:
         raise TransportError(
-            f"the callbacks and arguments are {len(content)} bytes, and {LARGEST // 2} are the most; save what is large to a file, and "
+            f"the callbacks and arguments take {len(content)} bytes, more than the limit of {LARGEST // 2}; save large data to a file, and "
             "give its path"
         )
     payload = Payload(tuple(map(label_of, callbacks)), content)
@@ -95,30 +96,31 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
 
 
 def unpack() -> list[Callback]:
-    """The callbacks that were sent to this process, which was started with the variables that `Payload.post` gave.
+    """Return the callbacks that were sent to this process. It must have the environment variables from `Payload.post`.
 
-    May be called once: the key is taken out of the environment, so that processes which this one starts do not have it.
+    Call it once: it removes the key from the environment, so that child processes do not inherit it.
 
     Raises:
-        TransportError: nothing was sent, or it is not what was sent: the file is not this user's alone, was changed, or is of another launch.
+        TransportError: nothing was sent; or other users can access the file, it was changed, or it belongs to another launch.
     """
     return open_payload(os.environ).callbacks
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """What has arrived."""
+    """A payload that has arrived."""
 
     callbacks: list[Callback]
     extra: dict[str, Any]
     folder: Path
     key: Key
     launcher: int
-    """The process that sent it."""
+    """The process id of the sender."""
 
 
 def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False) -> Unpacked:
-    """What was sent to this process; with `is_ours` the process exists for that alone, and becomes like the one that sent it.
+    """Return what was sent to this process. With `is_ours`, the process exists only for that, and takes over the sender's
+    `sys.path`, `sys.argv` and `__main__`.
 
     Raises:
         TransportError: see `unpack`.
@@ -136,7 +138,7 @@ def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False
     around = decode(content[8:end])
     if around["python"].split(".")[:2] != platform.python_version().split(".")[:2]:
         raise TransportError(
-            f"the payload comes from Python {around['python']}, and this is {platform.python_version()}: use one for both"
+            f"the payload comes from Python {around['python']}, and this is {platform.python_version()}: use the same version for both"
         )
     if not is_ours:
         sys.path.extend(entry for entry in around["sys_path"] if entry not in sys.path)

@@ -1,4 +1,4 @@
-"""Why a value is no data, and what to do about it."""
+"""Why a value cannot be sent as data, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from callsheet.transport.names import MAIN
 
-_HINT = "give plain data or something that has an import path, or say allow_pickle=True to send it as signed cloudpickle"
+_HINT = "give plain data or something that has an import path, or set allow_pickle=True to send it as signed cloudpickle"
 _LOCKS = (
     type(threading.Lock()),
     type(threading.RLock()),
@@ -24,7 +24,7 @@ _LOCKS = (
 
 
 def described(value: Any) -> tuple[str, str, bool]:
-    """What a value is that is no data, the mend, and whether cloudpickle may be tried."""
+    """Return a description of a value that is not data, what to do, and whether cloudpickle may be used."""
     what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         return "an open file, which stays in this process", "give its path, and open it in on_run_start", False
@@ -36,20 +36,24 @@ def described(value: Any) -> tuple[str, str, bool]:
         return f"a tensor on {value.device}", "give it on the CPU, and move it to the rank's device in on_train_start", False
     name = getattr(value, "__qualname__", "")
     if isinstance(value, type | FunctionType):
-        often = "or say allow_pickle=True to send its code as signed cloudpickle"
+        use_pickle = "or set allow_pickle=True to send its code as signed cloudpickle"
         if name.endswith("<lambda>"):
-            return "a lambda, which has no import path", f"give a function that stands in a module, {often}", True
+            return "a lambda, which has no import path", f"give a function that is defined in a module, {use_pickle}", True
         if "<locals>" in name:
             return (
                 f"{name} is made inside a function, where it has no import path",
-                f"define it at the top level of a module, {often}",
+                f"define it at the top level of a module, {use_pickle}",
                 True,
             )
         if value.__module__ == MAIN:
             return (
                 f"{name} is defined in a notebook or at a prompt, where a worker cannot import it",
-                f"put it into a module, {often}",
+                f"put it into a module, {use_pickle}",
                 True,
             )
-        return f"{value.__module__}.{name} is not what is found under that name", f"give what is, {often}", True
+        return (
+            f"{value.__module__}.{name} is not the object with that import path",
+            f"give the object that is, {use_pickle}",
+            True,
+        )
     return what, _HINT, True

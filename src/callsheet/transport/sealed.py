@@ -1,8 +1,8 @@
-"""Signed files in a private folder, for one launch: who else may write where they lie is found out before a byte of them is believed.
+"""Signed files in a private folder, for one launch: a change by anybody else is detected before the content is used.
 
-A sealed file is a magic word, the launch, the kind of what is in it, the content, and an HMAC-SHA-256 over all of that. The key is
-drawn for each launch and stands in no file. This guards against other users and against files of earlier launches, not against a program
-of the same user, which could as well read the memory of this one.
+A sealed file consists of a magic number, the launch's id, the kind of content, the content, and an HMAC-SHA-256 over all of them.
+Each launch has a new random key, which is in no file. This protects against other users and against files of earlier launches. It
+does not protect against a program of the same user, which could also read this process's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Self
 from callsheet.errors import CallsheetError
 
 LARGEST = 256 * 2**20
-"""Bytes: what is larger is data, and belongs into a file of its own."""
+"""The largest size in bytes; larger data belongs in its own file."""
 
 _MAGIC = b"callsheet sealed 1\n"
 _LAUNCH, _KIND, _MAC = 16, 16, 32  # bytes
@@ -34,24 +34,24 @@ _LOCK = "lock"
 
 
 class TransportError(CallsheetError, ValueError):
-    """Something that cannot be carried into another process as it is, or did not arrive as it was sent."""
+    """An object cannot be sent to another process, or did not arrive as it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a launch signs with: its number, and a secret that is in no file, on no command line and in no text."""
+    """The key of a launch: its id, and a secret that is in no file, on no command line and in no message."""
 
     launch: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> Self:
-        """Drawn anew."""
+        """Return a new random key."""
         return cls(secrets.token_bytes(_LAUNCH), secrets.token_bytes(_SECRET))
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The key that `text()` gave; a `TransportError`, which does not repeat it, where it is none."""
+        """Return the key that `text()` gave. Raise a `TransportError`, which does not repeat the text, if it is not one."""
         try:
             raw = bytes.fromhex(text)
         except ValueError:
@@ -63,39 +63,40 @@ class Key:
         return cls(raw[:_LAUNCH], raw[_LAUNCH:])
 
     def text(self) -> str:
-        """For the environment of the workers."""
+        """Return the key as text, for the environment of the workers."""
         return (self.launch + self.secret).hex()
 
 
 def seal(key: Key, kind: str, content: bytes) -> bytes:
-    """`content`, signed as being of this kind and of the key's launch."""
+    """Return `content`, signed with its kind and the key's launch."""
     signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
     return signed + hmac.digest(key.secret, signed, "sha256")
 
 
 def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
-    """The content of `sealed`. Nothing of it is looked at before its signature holds.
+    """Return the content of `sealed`, after checking its signature.
 
     Raises:
-        TransportError: it is cut short, was changed, or belongs to another launch; the message says which, and nothing of what is in it.
+        TransportError: it is cut short, was changed, or belongs to another launch. The message says which, and repeats no
+            content.
     """
     head = len(_MAGIC) + _LAUNCH + _KIND
     if len(sealed) < head + _MAC:
-        raise TransportError(f"{source} is cut short: {len(sealed)} bytes are less than its frame alone")
+        raise TransportError(f"{source} is cut short: {len(sealed)} bytes are fewer than its header and signature have")
     signed, mac = sealed[:-_MAC], sealed[-_MAC:]
     launch = signed[len(_MAGIC) : len(_MAGIC) + _LAUNCH]
     holds = hmac.compare_digest(hmac.digest(key.secret, signed, "sha256"), mac)
     if not hmac.compare_digest(launch, key.launch):
-        raise TransportError(f"{source} is not of this launch: it was made for another, earlier one; pack again for each launch")
+        raise TransportError(f"{source} does not belong to this launch, but to an earlier one; pack again for each launch")
     if not holds:
-        raise TransportError(f"{source} was changed or cut short after it was signed: its signature does not hold")
+        raise TransportError(f"{source} was changed or cut short after it was signed: its signature is not valid")
     if signed[len(_MAGIC) + _LAUNCH : head] != kind.encode().ljust(_KIND):
         raise TransportError(f"{source} is not a {kind}")
     return signed[head:]
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that only this user may read or write, whatever the umask."""
+    """Write a new file that only this user may read or write, whatever the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
@@ -103,12 +104,13 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
-    """The bytes of a file that only this user could have written.
+    """Return the content of a file that only this user could have written.
 
-    Owner and mode are those of what was opened, folder and file, so that nothing can be put in its place between the look and the reading.
+    Owner and mode are checked on the opened folder and file, so that they cannot be exchanged between the check and the reading.
 
     Raises:
-        TransportError: it is not there, is a link or no file, belongs to somebody else, others may read or write it, or it is too large.
+        TransportError: the file is missing, is a link or not a regular file, belongs to another user, is accessible to others, or
+            is too large.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -125,7 +127,7 @@ def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise TransportError(f"{path} is no plain file")
+            raise TransportError(f"{path} is not a regular file")
         _check_private(status, path)
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(largest + 1) if status.st_size <= largest else b""
@@ -141,23 +143,23 @@ def _check_private(status: os.stat_result, path: Path) -> None:
         raise TransportError(f"{path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}")
     if status.st_mode & 0o077:
         raise TransportError(
-            f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o}); it should be theirs alone who launch"
+            f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o}); only the user who launches may have access"
         )
 
 
 def _why(error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return "it is a symbolic link, or not what it should be"
+        return "it is a symbolic link, or not of the expected type"
     if error.errno == errno.ENOENT:
-        return "it is not there: the launch that it belongs to has ended"
+        return "it does not exist: the launch that it belongs to has ended"
     return os.strerror(error.errno or 0)
 
 
 class PrivateFolder:
-    """A folder of mode 0700 for the time of one launch, removed when the block is left.
+    """A folder of mode 0700 for one launch, removed at the end of the block.
 
-    A launcher that is killed removes nothing. So each folder holds a lock that its owner has, and whoever makes the next folder removes
-    those of this user whose lock nobody has any more.
+    A launcher that is killed removes nothing. So each folder has a lock file that its owner locks, and creating a folder removes
+    this user's folders whose lock is free.
     """
 
     def __init__(self) -> None:
@@ -165,12 +167,12 @@ class PrivateFolder:
 
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with contextlib.ExitStack() as undo:  # without a lock nobody would ever remove it
+        with contextlib.ExitStack() as undo:  # a folder without a lock would never be removed
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self.path / "lock.new", self.path / _LOCK)  # seen by others only once it is held
+            os.rename(self.path / "lock.new", self.path / _LOCK)  # visible to others only once it is locked
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -189,7 +191,7 @@ def _sweep() -> None:
         for entry in found:
             if not entry.name.startswith(_PREFIX):
                 continue
-            with contextlib.suppress(OSError):  # somebody else's, or just being removed
+            with contextlib.suppress(OSError):  # another user's, or being removed
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:

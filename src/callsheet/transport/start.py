@@ -1,7 +1,7 @@
-"""Run by its path in a fresh interpreter, with the name of one of callsheet's modules: calls its `main`.
+"""Run by its path in a fresh interpreter, with the name of one of callsheet's modules: calls that module's `main`.
 
-By its path, and not as a module, so that it is found wherever the starting process found callsheet; what is imported after that is looked
-for where the payload says.
+It is run by its path, not as a module, so that it is found wherever the starting process found callsheet. Later imports use the
+payload's `sys.path`.
 """
 
 import importlib

@@ -1,12 +1,12 @@
-"""The data of a run: which of the batches each rank takes, so that all take equally many and each knows what its batches count.
+"""The data of a run: which batches each rank takes. All ranks take equally many, and each knows what its batches count.
 
-There are three ways, chosen once for each dataloader:
+There are three ways to share the data, chosen once for each dataloader:
 
-- split: a DataLoader over samples with indices is made again with a batch sampler of ours; no rank loads what another trains on.
-- dealt: any other iterable, the same on all ranks, is drawn whole on each, and its batches are dealt out like cards.
-- own: each rank's dataloader gives its own share already. Also the way of a single process.
+- split (`resampled`): a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples.
+- dealt (`round_robin`): every rank iterates over all batches of any other iterable, the same on all ranks, and keeps every n-th.
+- own (`presharded`): each rank's dataloader already gives its own share. A single process uses this too.
 
-Where a rank has no batch and others have, it takes a filler: a real batch, which counts nothing.
+A rank that has no batch while others have one gets a filler: a real batch that counts nothing.
 """
 
 from callsheet.extras import needed_by

@@ -1,4 +1,4 @@
-"""Dataloaders: what can be known of one, and how one is made again with another dataset or order."""
+"""Dataloaders: inspecting them, and rebuilding one with another dataset or order."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ _OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""Of a DataLoader, but for dataset and order. `in_order` is not among them: batches that come as they are ready are no order."""
+"""A DataLoader's options without dataset and order. `in_order` is left out: without it the order of batches is not
+reproducible."""
 
 
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
-    """The dataloader itself, or what its factory returns.
+    """Return the dataloader, or what its factory returns.
 
     Raises:
-        ConfigError: it cannot be iterated over again and again, or is known to be empty.
+        ConfigError: it cannot be iterated over repeatedly, or is known to be empty.
     """
     if callable(loader) and not isinstance(loader, Iterable):
         loader = loader()
@@ -65,7 +66,7 @@ def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterab
         )
     if isinstance(loader, Iterator):
         raise ConfigError(
-            f"{argument} is an iterator, which serves one epoch only; give a dataloader, a list, or a function that makes one"
+            f"{argument} is an iterator, which lasts for one epoch only; give a dataloader, a list, or a function that makes one"
         )
     if length_of(loader) == 0 and not may_be_empty:
         raise no_batches(argument)
@@ -73,12 +74,12 @@ def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterab
 
 
 def no_batches(argument: str) -> ConfigError:
-    """The error for data that is known to be empty."""
+    """Return the error for data that is known to be empty."""
     return ConfigError(f"{argument} has no batches; is the dataset empty, or smaller than a batch with drop_last=True?")
 
 
 def length_of(loader: Any) -> int | None:
-    """How many there are, or None where nobody knows beforehand."""
+    """Return the number of batches, or None if it is not known."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -86,19 +87,19 @@ def length_of(loader: Any) -> int | None:
 
 
 def samplers(loader: Any) -> list[Any]:
-    """The sampler, the batch sampler and the sampler in it, as far as there are any."""
+    """Return the loader's sampler, its batch sampler, and the batch sampler's sampler, each if there is one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
 def datasets(loader: Any) -> list[Any]:
-    """The dataset, and those that it wraps: a Subset's, a wrapper's."""
+    """Return the loader's dataset, and the datasets that it wraps, such as a Subset's."""
     return chain_of(loader)[1:]
 
 
 def chain_of(dataset: Any) -> list[Any]:
-    """The dataset itself, and those that it wraps."""
+    """Return the dataset, and the datasets that it wraps."""
     found = [dataset]
     while (dataset := getattr(dataset, "dataset", None)) is not None and all(dataset is not one for one in found):
         found.append(dataset)
@@ -106,21 +107,21 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """The owners' own random generators, each once."""
+    """Return the owners' random generators, each once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
 def set_loader_epoch(loader: Any, number: int) -> None:
-    """`set_epoch` of samplers and datasets that have it; they count from 0, and the Trainer from 1."""
+    """Call `set_epoch` of samplers and datasets that have it. They count from 0, and the Trainer from 1."""
     for owner in (*samplers(loader), *datasets(loader)):
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(number - 1)
 
 
 def random_state_of(loader: Any) -> dict[str, Any]:
-    """Return what its next epoch is drawn from: the process's random states, those of generators that the loader, its samplers and its
-    datasets hold in attributes, and the states of samplers that have one."""
+    """Return the states that determine the next epoch: the process's random states, those of generators in attributes of the
+    loader, its samplers and its datasets, and the states of stateful samplers."""
     return {
         "global": random_state(),
         "generators": generators_of(loader),
@@ -130,7 +131,7 @@ def random_state_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> list[Any]:
-    """Return the states of the generators that the loader, its samplers and its datasets hold in attributes."""
+    """Return the states of the generators in attributes of the loader, its samplers and its datasets."""
     return generator_states(own_generators((loader, *samplers(loader), *datasets(loader))))
 
 
@@ -140,15 +141,16 @@ def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `random_state_of` returned, but for the states of samplers."""
+    """Restore what `random_state_of` returned, except the states of samplers."""
     restore_random_state(state["global"])
     restore_generators_of(loader, state["generators"])
 
 
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
-    """Restore the states of samplers that `random_state_of` returned, and return whether there are any.
+    """Restore the states of samplers that `random_state_of` returned. Return whether there are any.
 
-    Warns of a sampler or an iterable that training has changed and that has no state: it may give other batches than it would have.
+    Warn of a sampler or an iterable that training has changed and that has no state: its batches may differ from an unbroken
+    run's.
     """
     if names := changed(state["attributes"], attributes(_without_state(loader))):
         logger.warning(
@@ -164,15 +166,15 @@ def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bo
 
 
 def is_repeatable(sampler: Any) -> bool:
-    """Whether it is torch's own: the same order follows from the same random states."""
+    """Return whether the sampler is torch's own: the same random states give the same order."""
     return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether the loader's own state is what a resume goes by.
+    """Return whether a resume uses the loader's own state.
 
-    A StatefulDataLoader opens the user's own sampler more often when it is resumed than when it is not: then its order is drawn by an
-    `Order`, as that of a plain DataLoader.
+    A StatefulDataLoader opens the user's own sampler more often after a resume than without one. In that case an `Order` draws
+    the order, as for a plain DataLoader.
     """
     if not hasattr(loader, "state_dict"):
         return False
@@ -183,13 +185,13 @@ def keeps_place(loader: Any) -> bool:
 
 
 def _stateful_samplers(loader: Any) -> list[Any]:
-    """The user's own samplers with a state, unless the loader takes care of them."""
+    """Return the user's own samplers with a state, unless the loader saves their state."""
     own = [] if keeps_place(loader) else [one for one in samplers(loader) if not isinstance(one, DistributedSampler)]
     return [sampler for sampler in own if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """What may change what it gives from one epoch to the next, in this process, and has no state that is restored."""
+    """Return the objects whose order may change from epoch to epoch, in this process, and that have no state to restore."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -199,9 +201,9 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum of each owner's attributes of plain types, to see which of them training has changed.
+    """Return a checksum of each owner's attributes of plain types, to detect which of them training has changed.
 
-    Left out is the epoch of an owner with `set_epoch`, which the Trainer sets, and what cannot be pickled.
+    The epoch of an owner with `set_epoch` is left out, since the Trainer sets it. So are values that cannot be pickled.
     """
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):
@@ -212,7 +214,7 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
                 value = (len(value), value[:_LONG], value[-_LONG:])
             try:
                 found[f"{number}.{type(owner).__name__}.{name}"] = zlib.crc32(pickle.dumps(value))
-            except Exception:  # a value's own pickling may raise anything; it is then not compared
+            except Exception:  # a value's own pickling may raise any error
                 continue
     return found
 
@@ -223,36 +225,36 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
 
 
 def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
-    """Draw `count` batches for nothing.
+    """Draw `count` batches and discard them.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are fewer batches.
     """
-    began, is_told = time.monotonic(), False
+    began, is_logged = time.monotonic(), False
     for drawn in range(count):
         if next(batches, None) is None:
             raise ConfigError(
                 f"epoch {epoch} ended after {drawn} batches, and the checkpoint was saved after {count}: is this the same data?"
             )
-        if not is_told and time.monotonic() - began > 5:
-            is_told = True
+        if not is_logged and time.monotonic() - began > 5:
+            is_logged = True
             logger.info(
-                "coming back to batch %d of epoch %s: the batches before it are drawn again; with the dataset in a "
-                "callsheet.trainer.SeededDataset they would be skipped",
+                "returning to batch %d of epoch %s: the batches before it are loaded again; with the dataset in a "
+                "callsheet.trainer.SeededDataset they are skipped",
                 count,
                 epoch,
             )
 
 
 def has_items(loader: Any) -> bool:
-    """Whether it is a torch DataLoader that puts samples of a map-style dataset together to batches."""
+    """Return whether it is a torch DataLoader that batches the samples of a map-style dataset."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
 def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """What the order is drawn from, samples a batch, and whether an incomplete last batch is dropped.
+    """Return what the order is drawn from, the samples per batch, and whether an incomplete last batch is dropped.
 
-    Of a batch sampler of the user's own only its batches are known: they are the order, and the second is None.
+    For the user's own batch sampler, its batches are the order, and the samples per batch are None.
     """
     batches: Any = loader.batch_sampler
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"  # torchdata has one of its own
@@ -260,17 +262,17 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def makes_own_batches(loader: Any) -> bool:
-    """Whether a subclass of DataLoader iterates in a way of its own, which another DataLoader would not repeat."""
+    """Return whether a subclass of DataLoader overrides iteration, which a plain DataLoader could not reproduce."""
     return any(getattr(type(loader), name).__module__ not in _MADE_BY for name in ("__iter__", "_get_iterator"))
 
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """A DataLoader with the options of this one, but for `changes`, which say what dataset and what order."""
+    """Return a DataLoader with the options of this one, except for `changes`, which set the dataset and the order."""
     names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))
 
 
 def kind_of(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
-    """torch's DataLoader or torchdata's StatefulDataLoader, whichever the loader is."""
+    """Return the loader's base class: torch's DataLoader or torchdata's StatefulDataLoader."""
     return next(kind for kind in type(loader).__mro__ if kind.__module__ in _MADE_BY)

@@ -1,4 +1,4 @@
-"""Random generators that samplers, datasets and loaders hold in attributes of their own."""
+"""Random generators in the attributes of samplers, datasets and loaders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def own_generators(owners: Iterable[Any]) -> list[Any]:
-    """The generators of Python, NumPy and torch among the owners' attributes, each once."""
+    """Return the generators of Python, NumPy and torch among the owners' attributes, each once."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (torch.Generator, random.Random)
     if numpy is not None:
@@ -32,7 +32,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
             generator.setstate(state)
         elif hasattr(generator, "bit_generator"):
             generator.bit_generator.state = state
-        else:  # of torch, or NumPy's RandomState
+        else:  # a torch.Generator or NumPy's RandomState
             generator.set_state(state)
 
 

@@ -1,4 +1,4 @@
-"""Own: each rank's dataloader gives its own share already; also the way of a single process."""
+"""The way `own`: each rank's dataloader gives its own share already. A single process uses it too."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class OwnData:
-    """The rank's own dataloader, as it is, or with parts of it replaced so that a resumed run gets the same from it.
+    """The rank's own dataloader, unchanged, or with parts replaced so that a resumed run gets the same batches.
 
-    One with `state_dict` and `load_state_dict` keeps its own place within an epoch. Any other is started again from the random
-    states that it started the epoch with, and what was taken is drawn again and dropped; or, where a DataLoader's dataset is a
-    `SeededDataset`, skipped.
+    A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. Any other is restarted with the
+    random states of the epoch's start, and the batches already taken are drawn again and discarded. If a DataLoader's dataset is
+    a `SeededDataset`, they are skipped instead.
 
-    Persistent workers keep random states from one epoch to the next, and a DataLoader draws from the training's random state when it
-    starts them, and only then. So the dataset of a DataLoader with persistent workers is wrapped in a `SeededDataset`, or a
-    `SeededStream`, and the seeds of its workers come from a generator of their own. The order is drawn by an `Order`, also where the
-    sampler is the user's own.
+    Persistent workers keep their random states from one epoch to the next, and a DataLoader uses the training's random state only
+    when it starts them. So the dataset of a DataLoader with persistent workers is wrapped in a `SeededDataset` or a
+    `SeededStream`, and its workers' seeds come from their own generator. An `Order` draws the order, also for the user's own
+    sampler.
 
     Args:
         seed: of augmentation in persistent workers.
@@ -70,7 +70,7 @@ class OwnData:
         self.length = self._agreed_length()
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """An epoch from its beginning; what it is drawn from is kept."""
+        """Begin an epoch, and keep the random states that it starts with."""
         if start is None:
             return self._shared_out(self._open(epoch), 0)
         restore_random_state_of(self._given, start)
@@ -82,13 +82,13 @@ class OwnData:
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of an epoch; see the class for how it comes there."""
+        """Return the rest of an epoch; the class describes how."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
-        if place["has_ended"]:  # on this rank: others had more
+        if place["has_ended"]:  # on this rank; other ranks had more batches
             self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
-        if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._is_drawn_here(place["loader"]):
+        if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(place["loader"]):
             self._warn_of_workers(is_new_epoch=False)
             self._loader.load_state_dict(place["loader"])
             return self._shared_out(self._open(epoch), taken)
@@ -105,7 +105,7 @@ class OwnData:
         return self._shared_out(batches, taken)
 
     def place(self, taken: int) -> dict[str, Any]:
-        """The random states of the epoch's start, and the dataloader's own state where it has one."""
+        """Return the random states of the epoch's start, and the dataloader's own state if it has one."""
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
         keeps_place = hasattr(self._loader, "state_dict") and not has_ended
         return {
@@ -116,11 +116,11 @@ class OwnData:
         }
 
     def left(self, taken: int) -> int | None:
-        """What the agreed length leaves."""
+        """Return how many batches are left of the agreed length, or None if it is unknown."""
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """The loader, or one that takes its parts from it and can be resumed in any epoch."""
+        """Return the loader, or one built from its parts that can be resumed in any epoch."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -155,7 +155,7 @@ class OwnData:
         return rebuilt(loader, kind_of(loader) if has_state else DataLoader, **changes)
 
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
-        """Open the dataloader; `restored` are the random states of an epoch for which a sampler loaded its state."""
+        """Open the dataloader. `restored` holds the random states of an epoch for which a sampler loaded its state."""
         if epoch is not None:
             set_loader_epoch(self._given, epoch)
             if self._wrapper is not None:
@@ -176,12 +176,12 @@ class OwnData:
         return batches
 
     def _draw_again(self, batches: Iterator[Any], taken: int, epoch: int, now: Mapping[str, Any]) -> None:
-        """Draw what was taken, and warn where it cannot be told whether that is the same."""
+        """Draw the batches already taken again, and warn if they may not be the same."""
         drop(batches, min(taken, 1), epoch)
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return  # what a sample draws is nothing to the others, and the order is looked at by itself
+            return  # samples do not affect each other, and the order is checked separately
         last, then = cpu_random_state(), now["global"]
         shared = [
             _NAMES[name]
@@ -196,8 +196,9 @@ class OwnData:
                 "shuffle buffer. Have it draw from a generator in an attribute of its own, or give it state_dict and load_state_dict"
             )
 
-    def _is_drawn_here(self, state: Mapping[str, Any]) -> bool:
-        """Whether a StatefulDataLoader without workers would draw a dataset without a state again: here it is looked at how."""
+    def _must_redraw(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a StatefulDataLoader without workers would only redraw its stateless dataset: then we redraw it, and
+        check."""
         loader = self._given
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
             return False
@@ -210,37 +211,37 @@ class OwnData:
     def _warn_of_order(self) -> None:
         own = [type(sampler).__name__ for sampler in samplers(self._given) if not is_repeatable(sampler)]
         self._warn(
-            f"{' and '.join(own)} did not give the batches again that it had given before the checkpoint, so that samples are seen twice "
+            f"{' and '.join(own)} did not repeat the batches that it gave before the checkpoint, so samples are seen twice "
             "or not at all in this epoch. Have it draw from a generator in an attribute of its own, such as self.generator, or give "
             "it state_dict and load_state_dict"
         )
 
     def _warn_of_workers(self, *, is_new_epoch: bool) -> None:
-        """Warn where a resumed run cannot get what its workers would have given."""
+        """Warn if a resumed run cannot get the same batches from its workers."""
         loader = self._given
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             return
         name, count = type(loader).__name__, loader.num_workers
         if not getattr(loader, "in_order", True):
             self._warn(
-                f"{name}(in_order=False) gives batches as they are ready, so that their order is not exact. Leave in_order out"
+                f"{name}(in_order=False) returns batches as they become ready, so their order is not reproducible. Leave in_order out"
             )
         if any(isinstance(one, SeededDataset) for one in datasets(loader)):
             return
         if keeps_place(loader):
             if not is_new_epoch or loader.persistent_workers:
                 advice = (
-                    "have its dataset draw from generators that its state_dict holds"
+                    "let its dataset draw from generators that its state_dict holds"
                     if isinstance(loader.dataset, IterableDataset)
-                    else "wrap its dataset in callsheet.trainer.SeededDataset(dataset, seed) to have both"
+                    else "wrap its dataset in callsheet.trainer.SeededDataset(dataset, seed) to make both exact"
                 )
                 self._warn(
-                    f"resumed with its order exact, augmentation not: what its {count} workers draw is not kept by a {name}; {advice}"
+                    f"the order is resumed exactly, augmentation is not: a {name} does not save the random states of its {count} workers; {advice}"
                 )
         elif loader.persistent_workers and self._loader is loader:
             self._warn(
                 f"the batches of its {count} persistent workers may differ from those of an unbroken run: a {name} over a "
-                f"{type(loader.dataset).__name__} makes them in a way of its own. Use a plain DataLoader, or persistent_workers=False"
+                f"{type(loader.dataset).__name__} loads them in its own way. Use a plain DataLoader, or persistent_workers=False"
             )
 
     def _warn(self, what: str) -> None:
@@ -256,7 +257,7 @@ class OwnData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """The first batch of the epoch in hand, once this rank has drawn all of it."""
+        """Return the first batch of the current epoch again, after this rank has drawn all of its batches."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -274,10 +275,11 @@ class OwnData:
 
 
 class _OwnBatches(SharedBatches):
-    """A rank's own batches, and then, until all ranks have run out, its first one as a filler: that one a resumed run can find again.
+    """A rank's own batches and then, until all ranks have run out, its first batch as a filler. A resumed run can find that one
+    again.
 
-    Where all lengths are known they are agreed on at the first batch. Else every batch is: whoever has one goes on at once, since then
-    the answer is known; only ranks that have none wait for it, as they would for the others' gradients.
+    If all lengths are known, the ranks agree on the length at the first batch. Otherwise they exchange at every batch whether any
+    rank has one. A rank with a batch continues at once, since it knows the answer. Only ranks without a batch wait for it.
     """
 
     def __init__(
@@ -299,7 +301,7 @@ class _OwnBatches(SharedBatches):
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
-        """How many batches this rank had of its own, once that is known."""
+        """How many own batches this rank had; None until that is known."""
 
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
@@ -319,13 +321,13 @@ class _OwnBatches(SharedBatches):
         return self._first if self.is_filler else batch
 
     def _any_has(self, has: bool) -> bool:
-        """Whether any rank has a batch, of which this one may be a part."""
+        """Return whether any rank has a batch."""
         if not self._is_agreed:
             return self._agree(has)
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # to the batch before: long since there
+            self._answer.wait()  # the exchange for the previous batch, complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

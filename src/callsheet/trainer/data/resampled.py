@@ -1,4 +1,4 @@
-"""Split: a DataLoader over samples with indices is made again with a batch sampler of ours; no rank loads what another trains on."""
+"""The way `split`: a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from callsheet.trainer.process_groups import ProcessGroups
 
 
 class SplitData:
-    """A DataLoader's samples in an order that depends on `seed` and the epoch alone, split between the ranks.
+    """A DataLoader's samples, in an order that depends only on `seed` and the epoch, split between the ranks.
 
-    Its dataset is wrapped in a `SeededDataset`. The place in an epoch is how much of the order all ranks have taken together, so that
-    as many or as few ranks as one likes go on from it, and nothing is loaded to come back to it.
+    The dataset is wrapped in a `SeededDataset`. The position in an epoch is how much of the order all ranks have taken together.
+    So any number of ranks can continue from it, and no samples are loaded to return to it.
     """
 
     way = "split"
@@ -34,8 +34,8 @@ class SplitData:
     def __init__(self, loader: DataLoader[Any], world: ProcessGroups, seed: int, argument: str) -> None:
         if makes_own_batches(loader):
             raise ConfigError(
-                f"{argument} is a {type(loader).__name__}, which makes its batches in a way of its own, and so cannot be split between "
-                "the ranks; let each rank's loader give its own share (with a torch DistributedSampler), and say shard_data=False"
+                f"{argument} is a {type(loader).__name__}, which overrides how batches are made, so it cannot be split between "
+                "the ranks; let each rank's loader give its own share (with a torch DistributedSampler), and set shard_data=False"
             )
         self._world = world
         self._given = loader
@@ -50,7 +50,7 @@ class SplitData:
             batch_sampler=self._sampler,
         )
         self._taken_before = 0
-        """How many batches this rank had taken where the epoch in hand was begun or resumed."""
+        """How many batches this rank had taken when the current epoch was begun or resumed."""
         if self.in_all and not self.length:
             raise ConfigError(
                 f"{argument} has {self.in_all} samples, not enough for one batch of {batch_size} on each of {world.size} ranks, and "
@@ -64,11 +64,11 @@ class SplitData:
 
     @property
     def in_all(self) -> int:
-        """How many samples there are, or batches where a batch sampler of the user's own makes them."""
+        """How many samples there are, or how many batches if the user's own batch sampler makes them."""
         return self._sampler.length
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """An epoch from its beginning."""
+        """Begin an epoch."""
         if start is not None:
             restore_random_state_of(self._given, start)
             restore_samplers(self._given, start, self._argument)
@@ -76,21 +76,21 @@ class SplitData:
         return self._opened()
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of an epoch, which any number of ranks may have begun. Raises ConfigError where its order has changed."""
+        """Return the rest of an epoch that any number of ranks may have begun. Raise ConfigError if its order has changed."""
         self._draw(epoch, taken, place["position"])
         if place["order"] != digest(self._sampler.order):
             raise ConfigError(
                 f"{self._argument} has {self._sampler.length} samples in epoch {epoch}, in another order than the {place['in_all']} of the "
-                "checkpoint that was saved in the midst of it: is this the same dataset and sampler?"
+                "checkpoint that was saved in the middle of it: is this the same dataset and sampler?"
             )
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """How much of the order has been taken, and which order it is."""
+        """Return how much of the order has been taken, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:
-        """How many global batches are left."""
+        """Return how many global batches are left."""
         return self._split.count(self._sampler.length - self._position(taken))
 
     def _position(self, taken: int) -> int:
@@ -109,13 +109,14 @@ class SplitData:
         return _SplitBatches(iter(self._loader), self._sampler.shares())
 
     def _check_order(self) -> None:
-        """Samplers may look at anything, and datasets may be copied while they grow."""
+        """Raise ConfigError if the orders differ between ranks: a sampler may depend on anything, and a dataset may be
+        growing."""
         found = digest(self._sampler.order)
         largest, smallest = self._world.max([found, -found])
         if largest != -smallest:
             raise ConfigError(
                 f"{self._argument}: the order of the samples ({self._sampler.length} on rank {self._world.rank}) is not the same on all "
-                "ranks; give the same dataset and sampler everywhere, or shard_data=False where each rank has its own share of the data"
+                "ranks; give the same dataset and sampler on every rank, or shard_data=False where each rank has its own share of the data"
             )
 
 

@@ -1,4 +1,4 @@
-"""Dealt: an iterable that is the same on all ranks is drawn whole on each, and its batches are dealt out like cards."""
+"""The way `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from callsheet.trainer.process_groups import ProcessGroups
 
 
 class DealtData:
-    """The same iterable on all ranks, dealt out: each rank draws as many batches as there are ranks, and keeps its own.
+    """An iterable that is the same on all ranks: of every n batches, for n ranks, each rank keeps one.
 
-    It draws from random states of its own, seeded by `seed` and the epoch, so that it is the same on all ranks whatever they draw else.
+    It is iterated over with its own random states, seeded by `seed` and the epoch. So it is the same on all ranks, whatever else
+    they draw.
     """
 
     way = "dealt"
@@ -44,18 +45,19 @@ class DealtData:
         if longest != -shortest:
             raise ConfigError(
                 f"{argument} has {self.in_all} batches on rank {world.rank}, and not the same number on all ranks; "
-                "give the same data everywhere, or shard_data=False where each rank has its own share of it"
+                "give the same data on every rank, or shard_data=False where each rank has its own share of it"
             )
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """An epoch from its beginning."""
+        """Begin an epoch."""
         if start is not None:
             restore_random_state_of(self._loader, start)
             restore_samplers(self._loader, start, self._argument)
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of an epoch: from the dataloader's own state, or drawn again. Any number of ranks may have begun it."""
+        """Return the rest of an epoch, from the dataloader's own state or by drawing again. Any number of ranks may have begun
+        it."""
         keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_place:
             self._loader.load_state_dict(place["loader"])
@@ -68,7 +70,7 @@ class DealtData:
         return batches
 
     def place(self, taken: int) -> dict[str, Any]:
-        """How many batches have been dealt out, and the state of the dataloader and of the random states it draws from."""
+        """Return how many batches have been drawn, and the states of the dataloader and of its random states."""
         assert self._dealt is not None
         return {
             "drawn": self._dealt.drawn,
@@ -77,7 +79,7 @@ class DealtData:
         }
 
     def left(self, taken: int) -> int | None:
-        """How many turns are left."""
+        """Return how many batches this rank has left."""
         drawn = self._dealt.drawn if self._dealt is not None else 0
         return math.ceil((self.in_all - drawn) / self._world.size) if self.in_all is not None else None
 

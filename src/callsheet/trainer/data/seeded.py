@@ -1,4 +1,4 @@
-"""Random states that belong to the data: what a sample's augmentation draws depends on seed, epoch and index, and on nothing else."""
+"""Random states for the data: what a sample's augmentation draws depends only on the seed, the epoch and the sample's index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BITS = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
-    """One number of 64 bits from several, every bit of which depends on all of theirs (splitmix64; Steele, Lea, Flood 2014)."""
+    """Mix several numbers into one of 64 bits, each bit of which depends on all of them (splitmix64; Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _BITS
@@ -33,10 +33,10 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_states(number: int) -> None:
-    """Seed Python's, NumPy's and torch's random states, of the CPU alone.
+    """Seed Python's, NumPy's and torch's random states, of the CPU only.
 
-    NumPy's and torch's would draw the same from the same 32 bits, and so get a half each. `torch.manual_seed` would seed devices too,
-    and costs a hundred times as much.
+    NumPy and torch each get one half of the number: from the same 32 bits they would draw the same. `torch.manual_seed` would
+    seed devices too, and takes a hundred times as long.
     """
     random.seed(number)
     numpy = sys.modules.get("numpy")
@@ -46,7 +46,7 @@ def seed_states(number: int) -> None:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """What `seed_states` overwrites, for `restore_random_state`."""
+    """Return the states that `seed_states` overwrites, for `restore_random_state`."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -56,7 +56,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """All random states seeded, and these generators; as they were afterwards."""
+    """Seed all random states and these generators for the duration of the block; restore them afterwards."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -70,7 +70,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """Random states of something's own, in force while it draws: `with stream: ...`."""
+    """Separate random states, active inside `with stream: ...`."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -87,15 +87,14 @@ class RandomStream:
 
 
 class _Seeds:
-    """What a wrapped dataset draws from: random states seeded anew, and its own generators; and the epoch, which workers share."""
+    """What a wrapped dataset needs for seeding: the seed, its own generators, and the epoch, which is shared with the workers."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._shared = torch.zeros(
-            2, dtype=torch.int64
-        ).share_memory_()  # with workers, persistent ones too: epoch, and what is noted
-        self._told: int | None = None
+        # The epoch, and whether `note` was called; in shared memory, so that persistent workers see it too.
+        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._epoch: int | None = None
         self._own: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -103,22 +102,22 @@ class _Seeds:
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """Note something that the process with the loader is to see."""
+        """Set a flag that the process with the loader can read."""
         self._shared[1] = 1
 
     @property
     def is_noted(self) -> bool:
-        """Whether some worker called `note`."""
+        """Whether a worker called `note`."""
         return bool(self._shared[1])
 
     def begin(self, *numbers: int) -> None:
-        """Seed everything by the seed, the epoch and these numbers."""
+        """Seed all random states with the seed, the epoch and these numbers."""
         epoch = int(self._shared[0])
         if self._own is None:
             self._own = own_generators(chain_of(self.dataset))
-        if epoch != self._told:
-            self._told = epoch
-            if get_worker_info() is not None:  # its copy of the dataset is not the one that the Trainer told
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if get_worker_info() is not None:  # the Trainer has set the epoch of another copy of the dataset
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
@@ -128,24 +127,25 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_own": None, "_told": None}  # generators are found again in the copy
+        return vars(self) | {"_own": None, "_epoch": None}  # the copy has its own generators
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose samples draw from random states of their own, seeded by `seed`, the epoch and the sample's index.
+    """A map-style dataset whose samples are loaded with their own random states, seeded by `seed`, the epoch and the sample's
+    index.
 
-    So what augmentation draws is the same with any number of workers, at any place in the data, and in a run that was resumed; the
-    training's own random states do not notice it. Generators that the dataset holds in attributes (`self.rng`) are seeded too.
-    A dataset that loads a batch at once (`__getitems__`) is seeded by the batch's
-    first index. Everything else is the dataset's own: other attributes are read and set there.
+    So augmentation draws the same with any number of workers, at any position in the data, and after a resume. The training's own
+    random states are not affected. Generators in the dataset's attributes (`self.rng`) are seeded too. A dataset that loads a
+    whole batch (`__getitems__`) is seeded by the batch's first index. All other attributes are read and set on the wrapped
+    dataset.
 
-    The Trainer sets the epoch, also inside persistent workers, where `set_epoch` of the dataset itself is called too; in other loops
-    call `set_epoch`. Devices' random states are left alone.
+    The Trainer sets the epoch, also inside persistent workers, and calls the dataset's own `set_epoch` there. In other loops,
+    call `set_epoch`. The random states of devices are not changed.
 
-    Costs about 7 µs a sample, and in the main process 60 µs a batch more.
+    This costs about 7 µs per sample, and in the main process another 60 µs per batch.
 
     Args:
-        dataset: with `__len__` and `__getitem__`.
+        dataset: has `__len__` and `__getitem__`.
         seed: the same on all ranks.
 
     Raises:
@@ -162,7 +162,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
-                f"SeededDataset({type(dataset).__name__}): samples need an index to be seeded by; give a map-style dataset"
+                f"SeededDataset({type(dataset).__name__}): seeding a sample requires an index; give a map-style dataset"
             )
         own = vars(self)
         own["dataset"] = dataset
@@ -170,18 +170,18 @@ class SeededDataset(Dataset[Any]):
         own["_seeds"] = _Seeds(dataset, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that samples are drawn for from now on; while no loader is in the midst of another."""
+        """Set the epoch that samples are loaded for. Call it only between epochs of a loader."""
         self._seeds.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        with self._put_back():
+        with self._restored():
             return self._sample(index)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._put_back():
+        with self._restored():
             if getattr(self.dataset, "__getitems__", None):
                 self._seeds.begin(_number(indices[0]))
                 return self.dataset.__getitems__(indices)
@@ -192,7 +192,7 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     @contextlib.contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         if get_worker_info() is not None:  # a worker does nothing but load samples
             yield
             return
@@ -214,8 +214,8 @@ class SeededDataset(Dataset[Any]):
 class SeededStream(IterableDataset[Any]):
     """An iterable dataset whose workers begin each epoch with random states seeded by `seed`, the epoch and the worker.
 
-    Persistent workers keep their random states from one epoch to the next, which no checkpoint holds. With this, an epoch can be drawn
-    again without those before it.
+    Persistent workers keep their random states from one epoch to the next, and no checkpoint holds them. With a `SeededStream`,
+    an epoch can be drawn again without the epochs before it.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -226,11 +226,11 @@ class SeededStream(IterableDataset[Any]):
 
     @property
     def has_changed(self) -> bool:
-        """Whether attributes of the dataset were others in a worker's later epoch than in its first."""
+        """Whether attributes of the dataset have changed between a worker's first epoch and a later one."""
         return bool(self._seeds.is_noted)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the workers draw from now on."""
+        """Set the epoch that the workers draw next."""
         self._seeds.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -255,5 +255,5 @@ class SeededStream(IterableDataset[Any]):
 def _number(index: Any) -> int:
     try:
         return operator.index(index)
-    except TypeError:  # a dataset of named samples
+    except TypeError:  # a dataset that is indexed by names
         return zlib.crc32(repr(index).encode())

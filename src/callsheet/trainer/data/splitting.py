@@ -1,4 +1,4 @@
-"""One order of samples, split between the ranks: global batches of it, of which every rank takes every so many-th sample."""
+"""Splits one order of samples between the ranks, in global batches from which every rank takes every n-th sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from callsheet.trainer.data.seeded import mixed, seeded
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank loads of one global batch. A filler is another rank's sample, loaded because this rank has none: it counts nothing."""
+    """What one rank loads of one global batch. If the rank has no sample of it, it loads another rank's as a filler, which counts
+    nothing."""
 
     indices: list[Any]
     samples_in_all: int
@@ -25,16 +26,17 @@ class Share:
 
     @property
     def samples_here(self) -> int:
-        """How many of them count."""
+        """How many of the samples count."""
         return 0 if self.is_filler else len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an order is split: global batches of `batch_size * world_size`, dealt out sample by sample.
+    """How an order is split: into global batches of `batch_size * world_size`, of which each rank takes every n-th sample.
 
-    The shares of a global batch differ by one sample at most, every sample of the order is in just one of them, and every rank has the
-    same number. Where `batch_size` is None, the order is one of whole batches, and each rank takes one of them at a time.
+    The shares of a global batch differ by at most one sample, every sample of the order is in exactly one share, and every rank
+    has the same number of shares. If `batch_size` is None, the order consists of whole batches, and each rank takes one of them
+    at a time.
     """
 
     batch_size: int | None
@@ -44,15 +46,15 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """How much of the order is one global batch."""
+        """How many entries of the order make one global batch."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
-        """How many global batches there are in an order, or a rest of one, of this length."""
+        """Return how many global batches there are in an order, or in the rest of one, of this length."""
         return length // self.global_size if self.drop_last else math.ceil(length / self.global_size)
 
     def shares(self, order: Sequence[Any], start: int = 0) -> Iterator[Share]:
-        """This rank's, of the order from `start` on."""
+        """Yield this rank's shares of the order from `start` on."""
         for first in range(start, start + self.count(len(order) - start) * self.global_size, self.global_size):
             batch = order[first : first + self.global_size]
             part = list(batch[self.rank :: self.world_size])
@@ -64,11 +66,11 @@ class Split:
 
 
 class ShareSampler:
-    """The batch sampler of one rank, and what there is to know of the batches it gives.
+    """The batch sampler of one rank, with the counts of its batches.
 
     Args:
-        source: the sampler that the order is drawn from, or, where `split.batch_size` is None, a batch sampler; it has a length.
-        seed: the same on all ranks; the orders depend on it and the epoch alone.
+        source: the sampler that the order is drawn from or, if `split.batch_size` is None, a batch sampler. It has a length.
+        seed: the same on all ranks; the orders depend only on it and the epoch.
     """
 
     def __init__(self, source: Any, split: Split, seed: int) -> None:
@@ -76,20 +78,20 @@ class ShareSampler:
         self._seed = seed
         self.split = split
         self.order: Sequence[Any] = ()
-        """Of the epoch in hand; empty before the first."""
+        """The order of the current epoch; empty before the first."""
         self.start = 0
 
     @property
     def length(self) -> int:
-        """How much there is in the order: of the epoch in hand, or, before the first, as the source says."""
+        """The length of the current epoch's order or, before the first epoch, of the source."""
         return len(self.order or self._source)
 
     def begin(self, epoch: int | None, start: int = 0) -> None:
-        """Draw the order of an epoch; iteration gives what it holds from `start` on."""
+        """Draw the order of an epoch; iteration begins at `start`."""
         self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
-        """This rank's shares of the epoch, from its start on."""
+        """Return this rank's shares of the epoch, from its start on."""
         return self.split.shares(self.order, self.start)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -100,11 +102,11 @@ class ShareSampler:
 
 
 def drawn_order(source: Any, seed: int) -> Sequence[Any]:
-    """What the sampler gives when all random states, and generators of its own, are seeded; they are put back."""
+    """Return what the sampler gives with all random states and its own generators seeded. Their states are restored."""
     if type(source) is SequentialSampler:
         return range(len(source))
     if type(source) is RandomSampler and not source.replacement and source.num_samples == len(source.data_source):
-        # as the sampler would, in 8 bytes a sample rather than 40
+        # the same order as the sampler's, in 8 bytes per sample instead of 40
         permutation: Any = torch.randperm(source.num_samples, generator=torch.Generator().manual_seed(seed)).numpy()
         return memoryview(permutation)
     with seeded(seed, generators(source, getattr(source, "sampler", None))):
@@ -112,5 +114,5 @@ def drawn_order(source: Any, seed: int) -> Sequence[Any]:
 
 
 def digest(order: Sequence[Any]) -> int:
-    """A number of 32 bits by which ranks can see that their orders are not the same."""
+    """Return a 32-bit number by which ranks can detect that their orders differ."""
     return zlib.crc32(repr((len(order), list(order[:256]), list(order[-256:]))).encode())
