@@ -153,9 +153,7 @@ def test_a_link_is_rejected(folder: Path) -> None:
     (folder / "a").symlink_to(folder.parent / "outside")
     with pytest.raises(CheckpointError, match="a is not a regular file"):
         read_seal(folder)
-    with pytest.raises(
-        CheckpointError, match="a checkpoint may not contain links"
-    ):  # set after the seal was looked at
+    with pytest.raises(CheckpointError, match="a checkpoint may not contain links"):  # set after the seal was looked at
         storage.verify(LocalFolder(folder), "a", sealed.files["a"])
 
 

@@ -252,7 +252,10 @@ def missing(how: str) -> set[str]:
     ("how", "expected"),
     [
         ("raises", f"rank 1 on machine {HERE} failed at step 7: ValueError: no such token"),
-        ("leaves", f"rank 1 on machine {HERE} had already ended the run when this rank was at step 8: do all ranks call the same methods?"),
+        (
+            "leaves",
+            f"rank 1 on machine {HERE} had already ended the run when this rank was at step 8: do all ranks call the same methods?",
+        ),
         ("is late", f"rank 1 on machine {HERE} did not reach step 8: stuck, or much slower than the others"),
         ("is dead", f"rank 1 on machine {HERE} did not answer at step 8: dead or stopped"),
     ],

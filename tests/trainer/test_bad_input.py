@@ -301,7 +301,9 @@ def test_an_epoch_without_batches_is_rejected(tmp_path: Path) -> None:
 
 
 def test_evaluate_without_data_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\(\) has no data; pass it a dataloader, or an eval_dataloader to the Trainer"):
+    with pytest.raises(
+        ConfigError, match=r"evaluate\(\) has no data; pass it a dataloader, or an eval_dataloader to the Trainer"
+    ):
         trainer_of(tmp_path).evaluate()
 
 

@@ -53,7 +53,9 @@ def test_a_remote_run_is_kept_rotated_and_resumed(remote: str, tmp_path: Path) -
 
 def test_a_remote_run_is_not_begun_anew(remote: str, tmp_path: Path) -> None:
     run_small(tmp_path, SavesAt("epoch"), checkpoints_folder=remote)
-    with pytest.raises(ConfigError, match=r"memory://bucket/runs/small/checkpoints already holds a run; resume it with resume='auto'"):
+    with pytest.raises(
+        ConfigError, match=r"memory://bucket/runs/small/checkpoints already holds a run; resume it with resume='auto'"
+    ):
         small_trainer(tmp_path, checkpoints_folder=remote)
 
 
