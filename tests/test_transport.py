@@ -703,10 +703,10 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     assert "it is a symbolic link" in rejection(variables)
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert "is no plain file" in rejection(variables)  # and nobody waits for a writer
+    assert "is not a regular file" in rejection(variables)  # and nobody waits for a writer
     path.unlink()
     path.mkdir(0o700)
-    assert "is no plain file" in rejection(variables)
+    assert "is not a regular file" in rejection(variables)
     path.rmdir()
     real.rename(path)
     link = tmp_path / "folder"

@@ -67,7 +67,10 @@ def test_info_is_plain_data_without_tensors(folder: Path) -> None:
     info = {"loss": math.inf, "epoch": (1, 2), "best": {3: "x"}}
     assert write_seal(folder, {}, info, kind=KIND, replace=True).info == info
     assert read_seal(folder).info == info
-    for wrong, message in [(torch.ones(1), r"info\.a: a tensor .* \.item"), (object(), "a: a <class 'object'> is not plain")]:
+    for wrong, message in [
+        (torch.ones(1), r"info\.a: .* hold a tensor.* \.item"),
+        (object(), "a: a <class 'object'> is not plain"),
+    ]:
         with pytest.raises(CheckpointError, match=message):
             write_seal(folder, {}, {"a": wrong}, kind=KIND, replace=True)
     assert read_seal(folder).info == info

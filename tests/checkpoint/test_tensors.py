@@ -88,7 +88,7 @@ def test_rows_are_read_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
 def test_a_file_that_is_none_is_rejected(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"ck/t: not a tensor file"):
+    with pytest.raises(CheckpointError, match=r"ck/t: not a valid tensor file"):
         read_header(io.BytesIO(content), len(content), "ck/t")
 
 
@@ -122,7 +122,7 @@ WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_a_crafted_header_is_rejected(header: Any) -> None:
     text = json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(8)
-    with pytest.raises(CheckpointError, match="not a tensor file"):
+    with pytest.raises(CheckpointError, match="not a valid tensor file"):
         read_header(io.BytesIO(content), len(content), "t")
 
 

@@ -82,7 +82,7 @@ def test_the_other_losses_are_means_too() -> None:
 @pytest.mark.parametrize("given", [lambda model, batch: model(batch[0]), lambda model, batch: (model(batch[0]), 1.0)])
 def test_a_function_that_gives_something_else_is_rejected(given: Any) -> None:
     with Trainer(linear(), ForwardStepTask(given), DATA, optimizer=sgd) as trainer:
-        with pytest.raises(ConfigError, match=r"forward_step gave (Tensor|tuple); let it return \(outputs, a function"):
+        with pytest.raises(ConfigError, match=r"forward_step returned (Tensor|tuple); let it return \(outputs, a function"):
             trainer.fit()
 
 

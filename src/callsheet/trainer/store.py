@@ -140,7 +140,7 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
                 return name
         message, words = json.loads(_one(store, "failed") or '["", []]')
         if mine in words:
-            store.set(f"heard/{ranks.rank}", mine)
+            store.set(f"acknowledged/{ranks.rank}", mine)
             raise DistributedError(message)
         if time.monotonic() > deadline:
             raise DistributedError(_failed(store, ranks, name, timeout))
@@ -160,7 +160,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))
         readers, until = [rank for rank in everyone if rank not in (0, *absent)], time.monotonic() + _LINGER_SECONDS
-        while any(word != words[rank] for rank, word in zip(readers, _read(store, "heard", readers), strict=True)):
+        while any(word != words[rank] for rank, word in zip(readers, _read(store, "acknowledged", readers), strict=True)):
             if time.monotonic() > until:
                 break
             time.sleep(POLL_SECONDS)
