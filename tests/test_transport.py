@@ -714,7 +714,7 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     assert "it is a symbolic link" in rejection({**variables, PAYLOAD: str(link / path.name)})
     with pytest.raises(TransportError, match="is larger than 10 bytes"):
         read_private(path, largest=10)
-    assert "it is not there" in rejection({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
+    assert "it does not exist" in rejection({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
 
 
 def test_a_file_or_folder_of_somebody_else_is_rejected(

@@ -66,7 +66,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
         )
     answer = json.loads(read_private(answered))
     if "error" in answer:
-        raise TransportError(f"the preflight check cannot rebuild the payload in a fresh interpreter: {answer['error']}")
+        raise TransportError(f"the payload cannot be rebuilt in a fresh interpreter: {answer['error']}")
     if found := differences(here, answer["fingerprint"]):
         labels = [label_of(callback) for callback in values["callbacks"]]
         for i, label in enumerate(labels):
