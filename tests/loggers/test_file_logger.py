@@ -131,7 +131,7 @@ def test_a_run_that_never_begins_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "run.json").touch()
     stdout, stderr = sys.stdout, sys.stderr
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         fit(tmp_path, Talks())
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
     assert not (tmp_path / "run" / "logs").exists()

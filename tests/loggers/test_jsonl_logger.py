@@ -374,7 +374,7 @@ def test_tells_the_exception_and_the_resume(tmp_path: Path) -> None:
 def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
     fit(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         fit(tmp_path)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 

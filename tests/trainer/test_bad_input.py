@@ -413,13 +413,13 @@ class Loses(Task):
     ("loss", "message"),
     [
         pytest.param(
-            lambda outputs: outputs, r"loss has the shape \(3, 1\), and should be a scalar tensor; take its mean", id="shape"
+            lambda outputs: outputs, r"loss has the shape \(3, 1\), but must be a scalar tensor; take its mean", id="shape"
         ),
-        pytest.param(lambda outputs: outputs.sum().item(), r"loss is -?\d+.*should be a scalar tensor", id="float"),
+        pytest.param(lambda outputs: outputs.sum().item(), r"loss is -?\d+.*must be a scalar tensor", id="float"),
         pytest.param(lambda outputs: None, r"loss is None", id="none"),
         pytest.param(lambda outputs: {"ce": outputs.mean()}, r"loss is None.*losses: ce", id="no loss of that name"),
         pytest.param(lambda outputs: {"loss": outputs}, r"shape \(3, 1\).*losses: loss", id="shape in a dict"),
-        pytest.param(lambda outputs: (outputs.mean(),), r"should be a scalar tensor", id="tuple"),
+        pytest.param(lambda outputs: (outputs.mean(),), r"must be a scalar tensor", id="tuple"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_is_rejected(loss: Callable[[Tensor], Any], message: str, tmp_path: Path) -> None:

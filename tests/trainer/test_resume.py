@@ -765,7 +765,7 @@ def test_auto_rejects_to_start_anew_where_all_are_damaged(run_of_three: Path) ->
 def test_parts_that_the_run_has_not_are_named(run_of_three: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         other(tmp_path, scheduler=None, resume=run_of_three / "ep0-ba3").close()
-    assert "parts that this run has not: scheduler" in caplog.text
+    assert "parts that this run does not have: scheduler" in caplog.text
 
 
 def test_a_model_whose_buffer_is_no_number_is_not_good(tmp_path: Path) -> None:

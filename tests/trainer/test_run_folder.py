@@ -241,7 +241,7 @@ def test_a_folder_that_a_logger_made_is_no_run(tmp_path: Path) -> None:
     with trainer(tmp_path, Notes()) as run:
         run.fit()
     assert sorted(path.name for path in (tmp_path / "runs" / "x").iterdir()) == ["notes.txt", "run.json"]
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         trainer(tmp_path, Notes())
 
 
@@ -259,5 +259,5 @@ def test_records_of_a_run_that_never_trained_are_added_to(tmp_path: Path) -> Non
     trainer(tmp_path, loggers=[JSONLLogger()]).close()
     with trainer(tmp_path, loggers=[JSONLLogger()]) as run:
         run.fit()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         trainer(tmp_path)
