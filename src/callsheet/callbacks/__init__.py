@@ -79,7 +79,7 @@ __all__ = [
     "TorchProfiler",
 ]
 
-__getattr__ = attributes(  # many of them need torch
+__getattr__ = attributes(  # imported on first use: many of them need torch
     __name__,
     {
         "ActivationMonitor": "callsheet.callbacks.activation_monitor",

@@ -1,4 +1,4 @@
-"""What comes out of the model's modules."""
+"""Statistics of the outputs of the model's modules."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_WAITING = 2**20  # numbers of one shape that may wait for each other
-_one_at_a_time = threading.Lock()  # a DataParallel's replicas are threads
+_BATCHED_NUMBERS = 2**20  # tensors of one shape are kept until they hold this many numbers, then examined together
+_lock = threading.Lock()  # DataParallel runs its replicas in threads
 
 
 class ActivationMonitor(Callback):
-    """Log statistics of what the model's modules return, every so many steps.
+    """Log statistics of the outputs of the model's modules at an interval of steps.
 
     For every module that returns floating-point tensors, over all microbatches of the step: `activations/mean/<module>`,
-    `activations/std/<module>`, `activations/l2_norm/<module>` (the mean over the last dimension's vectors),
-    `activations/kurtosis/<module>` (3 for a normal distribution, 0 for a constant), `activations/zeros/<module>` (the fraction
-    that is exactly zero), as means over microbatches and ranks, and `activations/max/<module>`, the greatest magnitude of all;
-    the model itself is `(model)`. Where a module returns several tensors, `.0`, `.1`, ... follows its name. Under sharding and
-    tensor parallelism it is what this rank computes. With a `name` of its own it logs under that instead of `activations`.
+    `activations/std/<module>`, `activations/l2_norm/<module>` (the mean norm of the vectors along the last dimension),
+    `activations/kurtosis/<module>` (3 for a normal distribution, 0 for a constant) and `activations/zeros/<module>` (the fraction
+    that is exactly zero) are means over microbatches and ranks. `activations/max/<module>` is the largest magnitude of all.
+    The model itself is `(model)`. If a module returns several tensors, `.0`, `.1`, ... is appended to its name. With sharding or
+    tensor parallelism, the statistics are those of this rank's part. If the callback has a `name`, it replaces `activations`.
 
-    Hooks are on the modules during the forwards of those steps alone. Nothing waits for the device, but those steps compute more,
-    and keep copies of small outputs until the forward's end: 2^20 numbers of each shape and type at most.
-    What is compiled runs no hooks, so that of a compiled model only `(model)` is told: it says so, once.
+    Hooks are registered only during the forward passes of those steps. Nothing waits for the device, but those steps compute more
+    and keep copies of small outputs until the end of the forward pass: at most 2^20 numbers of each shape and type.
+    Compiled code runs no hooks. For a compiled model only `(model)` is logged, and the callback warns about that once.
 
     Args:
-        batch_log_interval: how many steps from one look to the next.
-        modules: patterns such as `"layers.*.mlp"` of the names of modules; None is all.
+        batch_log_interval: the number of steps from one measurement to the next.
+        modules: patterns of module names, such as `"layers.*.mlp"`; None means all modules.
         ignore_types: names of module classes to leave out, such as `Dropout`.
 
     Raises:
-        ConfigError: an argument that cannot work; where training starts, a pattern that no module matches.
+        ConfigError: an argument is invalid, or, when training starts, a pattern matches no module.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._hooks: list[Any] = []
         self._seen: dict[torch.device, _Seen] = {}
-        self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # what was looked at last, its version, its place
+        self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # the last tensor examined, its version, its index
         self._greatest: dict[tuple[str, ...], Tensor] = {}
-        self._step = 0  # that was looked at last
+        self._step = 0  # the last step that was measured
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
@@ -74,7 +74,7 @@ class ActivationMonitor(Callback):
                 raise ConfigError(f"no module's name matches {pattern!r}; this model has {', '.join(names[1:6])}, ...")
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Put the hooks on, in a chosen step; around each forward, since recomputation in the backward would be seen twice."""
+        """Register the hooks in a step that is measured. They last for one forward pass, so that recomputation in the backward is not counted."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_start", "on_forward_end", until=ctx.step + ahead)
             return
@@ -83,17 +83,17 @@ class ActivationMonitor(Callback):
                 self._hooks.append(module.register_forward_hook(self._hook(name or _WHOLE)))
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Take them off, and log what they saw."""
+        """Remove the hooks and log the statistics."""
         if self._hooks:
             count = len(self._hooks)
             self._unhook()
             if not self._has_seen and not self._has_warned and count > 1:
                 self._has_warned = True
-                logger.warning("%s: no module in the model ran its hooks: what is compiled does not", label_of(self))
+                logger.warning("%s: no module inside the model ran its hooks; compiled modules do not run them", label_of(self))
             self._log(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Leave no hook behind."""
+        """Remove the hooks."""
         self._unhook()
         self._seen = {}
 
@@ -117,22 +117,22 @@ class ActivationMonitor(Callback):
         return look
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        """Look at what a module returned; it may be called more than once in a forward."""
+        """Record an output of a module. A module may be called more than once in a forward pass."""
         here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if not here.numel():
             return
-        version = -1 if tensor.is_inference() else tensor._version  # nobody counts those of inference
-        with _one_at_a_time:
+        version = -1 if tensor.is_inference() else tensor._version  # inference tensors have no version
+        with _lock:
             seen = self._seen.setdefault(here.device, _Seen())
             if version < 0 or self._last is None or tensor is not self._last[0]() or version != self._last[1]:
-                self._last = weakref.ref(tensor), version, seen.add(here)  # a module hands on what its last child returned
+                self._last = weakref.ref(tensor), version, seen.add(here)  # a module often returns its last child's output
             seen.places.setdefault(name, []).append(self._last[2])
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
-        """Make the statistics of all modules together: that takes no longer than of one."""
+        """Compute the statistics of all modules in one go, which takes no longer than for one module."""
         if self._step != ctx.step:
-            self._step, self._greatest = ctx.step, {}  # of all its microbatches so far
+            self._step, self._greatest = ctx.step, {}  # the maximum over the step's microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
         for each in seen.values():
             names, times = list(each.places), [len(several) for several in each.places.values()]
@@ -145,11 +145,11 @@ class ActivationMonitor(Callback):
             ctx.log({tuple([f"{family}/{kind}/{name}" for kind in _MEANS for name in names]): found.flatten()}, over="mean")
             most_of = tuple([f"{family}/max/{name}" for name in names])
             self._greatest[most_of] = torch.maximum(self._greatest[most_of], greatest) if most_of in self._greatest else greatest
-        ctx.log(self._greatest if len(self._greatest) == 1 else _apart(self._greatest), across="max")
+        ctx.log(self._greatest if len(self._greatest) == 1 else _by_name(self._greatest), across="max")
 
 
-def _apart(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Each alone: not every microbatch went through the same modules, or they are on several devices."""
+def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+    """Split the maxima by module, for when microbatches used different modules or the modules are on several devices."""
     apart: dict[str, Tensor] = {}
     for names, values in greatest.items():
         for name, value in zip(names, values.unbind(), strict=True):
@@ -158,44 +158,44 @@ def _apart(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """What was returned in one forward on one device. Small tensors wait for others of their shape, to be looked at together."""
+    """The outputs of one forward pass on one device. Small tensors are kept and examined together with others of their shape."""
 
     def __init__(self) -> None:
-        self.places: dict[str, list[int]] = {}  # by module, of each call
+        self.places: dict[str, list[int]] = {}  # by module, the index of each call
         self._waiting: dict[Any, list[tuple[int, Tensor]]] = {}
         self._sums: list[Tensor] = []
-        self._order: list[int] = []  # whose sums these are
+        self._order: list[int] = []  # the index to which each row belongs
         self._count = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Its place; it may be changed afterwards."""
+        """Record a tensor and return its index. The caller may change the tensor afterwards."""
         place, self._count = self._count, self._count + 1
         key, size = (tensor.shape, tensor.dtype), tensor.numel()
-        alike = self._waiting.setdefault(key, [])
-        alike.append((place, tensor.clone() if size < _WAITING else tensor))
-        if len(alike) * size >= _WAITING:
+        same = self._waiting.setdefault(key, [])
+        same.append((place, tensor.clone() if size < _BATCHED_NUMBERS else tensor))
+        if len(same) * size >= _BATCHED_NUMBERS:
             self._look_at(self._waiting.pop(key))
         return place
 
     def sums(self) -> Tensor:
-        """One row a call, by modules in the order of `places`; see `_sums`."""
+        """Return one row per call, module by module in the order of `places`; see `_sums`."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()
         by_place = dict(zip(self._order, rows, strict=True))
         return torch.stack([by_place[place] for several in self.places.values() for place in several])
 
-    def _look_at(self, alike: list[tuple[int, Tensor]]) -> None:
-        places, tensors = zip(*alike, strict=True)
+    def _look_at(self, same: list[tuple[int, Tensor]]) -> None:
+        places, tensors = zip(*same, strict=True)
         self._order += places
         self._sums.append(_sums(torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]))
 
 
 @torch.no_grad()
 def _sums(tensors: Tensor) -> Tensor:
-    """Of tensors of one shape `[n, ...]`, as `[n, 7]`.
+    """Return the statistics of tensors of one shape, given as `[n, ...]`, as `[n, 7]`.
 
-    Mean, second and fourth central moment, mean norm of the last dimension's vectors, share that is not zero, least, greatest.
+    Mean, second and fourth central moment, mean norm of the vectors along the last dimension, fraction of nonzeros, minimum, maximum.
     """
     values = tensors.float() if tensors.dim() > 1 else tensors.float()[:, None]
     inner = tuple(range(1, values.dim()))
@@ -209,7 +209,7 @@ def _sums(tensors: Tensor) -> Tensor:
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a module returned, empty ones left out."""
+    """Yield the nonempty floating-point tensors in a module's output."""
     if isinstance(outputs, Tensor):
         if outputs.is_floating_point() and outputs.numel():
             yield outputs

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and how many of them are kept."""
+"""When checkpoints are saved, and how many are kept."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from callsheet.time import Interval, Time
 
 
 class CheckpointSaver(Callback):
-    """Ask for checkpoints regularly, at the end and when a metric is at its best, and delete old ones.
+    """Save checkpoints regularly, at the end and when a metric is at its best, and delete old ones.
 
-    Old ones are deleted once a newer one is durable, except what somebody else asked for as well. Those whose weights or loss were
-    not finite go first, so that they never push out good ones. The best one does not count among the `keep` regular ones.
-    Several savers stand side by side if each has a `name` of its own, such as `CheckpointSaver(save_interval="1000ba", keep=None,
-    name="milestones")` beside one that keeps three: what two of them asked for goes when both have given it up.
+    Old checkpoints are deleted once a newer one is durable, unless another callback asked for them as well. Checkpoints whose weights
+    or loss were not finite are deleted first, so that they never displace good ones. The best one does not count among the `keep`
+    regular ones. To use several savers, give each its own `name`, such as `CheckpointSaver(save_interval="1000ba", keep=None,
+    name="milestones")` beside one that keeps three. A checkpoint that two of them requested is deleted when neither keeps it.
 
     Args:
-        save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None leaves it to the end and the best.
-        keep: how many of the regular ones are kept, the final one and a preempted run's among them; None keeps all.
-        save_at_end: also when `max_duration` is reached, or somebody asked that training stop.
-        monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept besides.
+        save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None saves only the last and the best.
+        keep: how many regular checkpoints to keep, counting the final one and a preempted run's; None keeps all.
+        save_at_end: also save when `max_duration` is reached or a callback requests a stop.
+        monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept in addition.
         mode: whether the best is the `"min"` or the `"max"`; a value that is not finite is never the best.
-        name: under which it is known; the class's where it is empty.
-        before_eval: save before an evaluation that is due at the same boundary, in case it fails; the best is saved after it all the same.
+        name: the callback's name; the class's name if empty.
+        before_eval: save before an evaluation that is due at the same boundary, in case it fails; the best is still saved after it.
 
     Raises:
-        ConfigError: an argument that cannot work; at an evaluation, when it does not tell `monitor`.
+        ConfigError: an argument is invalid, or an evaluation does not have the metric `monitor`.
     """
 
     phase = "save"
@@ -59,21 +59,21 @@ class CheckpointSaver(Callback):
         self._before_eval = before_eval
         self.name = name
         self._keep = keep
-        self._passed = 0  # intervals
-        self._saved_at = self._best_at = -1  # steps
-        self._saved_stop = False  # whether that checkpoint knows of the stop that ends the run
-        self._best_score = math.inf  # by `_sign`, less is better
+        self._passed = 0  # intervals completed
+        self._saved_at = self._best_at = -1  # the steps of the last checkpoint and of the best evaluation that is not saved yet
+        self._saved_stop = False  # whether that checkpoint contains the stop request that ends the run
+        self._best_score = math.inf  # multiplied by `_sign`: less is better
 
     def on_train_start(self, ctx: Context) -> None:
-        """What is completed by now is not due again."""
+        """Count the intervals that are already completed, so that they are not due again."""
         if self._interval is not None:
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """See whether this is the best evaluation so far."""
-        if ctx.standalone:  # somebody's look at other data says nothing about the best
+        if ctx.standalone:  # a standalone evaluation may use other data
             return
-        self._saved_at = -1  # no checkpoint tells these losses yet
+        self._saved_at = -1  # no checkpoint contains these results yet
         if self._monitor is None:
             return
         dataset = self._monitor.partition("/")[0]
@@ -85,7 +85,7 @@ class CheckpointSaver(Callback):
             self._best_score, self._best_at = score, ctx.step
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Ask for what is due, a step once unless it was evaluated since; every rank decides the same."""
+        """Request the checkpoint that is due, once per step unless it was evaluated since. Every rank decides the same."""
         is_early = ctx.boundary == "before_eval"
         if is_early and not self._before_eval:
             return
@@ -94,7 +94,7 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        # A stop that was asked for since this step's checkpoint is not in it, and a resume would train on.
+        # This step's checkpoint does not contain a stop that was requested after it, and a resume would continue training.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
@@ -106,15 +106,15 @@ class CheckpointSaver(Callback):
             ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Have the checkpoint that the run leaves behind count as a regular one."""
-        ctx.control.save("the run makes way", kind="preempt", by=label_of(self), replicated=True)
+        """Count the checkpoint of a preempted run as a regular one."""
+        ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Keep it if it was asked for here, and let old ones go."""
+        """Keep the checkpoint if this saver requested it, and delete old ones."""
         self._take(ctx)
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """The checkpoint itself does not know yet that it was published; of another run's, nothing is ours."""
+        """Register the loaded checkpoint, which was saved before it was published. A checkpoint of another run is not kept here."""
         self._saved_at = self._best_at = -1
         info = ctx.checkpoint
         if info is None or not is_of_run(ctx, info.path):
@@ -122,15 +122,15 @@ class CheckpointSaver(Callback):
         elif self._take(ctx):
             self._saved_at = info.step
         has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
-        if not has_best:  # without its checkpoint, a score to beat would keep out the next best
+        if not has_best:  # the best checkpoint is gone, so its score must not block the next one
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The best so far."""
+        """Return the best score so far."""
         return {"best_score": self._best_score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._best_score = state["best_score"]
 
     def _take(self, ctx: Context) -> bool:

@@ -1,4 +1,4 @@
-"""How a language model goes on from prompts: texts to ids, ids to the model's own, and back."""
+"""Continuations of prompts by a language model: encoding, generation and decoding."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Prompt = str | Sequence[int]
 
 
 class Prompts:
-    """Texts or lists of ids, and how one becomes the other.
+    """Texts or lists of token ids, with the tokenizer that converts between them.
 
     Args:
         prompts: what is to be continued.
-        tokenizer: an object with `encode` and `decode`, or the name or folder of one that transformers loads; None takes the bytes
-            of a text for ids, and ids for themselves.
+        tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of a
+            text as its ids, and shows ids as numbers.
 
     Raises:
-        ConfigError: a prompt without a token.
+        ConfigError: a prompt has no tokens.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokenizer: Any = None) -> None:
@@ -39,7 +39,7 @@ class Prompts:
         self.ids = [self._encoded(prompt) for prompt in prompts]
 
     def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-        """Each prompt and what follows it, as texts."""
+        """Return each prompt and its continuation as texts."""
         return [
             (prompt if isinstance(prompt, str) else self._decoded(prompt, prompt), self._decoded(ids, prompt))
             for prompt, ids in zip(self._prompts, written, strict=True)
@@ -51,16 +51,15 @@ class Prompts:
             ids = list(prompt.encode()) if self._tokenizer is None else self._tokenizer.encode(prompt)
         tokens = [int(token) for token in getattr(ids, "ids", ids)]
         if not tokens:
-            raise ConfigError(f"the prompt {prompt!r} has no token to go on from; leave it out")
+            raise ConfigError(f"the prompt {prompt!r} has no tokens to continue; leave it out")
         return tokens
 
     def _decoded(self, ids: Sequence[int], prompt: Prompt) -> str:
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids)))
         if isinstance(prompt, str):
-            return bytes(token for token in ids if token < 256).decode(
-                errors="replace"
-            )  # above are tokens that stand for no byte
+            # Tokens of 256 and more are not bytes.
+            return bytes(token for token in ids if token < 256).decode(errors="replace")
         return " ".join(map(str, ids))
 
 
@@ -75,23 +74,23 @@ def written(
     words: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Each prompt and how the model goes on from it; the model, its modules' modes and the random states are left as they were.
+    """Return each prompt and the model's continuation. The model, its modules' modes and the random states are left as they were.
 
-    Where the model is sharded, every rank takes part.
+    If the model is sharded, every rank must call this.
 
     Args:
-        seed: of what is drawn at random.
+        seed: the seed for sampling.
         words, options: see `continuations`.
     """
     with undisturbed(model, seed) as is_sharded:
-        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # they stop together
+        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # the ranks must stop together
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)
 
 
 @contextmanager
 def undisturbed(model: Any, seed: int) -> Iterator[bool]:
-    """The model in evaluation mode, without gradients; its modules' modes and the random states are put back. Gives whether it is sharded."""
+    """Put the model into evaluation mode without gradients, and restore modes and random states afterwards. Yield whether it is sharded."""
     modes = [(module, module.training) for module in model.modules()]
     shards = [module for module, _ in modes if isinstance(module, FSDPModule)]
     random = random_state()
@@ -104,7 +103,7 @@ def undisturbed(model: Any, seed: int) -> Iterator[bool]:
         restore_random_state(random)
         for module, training in modes:
             module.training = training
-        for shard in shards:  # the root's weights are kept whole for a backward, which does not come
+        for shard in shards:  # FSDP keeps the root unsharded for a backward pass, which does not come
             shard.reshard()
 
 
@@ -117,13 +116,13 @@ def continuations(
     words: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> list[list[int]]:
-    """What `model.generate` writes after each prompt, up to its end token.
+    """Return what `model.generate` writes after each prompt, up to its end token.
 
-    Prompts of equal length go together, `batch_size` at most, so that nothing has to be padded before they begin.
+    Prompts of equal length share a batch of at most `batch_size`, so that no prompt needs padding.
 
     Args:
-        words: keyword arguments, of which those are passed that `generate` takes.
-        options: further ones, passed in any case.
+        words: keyword arguments; only those that `generate` accepts are passed.
+        options: further keyword arguments, which are always passed.
     """
     written: list[list[int]] = [[]] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -143,7 +142,7 @@ def _continued(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options:
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
-        pad = ends[0] if ends else 0  # what stands after an end, beside longer ones
+        pad = ends[0] if ends else 0  # fills shorter continuations after their end token
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, "pad_token_id": pad, **words}
     takes = inspect.signature(model.generate).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):

@@ -1,4 +1,4 @@
-"""Notifications are sent, again where that may help, and given up in time."""
+"""Sending notifications, with retries and a time limit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from callsheet.callbacks.destinations import Destination, NotDelivered, Notifica
 
 
 def why_not_delivered(notification: Notification, destination: Destination, *, timeout: float, retries: int) -> str:
-    """Send it, again after failures that may pass; why it did not arrive, or nothing where it did.
+    """Send a notification, with retries after errors that may pass. Return why it was not delivered, or an empty string.
 
     Args:
-        timeout: seconds for each try.
-        retries: how many more there are where they may help.
+        timeout: seconds for each attempt.
+        retries: the number of further attempts after errors that may pass.
     """
     why = ""
     for attempt in range(retries + 1):
@@ -28,10 +28,10 @@ def why_not_delivered(notification: Notification, destination: Destination, *, t
 
 
 def longest(timeout: float, retries: int) -> float:
-    """Seconds that all tries of one notification may take."""
+    """Return how many seconds all attempts for one notification may take."""
     return sum(timeout + _pause(attempt) for attempt in range(retries + 1))
 
 
 def _pause(attempt: int) -> float:
-    """Seconds between a try and the next."""
+    """Return the seconds between an attempt and the next."""
     return min(5.0, 0.2 * 4.0**attempt)

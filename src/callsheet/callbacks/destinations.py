@@ -1,4 +1,4 @@
-"""Where notifications go: webhooks, Slack and mail. What is a secret is shown to nobody."""
+"""Destinations of notifications: webhooks, Slack and mail. Their secrets never appear in messages or records."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from callsheet.callback import one_of
 from callsheet.errors import ConfigError
 
 HIDDEN = "/..."
-"""Stands for all of an address that comes after the host."""
+"""Replaces everything after the host in an address that is shown."""
 
 _PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to send to, as it was written; checked, and with its secrets still in the environment.
+    """A checked address to send to, as the user wrote it. Its secrets stay in the environment.
 
     Args:
-        to: `https://...`, `slack:https://...` or `mailto:...`; beside `url_env`, `webhook` or `slack`.
+        to: `https://...`, `slack:https://...` or `mailto:...`; with `url_env`, `webhook` or `slack`.
         url_env: the variable that holds the URL.
-        server: for mail: `smtp://`, `smtp+starttls://` or `smtps://`, perhaps a user and `@`, the host, perhaps a port.
-        sender: for mail: the address it comes from; the first recipient's where it is empty.
+        server: for mail: `smtp://`, `smtp+starttls://` or `smtps://`, optionally a user and `@`, the host, optionally a port.
+        sender: for mail: the address it comes from; the first recipient's if empty.
         password_env: for mail: the variable that holds the user's password.
 
     Raises:
-        ConfigError: what cannot be an address.
+        ConfigError: the address is invalid.
     """
 
     to: str = field(repr=False)
@@ -48,13 +48,15 @@ class Address:
     def __post_init__(self) -> None:
         if self.url_env:
             if self.to not in ("", "webhook", "slack"):  # it may be a secret
-                raise ConfigError("url_env holds the URL, and to= holds another; beside url_env give 'webhook' or 'slack'")
+                raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
             user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
             if not all("@" in each and not each.split()[1:] for each in self.rest.split(",")):
-                raise ConfigError(f"to={self.to!r}: give addresses, with commas between them")
+                raise ConfigError(f"to={self.to!r} is not a list of addresses; separate them with commas")
             if bool(user) is not bool(self.password_env):
-                raise ConfigError(f"server={self.server!r}: a user, and the variable of a password in password_env, go together")
+                raise ConfigError(
+                    f"server={self.server!r}: give both a user and the variable of a password in password_env, or neither"
+                )
             if user and scheme == "smtp":
                 raise ConfigError(
                     f"server={self.server!r} would send a password in the clear; write smtp+starttls:// or smtps://"
@@ -64,29 +66,29 @@ class Address:
 
     @property
     def kind(self) -> str:
-        """What stands before the first colon."""
+        """The part of `to` before the first colon."""
         return self.to.partition(":")[0]
 
     @property
     def rest(self) -> str:
-        """What stands after it."""
+        """The part of `to` after the first colon."""
         return self.to.partition(":")[2]
 
     @property
     def url(self) -> str:
-        """The URL that `to` has."""
+        """The URL in `to`."""
         return self.rest if self.kind == "slack" else self.to
 
     @property
     def without_secrets(self) -> str:
-        """`to` as it may be written down: of a URL the host."""
+        """`to` as it may be recorded: only the host of a URL."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
         return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN}"
 
     def destination(self) -> Destination | None:
-        """What to send with, its secrets read from the environment; None where there is no address.
+        """Return the destination, with its secrets read from the environment; None if there is no address.
 
         Raises:
             ConfigError: a variable is not set, or holds no URL.
@@ -104,7 +106,7 @@ class Address:
 
 
 class NotDelivered(Exception):
-    """A notification that did not arrive, in words without secrets; `is_final` where another try would not help."""
+    """Raised when a notification was not delivered. The message holds no secrets; `is_final` means that a retry would not help."""
 
     def __init__(self, why: str, *, is_final: bool = False) -> None:
         super().__init__(why)
@@ -113,7 +115,7 @@ class NotDelivered(Exception):
 
 @dataclass(frozen=True)
 class Notification:
-    """What is told: a line, a few more, and the facts as plain data."""
+    """A message to send: a title, more lines, and the facts as plain data."""
 
     title: str
     more: str = ""
@@ -121,25 +123,25 @@ class Notification:
 
     @property
     def text(self) -> str:
-        """All of it, for people."""
+        """The title and the other lines."""
         return f"{self.title}\n{self.more}".strip()
 
 
 class Destination(Protocol):
-    """Somewhere to send to."""
+    """Sends notifications."""
 
     shown: str
-    """What may be said of it."""
+    """A description without secrets."""
 
     def send(self, notification: Notification, timeout: float) -> None:
-        """Send it once. Raises `NotDelivered`."""
+        """Send the notification once. Raise `NotDelivered` if that fails."""
 
 
 class Webhook:
-    """A URL that JSON is posted to: the facts and `text`; or the text alone, as Slack's incoming webhooks take it.
+    """A URL that receives JSON by POST: the facts and `text`, or only the text, in the format of Slack's incoming webhooks.
 
     Raises:
-        ConfigError: a URL that is none of http or https.
+        ConfigError: the URL is not http or https.
     """
 
     def __init__(self, url: str, *, is_slack: bool = False) -> None:
@@ -149,7 +151,7 @@ class Webhook:
         self._is_slack = is_slack or parts.hostname == "hooks.slack.com"
 
     def send(self, notification: Notification, timeout: float) -> None:
-        """Post it; a redirect is not followed."""
+        """Post the notification. Redirects are not followed."""
         text = notification.text
         if self._is_slack:
             payload: dict[str, Any] = {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
@@ -167,12 +169,12 @@ class Webhook:
             raise NotDelivered(str(error.reason)) from None
         except OSError as error:
             raise NotDelivered(str(error) or type(error).__name__) from None
-        except Exception as error:  # its words may hold the URL
+        except Exception as error:  # its message may contain the URL
             raise NotDelivered(type(error).__name__, is_final=True) from None
 
 
 class Mail:
-    """Mail by SMTP; see `Address` for what it takes."""
+    """Sends mail by SMTP; see `Address` for the arguments."""
 
     def __init__(self, recipients: str, server: str, sender: str, password: str | None = None) -> None:
         parts = checked_server(server)
@@ -184,7 +186,7 @@ class Mail:
         self._sender = sender or recipients.split(",")[0]
 
     def send(self, notification: Notification, timeout: float) -> None:
-        """Hand it to the server."""
+        """Send the mail through the server."""
         mail = EmailMessage()
         mail["Subject"] = " ".join(notification.title.split())[:200]
         mail["From"], mail["To"] = self._sender, self._recipients
@@ -195,14 +197,14 @@ class Mail:
         except smtplib.SMTPResponseException as error:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
         except smtplib.SMTPRecipientsRefused:
-            raise NotDelivered("it refused the recipients", is_final=True) from None
-        except OSError as error:  # smtplib's own are among them
+            raise NotDelivered("it rejected the recipients", is_final=True) from None
+        except OSError as error:  # this includes smtplib's exceptions
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:
             raise NotDelivered(type(error).__name__, is_final=True) from None
-        if rejected:  # the others have it: another try would send it to them again
+        if rejected:  # a retry would send it again to the recipients that were accepted
             of = len(self._recipients.split(","))
-            raise NotDelivered(f"it refused {len(rejected)} of {of} recipients", is_final=True)
+            raise NotDelivered(f"it rejected {len(rejected)} of {of} recipients", is_final=True)
 
     def _connected(self, timeout: float) -> smtplib.SMTP:
         context = ssl.create_default_context()
@@ -222,26 +224,28 @@ class Mail:
 
 
 def checked_url(url: str) -> SplitResult:
-    """The parts of a URL to post to; ConfigError where it is none, in words that do not repeat it."""
+    """Return the parts of a URL to post to. Raise ConfigError if it is invalid, without repeating it."""
     try:
         parts = urlsplit(url.strip())
         _ = parts.port
     except ValueError:
         raise ConfigError("the URL to notify cannot be read; give one such as https://example.org/hook") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("the URL to notify is none of http or https with a host; give one such as https://example.org/hook")
+        raise ConfigError("the URL to notify is not an http or https URL with a host; give one such as https://example.org/hook")
     if parts.path == HIDDEN:
         raise ConfigError(
-            f"the address at {parts.hostname} was left out of the run's records, as it may be a secret; give it whole"
+            f"the address at {parts.hostname} was removed from the run's records because it may be a secret; give the whole address"
         )
     return parts
 
 
 def checked_server(server: str) -> SplitResult:
-    """The parts of a mail server's address; ConfigError where it is none."""
+    """Return the parts of a mail server's address. Raise ConfigError if it is invalid."""
     parts = urlsplit(server)
     if parts.password is not None:
-        raise ConfigError(f"the mail server {parts.hostname} with a password in its address; name its variable in password_env")
+        raise ConfigError(
+            f"the address of the mail server {parts.hostname} holds a password; name a variable for it in password_env"
+        )
     one_of("scheme of a mail server", parts.scheme, tuple(_PORTS))
     try:
         _ = parts.port
@@ -253,7 +257,7 @@ def checked_server(server: str) -> SplitResult:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with the numbers that JSON does not have as text."""
+    """Return `value` as plain data, with numbers that JSON lacks as text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

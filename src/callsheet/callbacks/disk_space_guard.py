@@ -1,4 +1,4 @@
-"""Training stops with a checkpoint before the disk is full."""
+"""Stopping with a checkpoint before the disk is full."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # how many of the largest must still have room
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # how many checkpoints of the largest size must still fit
 
 
 class DiskSpaceGuard(Callback):
-    """Warn when the disk of the checkpoints runs full, and stop, with a last checkpoint, while there is room for one.
+    """Warn when the disk that holds the checkpoints runs full, and stop while there is room for a last checkpoint.
 
-    It looks at log boundaries and before a checkpoint, on one rank of each machine; all ranks agree on the stop. The limits are
-    the given ones, or what three, and one, of the run's largest checkpoints take, where that is more. A limit is warned of once,
-    and again when there was room in between. Checkpoints at a URL are not looked at: the run's folder is then.
+    One rank of each machine checks the disk at log boundaries and before a checkpoint; all ranks agree on the stop. The limits are
+    the given ones, or the size of three checkpoints (for the warning) and one (for the stop), whichever is larger. The warning is
+    given once, and again if there was enough room in between. If the checkpoints are at a URL, the disk of the run's folder is checked.
 
-    A run that begins below the limit for stopping stops at its first record: it has nothing to lose yet.
+    A run that starts below the limit for stopping stops at its first record, when there is nothing to lose yet.
 
     Args:
         warn_below: free bytes.
         stop_below: free bytes; 0 never stops.
-        path: what to look at instead: any folder or file on that disk.
+        path: another place to check: any folder or file on that disk.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     phase = "decide"
@@ -49,16 +49,16 @@ class DiskSpaceGuard(Callback):
         self._warn_below = warn_below
         self._stop_below = stop_below
         self._path = Path(path) if path is not None else None
-        self._place: Path | None = None  # that is looked at
-        self._largest = 0  # checkpoint, in bytes
+        self._place: Path | None = None  # the folder whose disk is checked
+        self._largest = 0  # size of the largest checkpoint, in bytes
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """A new stretch of training may stop anew."""
+        """Allow another stop, and find the disk again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
-        """Look; stop while there is room."""
+        """Check the disk, and stop while there is room."""
         free = self._look(ctx)
         if free is None or not self._stop_below or self._has_stopped:
             return
@@ -66,36 +66,36 @@ class DiskSpaceGuard(Callback):
         if free < limit:
             self._has_stopped = True
             why = f"only {_size(free)} of disk space are free at {self._place} on node {ctx.run.node_rank}, below the limit of {_size(limit)}"
-            logger.error("%s: training stops: %s; free some, and resume", label_of(self), why)
+            logger.error("%s: training stops: %s; free some space, then resume", label_of(self), why)
             if free > self._largest:
                 ctx.control.save(why, by=label_of(self))
             ctx.control.stop(why, resumable=True)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Look before it is written."""
+        """Warn if the checkpoint may not fit."""
         free = self._look(ctx)
         if free is not None and free < self._largest:
             sizes = f"{_size(free)} are free at {self._place}, and the last one took {_size(self._largest)}"
             logger.warning("%s: the checkpoint that is being written may not fit: %s", label_of(self), sizes)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """So large they are."""
-        self._place = None  # it is made with the first
+        """Note the checkpoint's size."""
+        self._place = None  # the first checkpoint creates the folder
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)
 
     on_checkpoint_load_end = on_checkpoint_published
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The size of the largest checkpoint."""
+        """Return the size of the largest checkpoint."""
         return {"largest": self._largest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._largest = state["largest"]
 
     def _found(self, ctx: Context) -> Path:
-        """Where to look: what there is of the path to the checkpoints."""
+        """Return the deepest existing folder on the path to the checkpoints."""
         place = self._path
         if place is None:
             place = Path(ctx.run.checkpoints) if "://" not in ctx.run.checkpoints else (ctx.run.folder or Path())
@@ -105,7 +105,7 @@ class DiskSpaceGuard(Callback):
         return place
 
     def _free(self, ctx: Context) -> int:
-        """The free bytes where it looks, which is found anew where it has gone."""
+        """Return the free bytes. If the folder has been removed, find it again."""
         finish_deletions()
         if self._place is not None:
             with suppress(FileNotFoundError):
@@ -114,12 +114,12 @@ class DiskSpaceGuard(Callback):
         return shutil.disk_usage(self._place).free
 
     def _look(self, ctx: Context) -> int | None:
-        """The free bytes, after a warning where they are few; None where they cannot be known."""
+        """Return the free bytes, or None if they are not known. Warn if they are below the limit."""
         try:
             free = self._free(ctx)
         except OSError as error:
             if not self._has_warned:
-                logger.warning("%s: the disk at %s cannot be looked at: %s", label_of(self), self._place, error)
+                logger.warning("%s: the disk at %s cannot be checked: %s", label_of(self), self._place, error)
             self._has_warned = True
             return None
         limit = max(self._warn_below, int(self._largest * _WARN_CHECKPOINTS))

@@ -1,4 +1,4 @@
-"""Training ends when an evaluated metric no longer improves."""
+"""Stopping when an evaluated metric no longer improves."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ logger = logging.getLogger("callsheet")
 class EarlyStopper(Callback):
     """Stop training, on all ranks together, when a metric of the evaluation has not improved for a while.
 
-    A value is better if it is by more than `min_delta` below the best so far, or above it where `mode` is `"max"`. NaN and infinity are
-    never better: they are waited through like any other value. Evaluations by hand decide nothing, and one in which the dataset was not
-    due is passed over. What is at its best, and since when, survives a resume; a run that is resumed after its patience ran out ends
-    before its first step: raise `patience` to go on. Several stand side by side if each has a `name` of its own.
+    A value is better if it is more than `min_delta` below the best so far, or above it if `mode` is `"max"`. NaN and infinity are never
+    better and use up patience like any other value. Standalone evaluations are ignored, and so are evaluations that skipped the dataset.
+    The best value and the patience used survive a resume. A run that is resumed after its patience ran out ends before its first step;
+    raise `patience` to continue it. To use several stoppers, give each its own `name`.
 
     Args:
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`.
         mode: whether the best is the `"min"` or the `"max"`.
-        patience: a whole number: how many evaluations of the dataset in a row may fail to improve; the last of them stops the run. Or a
-            time, such as `"2ep"`: stopped is at the first evaluation that is at least so long after the best.
-        min_delta: by how much a better value has to be better, in the metric's own unit.
+        patience: a whole number: after how many evaluations of the dataset in a row without improvement the run stops. Or a time, such
+            as `"2ep"`: the run stops at the first evaluation that is at least this long after the best one.
+        min_delta: the smallest difference that counts as an improvement, in the metric's own unit.
 
     Raises:
-        ConfigError: an argument that cannot work; at an evaluation that has the dataset, when it does not tell the metric.
+        ConfigError: an argument is invalid, or an evaluation of the dataset does not have the metric.
     """
 
     phase = "decide"
     transport_ignore = ("_is_resumed",)
-    collective = True  # it asks on behalf of all ranks
+    collective = True  # its requests are the same on all ranks
 
     def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
         self._monitor = _checked_monitor(monitor)
         self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
         self._patience = Time.parse(patience) if not isinstance(patience, int) else patience
         if isinstance(patience, bool) or (self._patience.value if isinstance(self._patience, Time) else self._patience) <= 0:
-            raise ConfigError(f"patience={patience!r}: give at least one evaluation, or a time such as '2ep'")
+            raise ConfigError(f"patience={patience!r}: must be at least one evaluation, or a time such as '2ep'")
         if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise ConfigError(f"min_delta={min_delta!r}: give how much better counts as better, 0 or more")
+            raise ConfigError(f"min_delta={min_delta!r}: must be 0 or more")
         self._min_delta = min_delta
         self._begin()
 
     def _begin(self) -> None:
-        self._best = math.inf  # by `_sign`, less is better
-        self._waited = 0  # evaluations
-        self._best_at: Timestamp | None = None  # also of the first value, if none was finite
+        self._best = math.inf  # multiplied by `_sign`: less is better
+        self._waited = 0  # evaluations without improvement
+        self._best_at: Timestamp | None = None  # the time of the first value if none was finite
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
 
@@ -61,14 +61,14 @@ class EarlyStopper(Callback):
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """A run that ended here before it was resumed has not become better since."""
+        """Stop again if the run was resumed after its patience ran out."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._seen_at is not None and self._has_run_out(ctx):
             self._stop(ctx)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Compare, and stop when patience has run out."""
-        if ctx.standalone:  # somebody's look at other data
+        """Compare the value with the best, and stop when the patience has run out."""
+        if ctx.standalone:  # it may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
@@ -83,13 +83,13 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        if self._has_run_out(ctx) and not ctx.state.is_complete:  # else it ends here anyway
+        if self._has_run_out(ctx) and not ctx.state.is_complete:  # a complete run ends anyway
             self._stop(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Say so where it could not do its work."""
+        """Warn if no evaluation had the metric."""
         if self._seen_at is None and not self._is_warned and ctx.state.timestamp.batch > ctx.state.baseline.batch:
-            logger.warning("%s waited for %r, and no evaluation was told in the whole run", label_of(self), self._monitor)
+            logger.warning("%s: no evaluation of the whole run had the metric %r", label_of(self), self._monitor)
 
     def _has_run_out(self, ctx: Context) -> bool:
         if not isinstance(self._patience, Time):
@@ -115,7 +115,7 @@ class EarlyStopper(Callback):
         ctx.control.stop(why, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The best value, when it was, and how long it has been waited since."""
+        """Return the best value, its time, and the number of evaluations since."""
         times = {"best_at": self._best_at, "seen_at": self._seen_at}
         return {
             "best": self._best,
@@ -124,7 +124,7 @@ class EarlyStopper(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._best, self._waited = state["best"], state["waited"]
         self._best_at, self._seen_at = (
             Timestamp.from_dict(state[name]) if state[name] is not None else None for name in ("best_at", "seen_at")
@@ -133,10 +133,10 @@ class EarlyStopper(Callback):
 
 
 def evaluated(ctx: Context, monitor: str) -> float | None:
-    """The value of `<dataset>/<metric>` in the evaluation that is told, or None where the dataset was not evaluated this time.
+    """Return the value of `<dataset>/<metric>` in the current evaluation, or None if the dataset was not evaluated this time.
 
     Raises:
-        ConfigError: the dataset has no such metric; the message lists those there are.
+        ConfigError: the dataset has no such metric; the message lists its metrics.
     """
     values = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
     if monitor not in values and not any(monitor.startswith(f"{name}/") for name in ctx.eval_results):
@@ -151,12 +151,12 @@ def _checked_monitor(monitor: str) -> str:
 
 
 def _warn_of_absence(callback: Callback, ctx: Context, monitor: str) -> None:
-    """Only a warning: an evaluator with a longer interval may be the one that is meant."""
-    told = [f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result]
+    """Warn that the evaluation lacks the metric. It is no error: an evaluator with a longer interval may have it."""
+    found = [f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result]
     logger.warning(
-        "%s waits for %r, and this evaluation told only %s%s; is it of an evaluator that comes later?",
+        "%s: this evaluation does not have the metric %r, only %s%s; ignore this if an evaluator with a longer interval has it",
         label_of(callback),
         monitor,
-        ", ".join(told) or "nothing",
-        did_you_mean(monitor, told),
+        ", ".join(found) or "none",
+        did_you_mean(monitor, found),
     )

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, in their place while they are evaluated and saved."""
+"""An exponential moving average of the weights, used for evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from callsheet.errors import CheckpointError, ConfigError
 from callsheet.time import Interval, Time, TimeUnit
 
 _OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
-"""The one that may change a model, while a run lasts."""
+"""The EMA that may change a model, for the duration of a run."""
 
 
 class EMA(Callback):
-    """Keep an exponential moving average of the weights, and evaluate, save and end with it.
+    """Keep an exponential moving average of the weights, and use it to evaluate, to save, and as the final model.
 
-    Every `update_interval` steps the average moves towards the weights, `average += (1 - decay) * (weights - average)`, from what they
-    were when it began. Training goes on with its own weights, which are the same to the last bit with an EMA and without. The average
-    stands in the model, put there before all other callbacks and taken out after them, while it is evaluated, tested or asked to
-    predict, and while a checkpoint is saved; and, unless `at_end` is False, from the end of training on, so that `trainer.export` writes it.
+    Every `update_interval` steps the average moves towards the weights: `average += (1 - decay) * (weights - average)`. It starts with
+    the weights as they are when it begins. Training itself uses the trained weights, which are bitwise the same with and without an
+    EMA. The average is put into the model during evaluation, test, prediction and saving: before all other callbacks are called, and
+    removed after them. Unless `at_end` is False, it also stays there when training ends, so that `trainer.export` writes it.
 
-    A checkpoint's model is therefore the average, which is what its evaluation judged: whoever reads it, as `LoadCheckpoint` does, gets
-    that. The weights that were trained stand in this callback's state, and a run that is resumed with an EMA goes on with them, exactly.
-    Without one it would go on from the average. Where the trained weights are not finite, they are saved themselves, so that
-    the checkpoint is known as a bad one. Of a sharded model every rank keeps and saves its own shards: such a checkpoint is resumed
-    on as many ranks.
+    The model in a checkpoint is therefore the average, which is what was evaluated; `LoadCheckpoint` and other readers get it. The
+    trained weights are saved in this callback's state. A run that is resumed with an EMA continues with them exactly; without one
+    it would continue from the average. If the trained weights are not finite, they are saved as the model, so that the checkpoint is
+    recognized as bad. With a sharded model every rank keeps and saves its own shards, so such a checkpoint can only be resumed on the
+    same number of ranks.
 
-    Averaged are the parameters that are trained (what is unfrozen later, from the next epoch on), and buffers of floating point, such as batch norm's statistics; rank 0's count. The
-    average takes as much of the device's memory as the parameters, half precision twice that: it is kept in single precision.
+    The average covers trainable parameters and floating-point buffers, such as batch norm statistics, of which rank 0's count.
+    Parameters that are unfrozen later join at the next epoch. The average takes as much device memory as the parameters, and twice
+    that in half precision, because it is kept in single precision.
 
     Args:
-        half_life: after so many steps a weight counts half; a whole number, or a time in batches such as `"1000ba"`.
-        decay: in place of `half_life`: what remains of the average at an update, such as 0.999.
+        half_life: after this many steps a weight counts half; a whole number, or a time in batches such as `"1000ba"`.
+        decay: instead of `half_life`: the fraction of the average that an update keeps, such as 0.999.
         update_interval: steps between updates.
-        start: when the average begins, such as `"500ba"` or `"0.7dur"`; nothing is put in the weights' place before.
-        at_end: whether the average stays in the model when training has ended; a further `fit` trains on with the weights.
+        start: when the average begins, such as `"500ba"` or `"0.7dur"`; before that, the trained weights are evaluated and saved.
+        at_end: whether the average stays in the model when training has ended; a further `fit` trains the trained weights.
 
     Raises:
-        ConfigError: an argument that cannot work, or a second EMA of one model.
-        CheckpointError: a sharded average that another number of ranks saved.
+        ConfigError: an argument is invalid, or the model already has an EMA.
+        CheckpointError: a sharded average was saved by a different number of ranks.
     """
 
     phase = "change"
@@ -62,7 +63,7 @@ class EMA(Callback):
         at_end: bool = True,
     ) -> None:
         if half_life is not None and decay is not None:
-            raise ConfigError(f"half_life={half_life!r} beside decay={decay!r}; give one of them")
+            raise ConfigError(f"half_life={half_life!r} and decay={decay!r} exclude each other; give one of them")
         if update_interval < 1:
             raise ConfigError(f"update_interval={update_interval}: give at least one step")
         self._decay = decay if decay is not None else 0.5 ** (update_interval / _steps(1000 if half_life is None else half_life))
@@ -75,15 +76,15 @@ class EMA(Callback):
 
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}  # while the average is in their place
-        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights to which they move
-        self._wanted = 0  # by how many spans the average is wanted in the model
-        self._stays = self._is_spoilt = False
-        self._layout = ""  # whole, or in which shards
-        self._own: set[str] = set()  # what this rank has to save: the shards, and on rank 0 the rest
+        self._trained: dict[str, Tensor] = {}  # the trained weights, while the average is in the model
+        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights they move towards
+        self._wanted = 0  # how many spans want the average in the model
+        self._stays = self._is_not_finite = False
+        self._layout = ""  # "whole", or the mesh of the shards
+        self._own: set[str] = set()  # the tensors that this rank saves: its shards, and on rank 0 also the rest
 
     def on_run_start(self, ctx: Context) -> None:
-        """Make sure that the model is ours to change."""
+        """Check that no other EMA changes the model."""
         other = _OF.setdefault(ctx.model, self)
         if other is not self:
             raise ConfigError(
@@ -91,7 +92,7 @@ class EMA(Callback):
             )
 
     def on_run_end(self, ctx: Context) -> None:
-        """Leave the model to others."""
+        """Allow another EMA to change the model."""
         if _OF.get(ctx.model) is self:
             del _OF[ctx.model]
 
@@ -100,14 +101,14 @@ class EMA(Callback):
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Put back the weights that were trained; what every rank has whole, rank 0 has saved."""
+        """Restore the trained weights. Tensors that are not sharded were saved by rank 0, which broadcasts them."""
         there, *names = ctx.gather((self._layout, list(self._trained), list(self._average)))[0]
         tensors = _tensors(ctx.model)
         self._find_out(ctx, tensors)
         if there and there != self._layout:
             raise CheckpointError(
-                f"{label_of(self)} was saved {there}, and the model is {self._layout} now: its state cannot be spread anew; resume as it "
-                "was, or begin a new run from the averaged weights, with LoadCheckpoint"
+                f"{label_of(self)} was saved {there}, but the model is now {self._layout}, and its state cannot be resharded; resume on the "
+                "same mesh, or start a new run from the averaged weights with LoadCheckpoint"
             )
         for kept, its_names in zip((self._trained, self._average), names, strict=True):
             for name in its_names:
@@ -121,7 +122,7 @@ class EMA(Callback):
         self._swap_out(ctx)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Train on with the weights; begin the average, where it is to begin with them."""
+        """Put the trained weights back, and begin the average unless `start` is later."""
         if self._stays:
             self._stays = False
             self._release(ctx)
@@ -129,7 +130,7 @@ class EMA(Callback):
 
     @at("measure")
     def on_epoch_start(self, ctx: Context) -> None:
-        """Take in what has been unfrozen."""
+        """Add parameters that have been unfrozen."""
         self._find_averaged(ctx)
 
     @torch.no_grad()
@@ -145,50 +146,50 @@ class EMA(Callback):
         torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Put the average in the model, before anybody else is told."""
+        """Put the average into the model, before other callbacks are called."""
         self._want(ctx)
 
     @at("restore")
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Put the weights back, after everybody else has been told."""
+        """Put the trained weights back, after other callbacks have been called."""
         self._release(ctx)
 
     on_test_start = on_predict_start = on_eval_all_start
     on_test_end = on_predict_end = on_eval_all_end
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Have the average saved as the model, unless the weights are spoilt: then these, so that all can see it."""
+        """Save the average as the model. If the trained weights are not finite, save these, so that the checkpoint is known as bad."""
         weights = self._trained or _tensors(ctx.model)
-        self._is_spoilt = not all(ctx.gather(all_finite(weights.values())))
-        if self._is_spoilt:
+        self._is_not_finite = not all(ctx.gather(all_finite(weights.values())))
+        if self._is_not_finite:
             self._swap_out(ctx)
         else:
             self._want(ctx)
 
     @at("restore")
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Go on as before."""
-        if self._is_spoilt and self._wanted:
+        """Restore what was in the model before the save."""
+        if self._is_not_finite and self._wanted:
             self._swap_in(ctx)
-        elif not self._is_spoilt:
+        elif not self._is_not_finite:
             self._release(ctx)
 
     @at("restore")
     def on_train_end(self, ctx: Context) -> None:
-        """Leave the average in the model."""
+        """Put the average into the model to stay, if `at_end`."""
         if self._at_end:
             self._stays = True
             self._want(ctx)
 
     @at("restore")
     def on_exception(self, ctx: Context) -> None:
-        """Whoever looks at the model of a run that failed in training finds what was trained."""
+        """Leave the trained weights in the model of a run that failed in training."""
         self._wanted = int(self._stays)
         if not self._stays:
             self._swap_out(ctx)
 
     def _find_out(self, ctx: Context, tensors: Mapping[str, Tensor]) -> None:
-        """How the model lies on the ranks."""
+        """Find out how the model is sharded and what this rank saves."""
         shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         meshes = {tuple(tensor.device_mesh.shape) for tensor in shards.values()}
         self._layout = f"in shards on a mesh of {', '.join(map(str, sorted(meshes)))}" if meshes else "whole"
@@ -196,7 +197,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _find_averaged(self, ctx: Context) -> None:
-        """Begin with every tensor that is to be averaged and is not yet: before the start, none."""
+        """Begin to average every tensor that should be and is not yet. Before `start`, do nothing."""
         if self._start is not None and not self._average and not self._start.index(ctx.state.timestamp, ctx.state.elapsed):
             return
         tensors = _tensors(ctx.model)
@@ -223,11 +224,13 @@ class EMA(Callback):
             mean, part = self._average.get(name), local_part(tensor)
             if mean is None:
                 continue
-            if ctx.run.world_size > 1 and not isinstance(tensor, nn.Parameter):  # statistics of one rank's own samples
+            if ctx.run.world_size > 1 and not isinstance(
+                tensor, nn.Parameter
+            ):  # each rank's statistics come from its own samples
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()
             part.copy_(mean)
-            if mean.dtype is part.dtype:  # its memory is free until it comes back
+            if mean.dtype is part.dtype:  # reuse the average's memory for the trained weights
                 trained = self._average.pop(name).copy_(trained)
             self._trained[name] = trained
 
@@ -243,7 +246,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The weights that the average has the place of, and what of the average is not in the model exactly."""
+        """Return the trained weights that the average replaces, and the exact average as far as the model does not hold it."""
         if not self._average and not self._trained:
             return {}
         trained, average = (
@@ -252,13 +255,13 @@ class EMA(Callback):
         return {"layout": self._layout, "trained": trained, "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; `on_checkpoint_load_end` puts it where it belongs."""
+        """Keep what `state_dict` returned, until `on_checkpoint_load_end` moves it into the model."""
         self._layout = state["layout"]
         self._trained, self._average = dict(state["trained"]), dict(state["average"])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of floating point, tied ones once; asking for the state has a sharded model put its shards in place."""
+    """Return floating-point parameters and buffers, tied ones once. Reading `state_dict` also makes a sharded model install its shards."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -267,7 +270,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What it is averaged in: half precision would lose the small steps."""
+    """Return the dtype of the average: half precision would lose small updates."""
     return tensor.dtype if tensor.itemsize >= 4 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""The trained model as a file that others run."""
+"""Export of the trained model to a file for inference."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ SHAPES = ("batch", "all", "none")
 
 
 class ExportForInferenceCallback(Callback):
-    """Write the model for inference when training ends: `export/model.pt2` in the run's folder, or what `save_path` says.
+    """Export the model for inference when training ends, to `export/model.pt2` in the run's folder or to `save_path`.
 
-    What is written is a copy in evaluation mode on the CPU, with the weights of the end of training; with those of an `EMA` that
-    stands before this callback in the list. It appears under its name when it is whole, in place of an earlier one, and the loggers
-    are given it as `export/<file>`. Nothing is written when the run fails or makes way. Called again, `fit` writes anew.
+    The export is a copy in evaluation mode on the CPU, with the weights at the end of training. If an `EMA` comes before this callback
+    in the list, the copy has its average. The file appears under its name when it is complete, and replaces an earlier one. Loggers
+    receive it as `export/<file>`. Nothing is written when the run fails or is preempted. Each call of `fit` writes it again.
 
-    Of a sharded model every rank takes part in gathering, and rank 0 holds it whole in host memory. The others wait until it is
-    written: the Trainer's `timeout_seconds` has to be longer. The model that was trained is left as it is.
+    All ranks of a sharded model take part in gathering it, and rank 0 holds the whole model in host memory. The others wait until it is
+    written, so the Trainer's `timeout_seconds` has to be longer. The trained model is not changed.
 
     Args:
-        save_format: `"torch_export"`, a program that `torch.export.load` reads, with the model's outputs, those of a Hugging Face
-            model as a dictionary of tensors; `"onnx"`, which needs `callsheet[onnx]`; `"huggingface"`, a folder for `from_pretrained`.
+        save_format: `"torch_export"`, a program that `torch.export.load` reads and that returns the model's outputs (those of a Hugging
+            Face model as a dictionary of tensors); `"onnx"`, which needs `callsheet[onnx]`; `"huggingface"`, a folder for
+            `from_pretrained`.
         save_path: the file, or the folder for `"huggingface"`.
-        sample_input: what the model is called with while it is exported: a tensor, a tuple of arguments, or a dictionary of
-            arguments by name. None takes two samples of what it is first called with in training, without `labels`; a compiled model
-            does not tell, and needs it given.
-        dynamic_shapes: which sizes may be others than in the sample: `"batch"`, the first of every tensor; `"all"`, so that sequences
-            may have any length; torch fixes those that the model does. Or `"none"`, or what `torch.export.export` takes.
+        sample_input: the input for the export: a tensor, a tuple of arguments, or a dictionary of keyword arguments. None takes two
+            samples of the model's first input in training, without `labels`. A compiled model does not show its input, and needs one.
+        dynamic_shapes: which sizes may differ from the sample: `"batch"`, the first dimension of every tensor; `"all"`, every dimension
+            (so that sequences may have any length), except those that the model fixes; `"none"`; or what `torch.export.export` takes.
         input_names: for `"onnx"`, in the order of the inputs.
-        output_names: likewise.
-        processor: for `"huggingface"`: the tokenizer or processor to be saved beside the model.
+        output_names: for `"onnx"`, in the order of the outputs.
+        processor: for `"huggingface"`: the tokenizer or processor to save with the model.
 
     Raises:
-        ConfigError: an argument that cannot work; where training starts, a model that is none of transformers, and at the first record,
-            a compiled model without a sample.
-        CheckpointError: what could not be exported, on all ranks; training is done, and its checkpoints stand.
-        MissingPackage: where training starts, if ONNX's packages are not installed.
+        ConfigError: an argument is invalid; when training starts, the model is not a transformers model; at the first record, the
+            model is compiled and no sample was given.
+        CheckpointError: the export failed, on all ranks; training is complete, and its checkpoints are intact.
+        MissingPackage: when training starts, the packages for ONNX are not installed.
     """
 
-    collective = True  # gathering is
+    collective = True  # gathering a sharded model is a collective
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class ExportForInferenceCallback(Callback):
         if isinstance(dynamic_shapes, str):
             one_of("dynamic_shapes", dynamic_shapes, SHAPES)
         if save_format != "onnx" and (input_names or output_names):
-            raise ConfigError(f"input_names and output_names are ONNX's, and save_format is {save_format!r}; leave them out")
+            raise ConfigError(f"input_names and output_names are for save_format='onnx', not {save_format!r}; leave them out")
         if save_format != "huggingface" and processor is not None:
             raise ConfigError(f"processor= is for save_format='huggingface', not {save_format!r}; leave it out")
         if save_path is not None and "://" in os.fspath(save_path):
-            raise ConfigError(f"save_path={os.fspath(save_path)!r}: name a path of this machine, and copy it from there")
+            raise ConfigError(f"save_path={os.fspath(save_path)!r} is a URL; give a local path, and copy the file from there")
         self._save_path = Path(save_path) if save_path is not None else None
         self._given = Call.of(sample_input) if sample_input is not None else None
         self._shapes = dynamic_shapes
@@ -98,46 +98,48 @@ class ExportForInferenceCallback(Callback):
             raise ConfigError(f"the run has no folder to export to; give {label_of(self)} a save_path=")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Find out now what would fail at the end; wait for a sample of the input."""
+        """Check the format's requirements, and wait for a sample of the input."""
         if self._format == "onnx":
             for package in ("onnx", "onnxscript"):
                 load(package, extra="onnx", wanted_by=label_of(self))
         if self._format == "huggingface":
             if not hasattr(ctx.model, "save_pretrained"):
                 kind = type(ctx.model).__name__
-                raise ConfigError(f"{label_of(self)}: {kind} is no model of transformers; choose another save_format")
+                raise ConfigError(f"{label_of(self)}: {kind} is not a transformers model; choose another save_format")
         elif self._sample is None:
             self._first = ctx.step
             self._hook = ctx.model.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # nothing is called here that the compiled model would call ever after
+        if torch.compiler.is_compiling():  # the compiled model would contain the calls below for good
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
         self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """A compiled model runs no hooks: better to know it now than at the end."""
+        """Raise ConfigError if the model is compiled: it runs no hooks, so the export at the end would fail."""
         if self._hook is not None and ctx.step > self._first:
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
-        """Training goes on elsewhere, and ends there."""
+        """Export nothing: the resumed run will."""
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:
-        """Leave no hook behind."""
+        """Remove the hook."""
         self._unhook()
 
-    @at("restore")  # where an EMA puts its average in the model
+    @at("restore")  # after an EMA has put its average into the model
     def on_train_end(self, ctx: Context) -> None:
-        """Export."""
+        """Export the model."""
         self._unhook()
         if self._is_leaving:
             return
         if self._sample is None and self._format != "huggingface":
-            logger.warning("%s has seen no input, as nothing was left to train, and exports nothing; give it one", label_of(self))
+            logger.warning(
+                "%s exports nothing: no step was trained, so it has seen no input; give it a sample_input=", label_of(self)
+            )
             return
         random = random_state()
         error, written = None, []
@@ -145,12 +147,12 @@ class ExportForInferenceCallback(Callback):
             copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
             if copied is not None:
                 written = self._written(ctx, copied.eval().requires_grad_(False))
-        except Exception as raised:  # the others wait
+        except Exception as raised:  # the other ranks wait at the gather below
             error = raised
         restore_random_state(random)
         if failed := next(filter(None, ctx.gather(reason(error) if error is not None else None)), None):
             raise CheckpointError(
-                f"{label_of(self)}: the model is not exported as {self._format}: {failed} (training is done, and its checkpoints stand)"
+                f"{label_of(self)}: the model could not be exported as {self._format}: {failed} (training is complete, and its checkpoints are intact)"
             ) from error
         for file in written:
             ctx.log_file(f"export/{file.relative_to(self._target(ctx).parent).as_posix()}", file)
@@ -158,7 +160,7 @@ class ExportForInferenceCallback(Callback):
     def _written(self, ctx: Context, model: nn.Module) -> list[Path]:
         target = self._target(ctx)
         draft = target.with_name(f".{target.name}.new")
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left one
         draft.mkdir(parents=True)
         path = draft / target.name
         try:

@@ -1,4 +1,4 @@
-"""What the model returned is let go as soon as the loss is there."""
+"""Releasing the model's outputs as soon as the loss is computed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ logger = logging.getLogger("callsheet")
 
 
 class FreeOutputs(Callback):
-    """Let go of the model's outputs when the loss is computed and everybody has been told, before the backward.
+    """Release the model's outputs before the backward pass, once the loss is computed and all handlers have been called.
 
-    The Trainer does this by itself, unless a callback asks for them until the step's end, with `keep_fields = ("outputs",)`. Then this callback
-    overrules it: `ctx.outputs` is None from the loss's end on, and the memory of the logits is the backward's alone. What evaluations
-    give is left alone. Without such a callback it has nothing to do, and says so once.
+    The Trainer does this anyway, unless a callback keeps the outputs until the step's end with `keep_fields = ("outputs",)`. This
+    callback overrides that: `ctx.outputs` is None after `on_loss_end`, so that only the backward pass holds the memory of the logits.
+    Outputs of evaluations are not affected. If no callback keeps the outputs, there is nothing to do, and a warning says so once.
     """
 
     phase = "restore"
 
     def __init__(self) -> None:
-        self._is_told = False
+        self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Say it if there is nothing to do."""
-        if "outputs" not in ctx.kept and not self._is_told:
-            self._is_told = True
+        """Warn if there is nothing to do."""
+        if "outputs" not in ctx.kept and not self._has_warned:
+            self._has_warned = True
             logger.warning(
-                "%s has nothing to do: no callback keeps the outputs, and the loop lets go of them by itself", label_of(self)
+                "%s has nothing to do: no callback keeps the outputs, so the loop releases them anyway; remove it", label_of(self)
             )
 
     def on_loss_end(self, ctx: Context) -> None:
-        """Let go, after everybody else."""
+        """Release the outputs, after all other handlers."""
         ctx.outputs = None

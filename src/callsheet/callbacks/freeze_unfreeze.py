@@ -1,4 +1,4 @@
-"""Parts of the model stand still for a while."""
+"""Freezing modules for a while."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ logger = logging.getLogger("callsheet")
 
 
 class FreezeUnfreeze(Callback):
-    """Freeze modules when training begins, and train them too from some time on.
+    """Freeze modules when training begins, and optionally unfreeze them later.
 
-    While they are frozen neither the weights below them move, weight decay included, nor, unless `statistics` is True, what they keep by
-    themselves: they are in evaluation mode, so that batch norm uses its statistics as they are and dropout is off. The norm of the
-    gradients is that of the rest. On one rank frozen parameters take no gradients; on several they do, since the ranks have laid out
-    their communication by then, and these are thrown away before they are clipped.
+    While modules are frozen, their weights do not change, not even by weight decay. Unless `statistics` is True they are in evaluation
+    mode as well, so that batch norm does not update its statistics and dropout is off. The gradient norm covers the other parameters.
+    On one rank, frozen parameters get no gradients. On several ranks they do, because communication is already set up for them, and
+    the gradients are discarded before clipping.
 
-    The optimizer has to hold the parameters from the beginning, in groups and with rates of their own as you like: it leaves alone what has
-    no gradient, keeps no moments for it, and finds it in its group when it is unfrozen. It keeps no state: a resumed run knows by its
-    time what is frozen. Several stand side by side, each with its modules and its time.
+    The optimizer must hold the parameters from the beginning, in groups with any learning rates. It skips parameters without a
+    gradient, keeps no moments for them, and updates them with their group's settings once they are unfrozen. This callback keeps no
+    state: a resumed run derives from its time what is frozen. Use several callbacks for modules with different times.
 
     Args:
-        modules: names of modules as `model.named_modules()` gives them, or patterns of them such as `"encoder.layers.*"`; with each goes
-            what is below it.
-        until: when they are trained too, such as `"1ep"` or `"0.1dur"`; a whole number means batches; None is never.
+        modules: names of modules as in `model.named_modules()`, or patterns such as `"encoder.layers.*"`. Everything inside a module is
+            frozen with it.
+        until: when to unfreeze, such as `"1ep"` or `"0.1dur"`; a whole number means batches; None means never.
         statistics: whether frozen modules stay in training mode.
 
     Raises:
-        ConfigError: no patterns; when training begins, one that matches no module with parameters, or parameters that are to be
-            trained later and that the optimizer does not hold.
+        ConfigError: no patterns were given; or, when training begins, a pattern matches no module with parameters, or the optimizer
+            does not hold parameters that are to be trained later.
     """
 
     phase = "change"
@@ -52,19 +52,19 @@ class FreezeUnfreeze(Callback):
 
     def _forget(self) -> None:
         self._frozen: list[nn.Parameter] = []
-        self._quiet: list[nn.Module] = []
+        self._in_eval_mode: list[nn.Module] = []
 
     def on_run_start(self, ctx: Context) -> None:
-        """Another run, another model."""
+        """Discard the state of an earlier run, which may have had another model."""
         self._forget()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Freeze, unless the time is over."""
+        """Freeze the modules, unless their time is over."""
         self._unfreeze()
         if self._is_over(ctx):
             return
         found = self._found(ctx.model)
-        ctx.model.state_dict(keep_vars=True)  # has a sharded model put its shards in place
+        ctx.model.state_dict(keep_vars=True)  # makes a sharded model install its shards
         its_own = dict.fromkeys(parameter for module in found for parameter in module.parameters())
         self._check_optimizer(ctx, its_own)
         self._frozen = [parameter for parameter in its_own if parameter.requires_grad]
@@ -72,29 +72,29 @@ class FreezeUnfreeze(Callback):
             for parameter in self._frozen:
                 parameter.requires_grad_(False)
         if not self._statistics:
-            self._quiet = [below for module in found for below in module.modules() if below.training]
-            for module in self._quiet:
+            self._in_eval_mode = [below for module in found for below in module.modules() if below.training]
+            for module in self._in_eval_mode:
                 module.training = False
         count = sum(parameter.numel() for parameter in self._frozen)
         logger.info("%s: %d parameters are frozen%s", label_of(self), count, f" until {self._until.every}" if self._until else "")
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """See whether the time has come."""
-        if self._until is not None and (self._frozen or self._quiet) and self._is_over(ctx):
+        """Unfreeze when it is time."""
+        if self._until is not None and (self._frozen or self._in_eval_mode) and self._is_over(ctx):
             self._unfreeze()
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Throw away gradients that came all the same."""
+        """Discard gradients of frozen parameters."""
         for parameter in self._frozen:
             parameter.grad = None
 
     def on_train_end(self, ctx: Context) -> None:
-        """Leave the model as it was given."""
+        """Unfreeze the modules."""
         self._unfreeze()
 
     def on_exception(self, ctx: Context) -> None:
-        """Likewise."""
+        """Unfreeze the modules."""
         self._unfreeze()
 
     def _is_over(self, ctx: Context) -> bool:
@@ -103,7 +103,7 @@ class FreezeUnfreeze(Callback):
     def _unfreeze(self) -> None:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        for module in self._quiet:
+        for module in self._in_eval_mode:
             module.training = True
         self._forget()
 
@@ -112,7 +112,7 @@ class FreezeUnfreeze(Callback):
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):
                 near = did_you_mean(pattern, modules)
-                raise ConfigError(f"no module with parameters is called {pattern!r}{near} (there are {', '.join(modules)})")
+                raise ConfigError(f"no module with parameters matches {pattern!r}{near}; the model has {', '.join(modules)}")
         return [module for name, module in modules.items() if any(fnmatchcase(name, pattern) for pattern in self._patterns)]
 
     def _check_optimizer(self, ctx: Context, parameters: Container[nn.Parameter]) -> None:
@@ -121,6 +121,6 @@ class FreezeUnfreeze(Callback):
         missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in held]
         if missing and self._until is not None:
             raise ConfigError(
-                f"the optimizer does not hold {', '.join(missing)}, to be trained from {self._until.every} on; give it all that is ever "
-                "trained, in groups with rates of their own if need be"
+                f"the optimizer does not hold {', '.join(missing)}, which are to be trained from {self._until.every} on; give it all parameters "
+                "that are ever trained, if necessary in groups with their own learning rates"
             )

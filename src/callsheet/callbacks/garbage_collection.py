@@ -1,4 +1,4 @@
-"""Python's garbage collection, between steps, and on all ranks between the same ones."""
+"""Garbage collection between steps, at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from callsheet.errors import ConfigError
 
 
 class GarbageCollection(Callback):
-    """Collect garbage every so many steps, and not at any other time.
+    """Run Python's garbage collection at an interval of steps, and at no other time.
 
-    Python collects when it sees fit, and on every rank at another moment; where ranks meet at each step, all wait for each of them. With
-    this, training begins with a collection and goes on without, until a step whose number `interval` divides, the same on all ranks,
-    or so many steps into an evaluation. What is not part of a cycle is freed at once, as always. As soon as training has ended, also by an
-    exception, collection is on again if it was before.
+    By default Python collects at arbitrary times, different on each rank. Ranks that synchronize at each step then wait for every
+    collection of every rank. This callback collects when training begins, disables automatic collection, and collects at every step
+    that is a multiple of `interval`, the same on all ranks, and every `interval` steps of an evaluation. Objects that are not part of a
+    cycle are freed at once, as always. When training ends, also with an exception, automatic collection is enabled again if it was before.
 
-    Logs `gc/seconds`: what the collections since the last record took, on the rank where it was most.
+    Logs `gc/seconds`: the time of the collections since the last record, on the rank where it was longest.
 
     Args:
         interval: steps from one collection to the next.
-        generation: how thorough: 2 looks at everything, 1 and 0 at what is younger, in less time.
+        generation: how thorough: 2 examines everything; 1 and 0 examine younger objects only, in less time.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(self, *, interval: int = 1000, generation: int = 2) -> None:
@@ -36,10 +36,10 @@ class GarbageCollection(Callback):
         self._interval = interval
         self._generation = generation
         self._has_disabled = False
-        self._evaluated = 0  # steps of the evaluation in hand
+        self._evaluated = 0  # steps of the current evaluation
 
     def on_train_start(self, ctx: Context) -> None:
-        """From here on nobody else collects."""
+        """Collect, and disable automatic collection."""
         self._evaluated = 0
         if gc.isenabled():
             gc.disable()
@@ -47,32 +47,32 @@ class GarbageCollection(Callback):
         gc.collect(self._generation)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Collect, where the step is one of those."""
+        """Collect if the step is a multiple of the interval."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_train_step_end", until=ctx.step + ahead)
         else:
             self._collect(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Count anew."""
+        """Start counting the evaluation's steps."""
         self._evaluated = 0
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """An evaluation may have more steps than training between two of them."""
+        """Collect every `interval` steps of an evaluation, which may be long."""
         self._evaluated += 1
         if self._has_disabled and self._evaluated % self._interval == 0:
             self._collect(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Leave collection as it was."""
+        """Enable automatic collection again."""
         self._restore()
 
     def on_exception(self, ctx: Context) -> None:
-        """Likewise."""
+        """Enable automatic collection again."""
         self._restore()
 
     def on_run_end(self, ctx: Context) -> None:
-        """Likewise, however it came to this."""
+        """Enable automatic collection again, however the run ended."""
         self._restore()
 
     def _collect(self, ctx: Context) -> None:

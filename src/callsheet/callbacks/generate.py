@@ -1,4 +1,4 @@
-"""What a language model writes while it learns."""
+"""Texts that a language model writes while it trains."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ logger = logging.getLogger("callsheet")
 
 
 class Generate(Callback):
-    """Have the model go on from a few prompts, regularly and when training ends, and give the loggers the table `generations`.
+    """Let the model continue a few prompts, regularly and when training ends, and log the table `generations`.
 
-    Its columns are `prompt` and `continuation`, one row a prompt; with a `name` of its own the table is called by that. Once a step
-    at most, and not when the run is to make way. The model is a Hugging Face model, or any with a method `generate(ids, ...)` that
-    returns the ids with those that follow; of `max_new_tokens`, `do_sample`, `temperature`, `attention_mask`, ... it is given those
-    that it takes.
+    The columns are `prompt` and `continuation`, with one row per prompt. If the callback has a `name`, the table has that name. It
+    writes at most once per step, and not when the run is preempted. The model is a Hugging Face model, or any with a method
+    `generate(ids, ...)` that returns the ids followed by their continuation. Of `max_new_tokens`, `do_sample`, `temperature`,
+    `attention_mask`, ... it is passed those that it accepts.
 
-    All ranks write the same, each for itself, and rank 0's is logged: nobody waits for another rank. Only where `fully_shard` has
-    sharded the model, its weights are gathered by all ranks at every token, until the last has finished. What is compiled is the
-    training alone.
+    Every rank generates the same texts by itself, and rank 0's are logged; no rank waits for another. But if `fully_shard` has sharded
+    the model, all ranks gather its weights at every token, until the last rank has finished. Generation does not use a compiled model;
+    only training does.
 
-    Weights, gradients, random states and the modules' modes are left as they were. What is drawn at random is drawn from the same
-    seed every time: what differs between two tables is the weights. Training stands still meanwhile, and its speeds show it.
+    Weights, gradients, random states and the modules' modes are left as they were. Sampling uses the same seed every time, so two
+    tables differ only because of the weights. Training waits while texts are generated, which its speeds include.
 
     Args:
-        prompts: texts, or lists of token ids; with none there is nothing to do, which is said once.
-        interval: how often, such as `"500ba"`, and when training ends; a whole number means batches; None is never.
-        at_evaluation: also after each evaluation in training, while the model is still as it was evaluated (such as with an `EMA`).
-        tokenizer: an object with `encode` and `decode`, or the name or folder of one that transformers loads; None takes the bytes
-            of a text for ids, and the ids of a prompt for themselves.
-        max_new_tokens: how far each prompt is continued.
-        do_sample: draw each token; False takes the likeliest.
-        temperature: of the drawing: below 1 likely tokens become likelier.
+        prompts: texts, or lists of token ids; with none there is nothing to do, and a warning says so.
+        interval: how often, such as `"500ba"`, in addition to the end of training; a whole number means batches; None means never.
+        at_evaluation: also after each evaluation in training, with the weights that were evaluated (such as those of an `EMA`).
+        tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of a
+            text as its ids, and shows the ids of prompts that are ids.
+        max_new_tokens: the maximum length of a continuation.
+        do_sample: sample each token; False takes the likeliest.
+        temperature: of the sampling: below 1 likely tokens become likelier.
         batch_size: how many prompts, of equal length, are continued together.
-        seed: of the drawing.
-        options: passed to `model.generate` as they are.
+        seed: of the sampling.
+        options: further arguments of `model.generate`.
 
     Raises:
-        ConfigError: an argument that cannot work; where training starts, a model without `generate`, or a prompt without a token.
+        ConfigError: an argument is invalid; or, when training starts, the model has no `generate`, or a prompt has no tokens.
     """
 
-    collective = True  # sharded, every forward is one
-    # It does not set `draws_random`: the random states would be read at every step, and are wanted when it is time alone.
+    collective = True  # a sharded model's forward pass is a collective
+    # `draws_random` is not set: it would save and restore random states at every step, and they are only needed when generating.
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Generate(Callback):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(prompts, str):
-            raise ConfigError(f"prompts={prompts!r} is one text; give a list of them")
+            raise ConfigError(f"prompts={prompts!r} is a single text; give a list of texts")
         if interval is None and not at_evaluation:
-            raise ConfigError("interval=None without at_evaluation would never write; give one of them")
+            raise ConfigError("interval=None without at_evaluation would never generate anything; give one of them")
         if max_new_tokens < 1 or batch_size < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}, batch_size={batch_size}: give at least one of each")
         if not temperature > 0:
@@ -86,21 +86,21 @@ class Generate(Callback):
 
     def _begin(self) -> None:
         self._prompts: Prompts | None = None
-        self._seen: Timestamp | None = None  # when it was last asked whether it is time
+        self._seen: Timestamp | None = None  # the time of the last check
         self._drawn_at = -1
         self._is_training = self._is_leaving = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Say so where there is nothing to do."""
+        """Warn if there are no prompts."""
         if not self._given:
-            logger.warning("%s has no prompts, and writes nothing; give it prompts=", label_of(self))
+            logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Forget an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check the model and the prompts, before any step is lost."""
+        """Check the model and the prompts before the first step."""
         self._is_training = True
         self._seen = self._seen or ctx.state.timestamp
         if self._given and not callable(getattr(ctx.model, "generate", None)):
@@ -110,7 +110,7 @@ class Generate(Callback):
             self._prompts = Prompts(self._given, self._tokenizer)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Look whether an interval is over."""
+        """Generate if an interval is over."""
         if self._interval is None or self._seen is None:
             return
         state, before = ctx.state, self._seen
@@ -121,16 +121,16 @@ class Generate(Callback):
     on_epoch_end = on_round_end = on_train_step_end
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write with the weights that were evaluated."""
+        """Generate with the weights that were evaluated."""
         if self._at_evaluation and self._is_training and not ctx.standalone:
             self._draw(ctx)
 
     def on_preempt(self, ctx: Context) -> None:
-        """There is no time to lose."""
+        """Generate no more: a preempted run has no time for it."""
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write with the last weights."""
+        """Generate with the final weights."""
         if self._interval is not None:
             self._draw(ctx)
         self._is_training = False
@@ -153,10 +153,10 @@ class Generate(Callback):
             ctx.log_table(self.name or "generations", ["prompt", "continuation"], rows)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """When it last looked, and the last step at which it wrote."""
+        """Return the time of the last check and the last step at which it generated."""
         return {"seen": self._seen.to_dict() if self._seen is not None else None, "drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._seen = Timestamp.from_dict(state["seen"]) if state["seen"] is not None else None
         self._drawn_at = state["drawn_at"]

@@ -1,4 +1,4 @@
-"""How many batches make a step, by the epoch."""
+"""The number of batches per step, by epoch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from callsheet.errors import ConfigError
 
 
 class GradientAccumulationScheduler(Callback):
-    """Accumulate gradients over more batches, or fewer, from an epoch on.
+    """Change the number of batches over which gradients are accumulated, by epoch.
 
-    Before the first of its epochs the run's own `gradient_accumulation_steps` holds. A step's mean is over all samples of its batches, so that the learning
-    rate is for the larger batch; the last step of an epoch has what is left. It keeps no state: a resumed run takes what its epoch calls for.
+    Before the first epoch in the schedule the run's own `gradient_accumulation_steps` applies. The loss of a step is the mean over all
+    samples of its batches, so choose the learning rate for the larger batch. The last step of an epoch has the remaining batches. This
+    callback keeps no state: a resumed run uses the value of its epoch.
 
     Args:
-        schedule: the batches of a step by the epoch from which on they count; epochs are counted from 1, as `ctx.epoch` is: `{1: 1, 5: 4}`.
+        schedule: batches per step, by the first epoch to which they apply. Epochs count from 1, as in `ctx.epoch`: `{1: 1, 5: 4}`.
 
     Raises:
-        ConfigError: a schedule that is empty, or holds anything but whole numbers from 1 up.
+        ConfigError: the schedule is empty, or holds anything but whole numbers from 1 up.
     """
 
     phase = "change"
-    collective = True  # all ranks take the same
+    collective = True  # all ranks use the same value
 
     def __init__(self, *, schedule: Mapping[int, int]) -> None:
         if not isinstance(schedule, Mapping) or not schedule:
             raise ConfigError(f"schedule={schedule!r}: give batches by epoch, such as {{1: 1, 5: 4}}")
-        # the keys of JSON are strings: a spec that was written as such has to be built again
+        # JSON has strings as keys, and a spec may have been saved as JSON.
         read: dict[Any, Any] = {int(key) if str(key).isdecimal() else key: batches for key, batches in schedule.items()}
         for epoch, batches in read.items():
             if any(type(number) is not int or number < 1 for number in (epoch, batches)):
                 raise ConfigError(
-                    f"schedule: {epoch!r}: {batches!r}; both the epoch and its batches are whole numbers, from 1 up"
+                    f"schedule: {epoch!r}: {batches!r} is invalid; both the epoch and its batches must be whole numbers from 1 up"
                 )
         self._schedule = dict(sorted(read.items()))
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Take what the epoch calls for."""
-        called_for = [batches for epoch, batches in self._schedule.items() if epoch <= ctx.epoch]
-        if called_for:
-            ctx.control.set_gradient_accumulation(called_for[-1])
+        """Set the value for this epoch."""
+        due = [batches for epoch, batches in self._schedule.items() if epoch <= ctx.epoch]
+        if due:
+            ctx.control.set_gradient_accumulation(due[-1])

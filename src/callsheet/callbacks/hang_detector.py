@@ -1,4 +1,4 @@
-"""When no step comes any more: who stands where, and what to do."""
+"""Detection of hangs: when no step ends any more, write the stacks of all threads and act."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # nobody else's; it wakes the training thread
-_LEARNED = 3  # looks that saw steps, before they are believed
-_PATIENCE = 10.0  # seconds for writing, and as many for logging, before something is done all the same
-_OTHERS_LOOK = 2.0  # seconds, in which every rank has looked, and has written where it stands
+_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # rarely used by others; it interrupts the training thread
+_MIN_SAMPLES = 3  # checks that saw steps, before the learned step time is used
+_ACTION_SECONDS = 10.0  # for writing stacks, and again for logging; after that the detector acts anyway
+_OTHER_RANKS_SECONDS = 2.0  # in which every rank has noticed the hang and written its stacks
 
 
 class HangDetector(Callback):
-    """When no step comes for much longer than one takes, write down where every thread of every rank stands, and act.
+    """When no step ends for much longer than a step takes, write the stacks of all threads of every rank, and act.
 
-    A thread of its own looks at when the last step ended, every second at most, and learns how long steps take; that goes on
-    across a resume. The steps themselves do nothing for it. After `factor` times the learned step time, and `min_seconds` at least,
-    each rank writes `hangs/rank<rank>-step<step>.txt` in the run's folder, the stacks of all its threads, and, where torch
-    records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), `hangs/rank<rank>-step<step>-collectives.json`, which torch's
-    `torchfrtrace` reads. It is logged as an error. Then:
+    A background thread checks at least every second when the last step ended, and learns how long steps take. What it has learned
+    survives a resume. The steps themselves do no work for it. After `factor` times the learned step time, and at least `min_seconds`,
+    each rank writes the stacks of all its threads to `hangs/rank<rank>-step<step>.txt` in the run's folder. If torch records its
+    collectives (`TORCH_FR_BUFFER_SIZE` above 0), it also writes `hangs/rank<rank>-step<step>-collectives.json`, which torch's
+    `torchfrtrace` reads. An error is logged. Then:
 
-    - `warn` logs again, if it goes on after all, for how long it stood.
-    - `raise` raises `HangError` in the training thread. What waits inside a collective or a kernel does not hear it.
-    - `kill` ends the process, without any clean-up, with `exit_code`: a launcher starts it again.
+    - `warn` only logs again if training continues, with the length of the hang.
+    - `raise` raises `HangError` in the training thread. It cannot interrupt a collective or a kernel.
+    - `kill` ends the process with `exit_code`, without any clean-up, so that a launcher restarts it.
 
-    `raise` and `kill` give the other ranks two seconds to write as well, since the end of one may take them out of where they hang;
-    and do nothing where a step was made in that time.
+    `raise` and `kill` wait two seconds, so that the other ranks write their stacks too: the end of one rank may end their hang. They do
+    nothing if a step ended in that time.
 
-    Steps of evaluation, and saves, are life too; they, the steps before there is something learned, and the first after the
-    start, an epoch's start, an evaluation or a save may take `pause_seconds`. Where C code holds Python's interpreter lock for
-    ever, nothing can look.
+    Steps of an evaluation, and saves, also count as progress. The limit is `pause_seconds` for them, for the steps before a step time
+    is learned, and for the first step after the start, an epoch's start, an evaluation or a save. If C code holds the interpreter lock
+    forever, the detector cannot run.
 
     Args:
-        factor: see above, like the others.
-        min_seconds: see above.
-        pause_seconds: see above.
+        factor: the limit, in learned step times.
+        min_seconds: the shortest limit.
+        pause_seconds: the limit while a pause is expected, as explained above.
         action: `warn`, `raise` or `kill`.
-        exit_code: of a killed process.
-        folder: where to write, if not to the run's folder.
+        exit_code: the exit code of a killed process.
+        folder: where to write instead of the run's folder.
 
     Raises:
-        ConfigError: an argument that cannot work, or a run without a folder where none was given.
+        ConfigError: an argument is invalid, or the run has no folder and none was given.
+        ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
     def __init__(
@@ -82,28 +83,28 @@ class HangDetector(Callback):
         self._exit_code = exit_code
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
-        self._learned: deque[float] = deque(maxlen=50)  # seconds a step, one a look
+        self._learned: deque[float] = deque(maxlen=50)  # seconds per step, one value per check
         self._rank = 0
-        self._state = TrainState()  # the run's, whose timestamp counts the steps
-        self._beat = 0.0  # the last sign of life: between steps, or the look that saw a step
+        self._state = TrainState()  # the run's state, whose timestamp counts the steps
+        self._beat = 0.0  # the last progress: an event between steps, or the check that saw a new step
         self._hung_after = 0  # the last step before a hang
-        self._pausing_until = 0  # the step from which on there is no excuse
+        self._pausing_until = 0  # until this step the limit is `pause_seconds`
         self._is_over: threading.Event | None = None
-        self._previous: Any = None  # the signal's handler
+        self._previous: Any = None  # the signal's previous handler
 
     def on_run_start(self, ctx: Context) -> None:
-        """There must be somewhere to write to."""
+        """Check that there is a folder to write to."""
         if self._given_folder is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder to write stacks to; give HangDetector a folder=")
         self._folder = self._given_folder or Path(ctx.run.folder or "", "hangs")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """A new run has new steps."""
+        """Discard the step time of an earlier run."""
         if ctx.checkpoint is None:
             self._learned.clear()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin to look."""
+        """Start the background thread."""
         self._end()
         self._rank, self._state, self._pausing_until = ctx.run.rank, ctx.state, ctx.state.timestamp.batch + 1
         self._beat = time.monotonic()
@@ -115,7 +116,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """A sign of life, of something that takes its own time."""
+        """Note progress outside of training steps."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 
@@ -123,17 +124,17 @@ class HangDetector(Callback):
     on_checkpoint_save_start = on_checkpoint_save_end = on_eval_step_end
 
     def on_train_end(self, ctx: Context) -> None:
-        """Nothing is waited for any more."""
+        """Stop the background thread."""
         self._end()
 
     on_exception = on_run_end = on_train_end
 
     def state_dict(self) -> Mapping[str, Any]:
-        """How long steps take."""
+        """Return the learned step times."""
         return {"learned": list(self._learned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._learned.clear()
         self._learned.extend(state["learned"])
 
@@ -145,30 +146,37 @@ class HangDetector(Callback):
             signal.signal(_SIGNAL, self._previous)
             self._previous = None
 
-    # --- on the thread ---
+    # --- the background thread ---
 
     def _watch(self, is_over: threading.Event, trained: threading.Thread) -> None:
         pause = min(1.0, self._min_seconds / 10)
         looked, steps, beat = time.monotonic(), self._state.timestamp.batch, self._beat
-        told: float | None = None  # the last sign of life before the hang that was told of
+        reported: float | None = None  # the last progress before the hang that was reported
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            if now - looked > 5 * pause + 1:  # the whole process stood still, or the machine slept
+            if now - looked > 5 * pause + 1:  # the whole process was stopped, or the machine slept
                 self._beat = now
             elif seen_steps > steps:
                 if steps >= self._pausing_until:
                     self._learned.append((now - beat) / (seen_steps - steps))
                 self._beat = now
             looked, steps, beat = now, seen_steps, self._beat
-            if told is not None and beat != told:
-                _within(_PATIENCE, logger.warning, "%s: rank %d goes on, after %.3g s", label_of(self), self._rank, beat - told)
-                told = None
-            if told is None and now - beat > self._limit():
-                told = beat
+            if reported is not None and beat != reported:
+                _within(
+                    _ACTION_SECONDS,
+                    logger.warning,
+                    "%s: rank %d continues after %.3g s",
+                    label_of(self),
+                    self._rank,
+                    beat - reported,
+                )
+                reported = None
+            if reported is None and now - beat > self._limit():
+                reported = beat
                 self._hangs(now - beat, trained, is_over)
 
     def _limit(self) -> float:
-        if self._state.timestamp.batch < self._pausing_until or len(self._learned) < _LEARNED:
+        if self._state.timestamp.batch < self._pausing_until or len(self._learned) < _MIN_SAMPLES:
             return self._pause_seconds
         return max(self._min_seconds, self._factor * statistics.median(self._learned))
 
@@ -176,32 +184,32 @@ class HangDetector(Callback):
         self._hung_after = self._state.timestamp.batch
         step = self._hung_after + 1
         path = self._folder / f"rank{self._rank}-step{step}.txt"
-        what = f"rank {self._rank} has had no sign of life for {silent:.3g} s, around step {step}"
+        what = f"rank {self._rank} has made no progress for {silent:.3g} s, around step {step}"
         written = ["cannot be written: the disk does not answer"]
 
         def write() -> None:
             try:
                 self._write(path, what)
                 written.append(f"is in {path}")
-            except Exception as error:  # a full disk must not keep us from acting
+            except Exception as error:  # a full disk must not prevent the action
                 written.append(f"cannot be written: {error}")
 
-        def tell() -> None:
-            logger.error("%s: %s; where its threads stand %s", label_of(self), what, written[-1])
+        def report() -> None:
+            logger.error("%s: %s; a file with the stacks of its threads %s", label_of(self), what, written[-1])
 
-        _within(_PATIENCE, write)
-        _within(_PATIENCE, tell)
+        _within(_ACTION_SECONDS, write)
+        _within(_ACTION_SECONDS, report)
         if self._action == "warn":
             return
-        is_over.wait(_OTHERS_LOOK)
-        if self._state.timestamp.batch != self._hung_after:  # it went on after all
+        is_over.wait(_OTHER_RANKS_SECONDS)
+        if self._state.timestamp.batch != self._hung_after:  # a step has ended since
             return
         if self._action == "kill":
-            _within(_PATIENCE, logging.shutdown)
+            _within(_ACTION_SECONDS, logging.shutdown)
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
-                signal.pthread_kill(trained.ident, _SIGNAL)  # which also ends a sleep or a read
+                signal.pthread_kill(trained.ident, _SIGNAL)  # also interrupts a sleep or a read
             else:
                 import ctypes
 
@@ -215,7 +223,7 @@ class HangDetector(Callback):
             traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0), file=file)
             file.write("\nAll threads, the innermost call first:\n")
             file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)  # the first hundred of them
+            faulthandler.dump_traceback(file, all_threads=True)  # faulthandler writes the first hundred threads
         if initialised_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
             dump = getattr(collectives, "_dump_fr_trace_json", None) or getattr(collectives, "_dump_nccl_trace_json", None)
@@ -225,18 +233,18 @@ class HangDetector(Callback):
 
     def _raise(self, number: int, frame: object) -> None:
         silent = time.monotonic() - self._beat
-        if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:  # else it went on in this very moment
+        if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:  # otherwise a step has just ended
             raise HangError(
                 f"no step for {silent:.3g} s, around step {self._hung_after + 1} on rank {self._rank}; "
-                f"where its threads stood is in {self._folder}"
+                f"the stacks of its threads are in {self._folder}"
             )
 
 
 def _within(seconds: float, what: Callable[..., object], *arguments: object) -> None:
-    """Do it on a thread of its own, and wait for so long at most: what hangs may hold a log handler's lock, or be the disk."""
-    thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-word", daemon=True)
+    """Call `what` on another thread and wait up to `seconds`: the hang may hold a log handler's lock, or be caused by the disk."""
+    thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-report", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process may have no more threads; acting comes first
+    except RuntimeError:  # the process may not start more threads; the action matters more
         return
     thread.join(seconds)

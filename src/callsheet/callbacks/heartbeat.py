@@ -1,4 +1,4 @@
-"""A file that says that the run is alive."""
+"""A file that shows that the run is alive."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from callsheet.errors import ConfigError
 
 
 class Heartbeat(Callback):
-    """Write a small file every few seconds, for probes that restart what does not move.
+    """Write a small file every few seconds, for probes that restart jobs without progress.
 
     The file is JSON: `time` (seconds since 1970), `state` (`starting`, `training`, `evaluating`, `testing`, `predicting`,
-    `saving`, `waiting` between those, then the run's outcome), `step`, `epoch`, `batch` (completed), `run`, `rank`, `host`,
-    `pid`. It is replaced as a whole, so that no reader sees half of it. It is written when the state changes, and at steps of
-    training, evaluation, test and prediction when the last writing is `seconds` ago: a step that takes longer than a probe's
-    patience looks dead to it, as does a save.
+    `saving`, `waiting` between those, then the run's outcome), `step`, `epoch`, `batch` (completed), `run`, `rank`, `host` and
+    `pid`. It is replaced atomically, so that a reader never sees half of it. It is written when the state changes, and at steps of
+    training, evaluation, test and prediction once `seconds` have passed since the last write. A step or a save that takes longer
+    than the probe's timeout looks like a dead job.
 
-    What it cannot write is reported and does not end the run. A run that fails in its set-up writes nothing.
+    Errors in writing are reported and do not end the run. A run that fails during set-up writes nothing.
 
     Args:
-        file: where; `heartbeat.json` in the run's folder where it is None. `{rank}` in it becomes the rank.
-        seconds: how often.
-        ranks: which ranks write: `zero`, `local_zero`, `all` or a set. Where several do, `file` needs its `{rank}`; the file in
-            the run's folder is then called `heartbeat-rank{rank}.json`.
+        file: the file's path; None means `heartbeat.json` in the run's folder. `{rank}` in it is replaced by the rank.
+        seconds: how often to write.
+        ranks: which ranks write: `zero`, `local_zero`, `all` or a set. If several do, `file` needs a `{rank}`; the file in the run's
+            folder is then called `heartbeat-rank{rank}.json`.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     phase = "report"
@@ -46,12 +46,12 @@ class Heartbeat(Callback):
         self._pattern = os.fspath(file) if file is not None else None
         self._seconds = seconds
         self.ranks = ranks
-        self._path: Path | None = None  # until the run may write
+        self._path: Path | None = None  # None until the run may write
         self._state = self._before_save = "starting"
         self._next = 0.0
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """From here on the run may write to its folder."""
+        """Write for the first time: from here on the run may write to its folder."""
         pattern = self._pattern
         if pattern is None:
             if ctx.run.folder is None:
@@ -59,56 +59,56 @@ class Heartbeat(Callback):
             pattern = str(ctx.run.folder / ("heartbeat.json" if self.ranks == "zero" else "heartbeat-rank{rank}.json"))
         self._path = Path(pattern.replace("{rank}", str(ctx.run.rank)))
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._tell(ctx, "starting")
+        self._enter(ctx, "starting")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Write, if it is time."""
+        """Write if it is time."""
         if time.monotonic() >= self._next:
             self._write(ctx)
 
     on_eval_step_end = on_test_step_end = on_predict_step_end = on_train_step_end
 
     def on_train_start(self, ctx: Context) -> None:
-        """Training begins, or goes on."""
-        self._tell(ctx, "training")
+        """Write that training begins or continues."""
+        self._enter(ctx, "training")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """An evaluation begins."""
-        self._tell(ctx, "evaluating")
+        """Write that an evaluation begins."""
+        self._enter(ctx, "evaluating")
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """It is over."""
-        self._tell(ctx, "waiting" if ctx.standalone else "training")
+        """Write that the evaluation is over."""
+        self._enter(ctx, "waiting" if ctx.standalone else "training")
 
     def on_test_start(self, ctx: Context) -> None:
-        """A test begins."""
-        self._tell(ctx, "testing")
+        """Write that a test begins."""
+        self._enter(ctx, "testing")
 
     def on_predict_start(self, ctx: Context) -> None:
-        """A prediction begins."""
-        self._tell(ctx, "predicting")
+        """Write that a prediction begins."""
+        self._enter(ctx, "predicting")
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """A checkpoint is written."""
+        """Write that a checkpoint is being saved."""
         self._before_save = self._state
-        self._tell(ctx, "saving")
+        self._enter(ctx, "saving")
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Training goes on."""
-        self._tell(ctx, self._before_save)
+        """Write the state from before the save."""
+        self._enter(ctx, self._before_save)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Nothing is being done."""
-        self._tell(ctx, "waiting")
+        """Write that the run waits."""
+        self._enter(ctx, "waiting")
 
     on_test_end = on_predict_end = on_train_end
 
     def on_run_end(self, ctx: Context) -> None:
-        """How it ended."""
-        self._tell(ctx, str(ctx.run.outcome))
+        """Write the outcome."""
+        self._enter(ctx, str(ctx.run.outcome))
         self._path = None
 
-    def _tell(self, ctx: Context, state: str) -> None:
+    def _enter(self, ctx: Context, state: str) -> None:
         self._state = state
         self._write(ctx)
 

@@ -1,4 +1,4 @@
-"""A run's records and evaluations, kept in memory."""
+"""A run's records and evaluations in memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 class History(Callback):
-    """Keep every record and every evaluation of training, to be read when it is over, or while it goes on.
+    """Keep every record and every evaluation of training in memory.
 
-    `history["train/loss"]` is a list of the values that records told under that name, in their order, and `history.steps("train/loss")`
-    the steps at which they did. `records` holds all of it, a pair of step and values for each record; `evaluations` a pair of step and
-    results by dataset for each evaluation, those by hand left out. All ranks hold the same, and it goes on across a resume: what
-    was trained again is there once. A new run begins with none.
+    `history["train/loss"]` lists the values of that metric in the records, in order, and `history.steps("train/loss")` their steps.
+    `records` holds a pair of step and values for each record. `evaluations` holds a pair of step and results by dataset for each
+    evaluation, except standalone ones. All ranks hold the same. The history survives a resume, and steps that are trained again appear
+    once. A new run begins with an empty history.
 
     Args:
-        most: keep so many records and so many evaluations, the newest; None keeps all. They are in every checkpoint.
+        most: the number of records and of evaluations to keep, the newest ones; None keeps all. They are saved in every checkpoint.
 
     Raises:
         ConfigError: `most` is less than 1.
-        KeyError: on reading a name that no record has told; the message names the nearest.
+        KeyError: no record has the metric that was read; the message suggests the nearest name.
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ class History(Callback):
         return [value for _, value in self._column(name)]
 
     def steps(self, name: str) -> list[int]:
-        """The steps at which `name` was told; raises as reading it does."""
+        """Return the steps of the records with the metric `name`. Raise KeyError if there are none."""
         return [step for step, _ in self._column(name)]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
@@ -61,12 +61,12 @@ class History(Callback):
         self.records, self.evaluations = [], []
 
     def on_log(self, ctx: Context) -> None:
-        """Keep the record, with what others have added to it."""
+        """Keep the record, with the values that callbacks have added."""
         self.records.append((ctx.record.step, dict(ctx.record.values)))
         self._forget_old()
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Keep what was found."""
+        """Keep the results."""
         if not ctx.standalone:
             self.evaluations.append((ctx.step, {name: dict(result) for name, result in ctx.eval_results.items()}))
             self._forget_old()
@@ -78,16 +78,16 @@ class History(Callback):
     def _column(self, name: str) -> list[tuple[int, float]]:
         column = [(step, values[name]) for step, values in self.records if name in values]
         if not column:
-            told = list(dict.fromkeys(name for _, values in self.records for name in values))
-            raise KeyError(f"no record told {name!r}{did_you_mean(name, told)} (told: {', '.join(told) or 'nothing'})")
+            logged = list(dict.fromkeys(name for _, values in self.records for name in values))
+            raise KeyError(f"no record has {name!r}{did_you_mean(name, logged)} (logged: {', '.join(logged) or 'nothing'})")
         return column
 
     def state_dict(self) -> Mapping[str, Any]:
-        """All of it."""
+        """Return all records and evaluations."""
         return {"records": list(self.records), "evaluations": list(self.evaluations)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.records = [(step, dict(values)) for step, values in state["records"]]
         self.evaluations = [(step, dict(results)) for step, results in state["evaluations"]]
         self._forget_old()

@@ -1,4 +1,4 @@
-"""Models as files that others run: programs of `torch.export`, ONNX, and folders of Hugging Face."""
+"""Files for inference: programs of `torch.export`, ONNX, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from torch.utils import _pytree as trees
 from callsheet.errors import CheckpointError
 
 FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "huggingface": "model"}
-"""What each format's file or folder is called where nobody said otherwise."""
+"""The default name of each format's file or folder."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a model is called with."""
+    """The arguments of a model's call."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> Call:
-        """A tuple are positional arguments, a mapping are those by name, and anything else is the one argument."""
+        """Return a call with a tuple as positional arguments, a mapping as keyword arguments, or anything else as the only argument."""
         if isinstance(given, Mapping):
             return cls((), dict(given))
         return cls(given if isinstance(given, tuple) else (given,))
 
     def changed(self, how: Callable[[Tensor], Tensor]) -> Call:
-        """The same with `how` of every tensor."""
+        """Return the call with `how` applied to every tensor."""
         args, kwargs = trees.tree_map_only(Tensor, how, (self.args, self.kwargs))
         return Call(args, kwargs)
 
     def small(self) -> Call:
-        """A copy with two samples: what is one sample is doubled, since an exporter would take a 1 for a constant."""
+        """Return a copy with two samples. A single sample is repeated, because an exporter would treat a size of 1 as a constant."""
         tensors = [leaf for leaf in trees.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         samples = tensors[0].size(0) if tensors else 0
 
@@ -56,44 +56,46 @@ class Call:
 
 
 def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
-    """The model's forward as torch.export sees it; `model` is a copy on the CPU, in evaluation mode, that may be changed.
+    """Return the model's forward as a `torch.export` program. `model` is a copy on the CPU in evaluation mode, and may be changed.
 
     Args:
-        call: with tensors on the CPU.
-        dynamic_shapes: `"batch"`, the first dimension of every tensor may vary; `"all"`, each dimension may; where the model does not
-            allow it, torch fixes it. `"none"`, or what `torch.export.export` takes.
+        call: arguments with tensors on the CPU.
+        dynamic_shapes: `"batch"`, the first dimension of every tensor may vary; `"all"`, every dimension may vary, except those that the
+            model fixes; `"none"`; or what `torch.export.export` takes.
 
     Raises:
-        CheckpointError: the model does not take the call, or torch cannot follow it.
+        CheckpointError: the model rejects the arguments, or torch cannot trace it.
     """
     if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # type: ignore[union-attr]  # a language model's cache is no output
-    with _failing_as("the model does not take the sample input"), torch.no_grad():
+        model.config.use_cache = False  # type: ignore[union-attr]  # a language model's cache is not part of the output
+    with _failing_as("the model does not accept the sample input"), torch.no_grad():
         outputs = model(*call.args, **call.kwargs)
     if isinstance(outputs, Mapping) and type(outputs) is not dict:
         _give_plain_outputs(model)
     if isinstance(dynamic_shapes, str):
         arguments = dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
         dynamic_shapes = trees.tree_map(lambda leaf: _dimensions(leaf, dynamic_shapes), arguments)
-    with _failing_as("torch.export cannot follow the model"):
+    with _failing_as("torch.export cannot trace the model"):
         return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
 def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) -> None:
-    """The program as ONNX; a large model's weights stand beside it, in `<name>.data`."""
-    with _failing_as("ONNX cannot say what the model does"):
-        made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # as it is typed from 2.7 on
-    assert made is not None  # it is None only where it has written a file itself
+    """Write the program as ONNX. The weights of a large model are in `<name>.data` next to it."""
+    with _failing_as("the model cannot be expressed in ONNX"):
+        made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # typed differently before PyTorch 2.7
+    assert made is not None  # it is None only when it writes a file itself
     made.save(path)
 
 
 def publish(draft: Path, target: Path) -> list[Path]:
-    """Move what `draft` holds to where `target` is to stand; returns the files.
+    """Move the contents of `draft` to where `target` belongs, and return the files.
 
-    A file, or a folder that was not there, appears at once; in a folder that was there, files of other names stay.
+    A file, or a folder that did not exist, appears atomically. If the folder existed, its files with other names stay.
     """
     files = _files(draft)
-    for entry in sorted(draft.iterdir(), key=lambda entry: entry.name == target.name):  # the target last, once all else is there
+    for entry in sorted(
+        draft.iterdir(), key=lambda entry: entry.name == target.name
+    ):  # the target last, when everything else is in place
         is_there = entry.is_dir() and target.with_name(entry.name).exists()
         for old in _files(entry) if is_there else [entry]:
             new = target.parent / old.relative_to(draft)
@@ -113,7 +115,7 @@ def _dimensions(leaf: Any, dynamic: str) -> dict[int, Any] | None:
 
 
 def _give_plain_outputs(model: nn.Module) -> None:
-    """Have the model return a dictionary of tensors: whoever loads the program need not have the class that it returned."""
+    """Make the model return a dictionary of tensors, so that loading the program does not require the class of its outputs."""
     forward = model.forward
 
     @functools.wraps(forward)
@@ -125,7 +127,7 @@ def _give_plain_outputs(model: nn.Module) -> None:
 
 @contextmanager
 def _failing_as(what: str) -> Iterator[None]:
-    """Say of what fails inside what it was about."""
+    """Turn errors inside into a CheckpointError that begins with `what`."""
     try:
         yield
     except Exception as error:
@@ -133,7 +135,7 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in a line or two: exporters tell long stories, of which the first cause is the one to know."""
+    """Return an error's first cause in a line or two, because exporters raise long messages."""
     if isinstance(error, CheckpointError):
         return str(error)
     while error.__cause__ is not None:

@@ -17,19 +17,19 @@ Function = Callable[[Context], Any]
 class Lambda(Callback):
     """Call functions at events, each with the context: `Lambda(on_log=print_loss, on_train_end=lambda ctx: print("done"))`.
 
-    What stands on a function, such as `@every("100ba")` or `@rank_zero_only`, counts as on a method. A function that draws random numbers,
-    or calls collectives, needs what any callback does: `draws_random` and `collective`, attributes of the instance. It keeps no state, so
-    several stand side by side as they are. `manager.register(event, function)` does the same for one function.
+    Decorators such as `@every("100ba")` and `@rank_zero_only` work on functions as on methods. If a function draws random numbers or
+    calls collectives, set `draws_random` or `collective` on the instance, as for any callback. A Lambda keeps no state, so several
+    need no names. `manager.register(event, function)` does the same for one function.
 
     Args:
-        name: under which its errors are told.
-        phase: its place in each event's order; what acts on training says `"change"` or `"decide"`.
+        name: the name under which its errors are reported.
+        phase: its place in each event's order; functions that change training need `"change"` or `"decide"`.
         ranks: on which ranks the functions are called.
-        functions: by event; `on_event` is called at all of them. A string, as in a YAML, is the function's import path.
+        functions: one function per event; `on_event` is called at all events. A string, as in YAML, is the function's import path.
 
     Raises:
-        UnknownEventError: no such event; the message names the nearest.
-        ConfigError: no functions, something that cannot be called, or a path at which there is none.
+        UnknownEventError: there is no such event; the message suggests the nearest name.
+        ConfigError: no functions were given, an argument is not callable, or an import path has no function.
     """
 
     def __init__(self, *, name: str = "", phase: str = "measure", ranks: RankGate = "all", **functions: Function | str) -> None:
@@ -41,5 +41,5 @@ class Lambda(Callback):
                 as_event(event)
             function = import_path(given) if isinstance(given, str) else given
             if not callable(function) or isinstance(function, type):
-                raise ConfigError(f"Lambda({event}={given!r}) is no function of the context")
+                raise ConfigError(f"Lambda({event}={given!r}) is not a function; give one that takes the context")
             setattr(self, event, function)

@@ -1,4 +1,4 @@
-"""Which files a running job's `SaveOnTrigger`s look at, told in the run's folder to whoever wants to ask for something."""
+"""The file in a run's folder that lists which trigger files the job's `SaveOnTrigger`s read."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from pathlib import Path
 from typing import Any
 
 LISTENERS = "listeners.json"
-"""In the run's folder: for each one's name the file. One in the folder has its bare name: others may see the folder elsewhere."""
+"""The list in the run's folder: each callback's name, and its file. A file in that folder has its bare name, because the folder may have another path elsewhere."""
 
-_LARGEST = 65536  # bytes that are read
+_MAX_BYTES = 65536  # of the list, when it is read
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
-    """Say that `name` looks at `file`. Raises OSError where it cannot be written."""
+    """Add to the list that `name` reads `file`. Raise OSError if the list cannot be written."""
     path = Path(file).absolute()
     is_inside = path.parent.resolve() == Path(folder).resolve()
     _write(Path(folder), {**listeners_in(folder), name: path.name if is_inside else str(path)})
 
 
 def withdraw(folder: str | os.PathLike[str], name: str) -> None:
-    """Say that `name` looks no longer. Raises as `announce` does."""
-    told = listeners_in(folder)
-    if told.pop(name, None) is not None:
-        _write(Path(folder), told)
+    """Remove `name` from the list. Raise OSError if the list cannot be written."""
+    listed = listeners_in(folder)
+    if listed.pop(name, None) is not None:
+        _write(Path(folder), listed)
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """What was announced in the run's folder, and not withdrawn; a job that was killed withdraws nothing."""
+    """Return the list in the run's folder. A job that was killed stays in it."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
-            told: Any = json.loads(file.read(_LARGEST))
-    except (OSError, ValueError, RecursionError):  # nobody has, or it is none of ours
+            listed: Any = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):  # there is no list, or it is not ours
         return {}
-    return {name: file for name, file in told.items() if isinstance(file, str)} if isinstance(told, dict) else {}
+    return {name: file for name, file in listed.items() if isinstance(file, str)} if isinstance(listed, dict) else {}
 
 
-def _write(folder: Path, told: dict[str, str]) -> None:
+def _write(folder: Path, listed: dict[str, str]) -> None:
     path = folder / LISTENERS
-    if not told:
+    if not listed:
         path.unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{LISTENERS}.new-{os.getpid()}")
     try:
-        draft.write_text(f"{json.dumps(told)}\n", encoding="utf-8")
-        os.replace(draft, path)  # a reader sees the old one or the new one
+        draft.write_text(f"{json.dumps(listed)}\n", encoding="utf-8")
+        os.replace(draft, path)  # atomically: a reader sees the old list or the new one
     finally:
         draft.unlink(missing_ok=True)

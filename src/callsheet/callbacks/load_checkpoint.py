@@ -1,4 +1,4 @@
-"""A new run begins with the weights of a checkpoint."""
+"""Starting a new run from the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _MODEL = "model."
 
 
 class LoadCheckpoint(Callback):
-    """Begin a new run with weights of another run's checkpoint; a run that is resumed has its own already, and is left alone.
+    """Start a new run with the weights of another run's checkpoint. A resumed run already has weights, and keeps them.
 
-    Parameters and buffers alone are loaded, cast to the model's own types and into whatever shards it has: from any number of ranks onto
-    any other. Optimizer, scheduler, time and callbacks begin anew. It is done before training, where a resume would be; what is loaded
-    and what is not is told in the log. All ranks fail where one of them does.
+    Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards, from any number of ranks
+    to any other. Optimizer, scheduler, time and callbacks start fresh. Loading happens before training, where a resume would; the log
+    lists what was loaded and what was not. If loading fails on one rank, it fails on all.
 
     Args:
         path: the checkpoint, a folder such as `runs/first/checkpoints/ep2-ba500`, or a URL that fsspec opens.
         weights: patterns of the names to load, such as `"encoder.*"`; None loads all.
         leave_out: patterns of names not to load, such as `"head.*"`.
-        strict: whether every weight of the model that is to be loaded must be in the checkpoint, of the same size, and the other way round.
-            False loads what fits.
+        strict: whether the weights to load must be the same, with the same sizes, in model and checkpoint. False loads those that fit.
 
     Raises:
-        ConfigError: an argument that cannot work.
-        CheckpointError: the checkpoint does not hold, is of no model, or does not fit; nothing in it fits, if not `strict`.
+        ConfigError: an argument is invalid.
+        CheckpointError: the checkpoint is invalid, holds no model, or does not fit; without `strict`, if nothing in it fits.
     """
 
     phase = "change"
@@ -61,55 +60,57 @@ class LoadCheckpoint(Callback):
             raise ConfigError("weights=[] would load nothing; name some, or None for all")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Load, unless the run goes on from a checkpoint of its own."""
+        """Load the weights, unless the run was resumed."""
         if ctx.checkpoint is not None:
-            logger.info("%s leaves %s alone: the run goes on from %s", label_of(self), self._path, ctx.checkpoint.path)
+            logger.info("%s does not load %s: the run is resumed from %s", label_of(self), self._path, ctx.checkpoint.path)
             return
-        told, error = "", None
+        summary, error = "", None
         try:
-            told = self._load(ctx.model.state_dict())
-        except Exception as caught:  # the other ranks have to learn of it
+            summary = self._load(ctx.model.state_dict())
+        except Exception as caught:  # raised below, on all ranks
             error = caught
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(ctx.gather(str(error) if error else "")) if reason]
         if failed:
             alone = ctx.run.world_size == 1
             raise CheckpointError(str(error) if alone else "; ".join(failed)) from error
         if ctx.run.is_world_process_zero:
-            logger.info("%s: %s", label_of(self), told)
+            logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Read into the model's tensors what is to be loaded and fits; what came of it, in words."""
+        """Read the weights that are wanted and fit into the model's tensors. Return a summary."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(
-                f"no weight of the model is called {' or '.join(self._weights)}; it has {', '.join(list(here)[:10])}, ..."
+                f"no weight of the model matches {' or '.join(self._weights)}; it has {', '.join(list(here)[:10])}, ..."
             )
         misfits: dict[str, str] = {}
-        aside = _Aside()
+        scratch = _Scratch()
 
         def target(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
             name = name.removeprefix(_MODEL) if name.startswith(_MODEL) else ""
             if name in wanted and wanted[name].shape == size:
                 return wanted[name]
             if name in wanted:
-                misfits[name] = f"{name} is of the size {list(size)} there and {list(wanted[name].shape)} here"
-            return aside.tensor(size, dtype)
+                misfits[name] = f"{name} has the size {list(size)} in the checkpoint and {list(wanted[name].shape)} in the model"
+            return scratch.tensor(size, dtype)
 
         there = _model_of(read_checkpoint(self._path, target=target), self._path)
         for name, tensor in wanted.items():
             source = there.get(name)
             if source is None:
-                misfits[name] = f"{name} is not there"
+                misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # of weights that are one there, under the first name; here they may be several
-                if id(source) in aside.tensors:
-                    misfits[name] = f"{name} stands there under a name that is left out"
+                # The checkpoint holds shared weights under the first name; in this model they may be separate.
+                if id(source) in scratch.tensors:
+                    misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:
-                    misfits[name] = f"{name} is of the size {list(source.shape)} there and {list(tensor.shape)} here"
+                    misfits[name] = (
+                        f"{name} has the size {list(source.shape)} in the checkpoint and {list(tensor.shape)} in the model"
+                    )
                 else:
                     with torch.no_grad():
                         tensor.copy_(source)
-        surplus = [f"{name} is not here" for name in there if name not in here and self._wants(name)]
+        surplus = [f"{name} is not in the model" for name in there if name not in here and self._wants(name)]
         if self._strict and (misfits or surplus):
             raise CheckpointError(
                 f"{self._path} does not fit the model: {_some([*misfits.values(), *surplus])}; strict=False loads what fits"
@@ -125,8 +126,8 @@ class LoadCheckpoint(Callback):
         )
 
 
-class _Aside:
-    """Where what is not wanted is read to, such as the optimizer's state: all of it to the same memory."""
+class _Scratch:
+    """Memory into which unwanted tensors, such as the optimizer's state, are read, all into the same place."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -144,7 +145,7 @@ class _Aside:
 def _model_of(loaded: Loaded, path: str) -> Mapping[str, Any]:
     model = loaded.shared.get("model") if isinstance(loaded.shared, dict) else None
     if not isinstance(model, dict):
-        raise CheckpointError(f"{path} holds no model; was it saved by a Trainer?")
+        raise CheckpointError(f"{path} holds no model; give one that a Trainer saved")
     return model
 
 

@@ -1,4 +1,4 @@
-"""A loss that leaps is noticed."""
+"""Detection of sudden jumps of the loss."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation, by its median absolute deviation
-_LEAST_SPREAD = 0.001  # of the median: where nothing has varied, a thousandth is no spike
+_TO_DEVIATION = 1.4826  # turns a median absolute deviation into a normal distribution's standard deviation
+_MIN_RELATIVE_SPREAD = 0.001  # of the median, so that a tiny change after constant losses is no spike
 
 
 class LossSpikeDetector(Callback):
-    """Notice a loss far above what it was of late; warn, and save or stop if asked to. It changes nothing else.
+    """Detect a loss far above its recent values, and warn, save or stop. It changes nothing else.
 
-    Every record's loss, the mean since the record before it, is held against the `window` records before it: a spike lies more than
-    `threshold` robust standard deviations (1.4826 times the median absolute deviation: Iglewicz and Hoaglin, 1993) above their median. So a
-    spike in the window does not hide the next one, and a lasting change of level becomes the new normal within half a window. A loss
-    that is NaN or infinite is a spike always, and is not kept in the window. All ranks see the same record, and act alike.
+    The loss of every record, which is the mean since the record before, is compared with the last `window` records. It is a spike if it
+    is more than `threshold` robust standard deviations (1.4826 times the median absolute deviation: Iglewicz and Hoaglin, 1993) above
+    their median. So a spike in the window does not hide the next one, and a lasting change of level becomes normal within half a window.
+    A NaN or infinite loss is always a spike, and is not kept in the window. All ranks see the same record and act the same way.
 
-    Adds to the record `loss_spike/score`, how many such deviations the loss lies above the median (below it, negative), once the window
-    has half its records, and `loss_spike/count`, the spikes so far. The window and the count survive a resume. With a `name` of its
-    own a second detector logs under that instead.
+    Adds to the record `loss_spike/score`, the number of these deviations by which the loss is above the median (negative below it), once
+    the window is half full, and `loss_spike/count`, the spikes so far. The window and the count survive a resume. If the detector has
+    a `name`, it replaces `loss_spike`.
 
     Args:
         monitor: the record's metric to watch.
-        window: how many records back.
-        threshold: how many deviations above the median is a spike.
-        action: `"warn"` in the log; `"save"` a checkpoint besides, which nothing ever deletes; or `"stop"` training.
+        window: the number of earlier records to compare with.
+        threshold: how many deviations above the median make a spike.
+        action: `"warn"` logs a warning; `"save"` also saves a checkpoint, which is never deleted; `"stop"` also stops training.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     phase = "decide"
-    collective = True  # it asks on behalf of all ranks
+    collective = True  # its requests are the same on all ranks
 
     def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
         if window < 4:
-            raise ConfigError(f"window={window}: give at least 4 records, or nothing can be said of them")
+            raise ConfigError(f"window={window}: give at least 4 records")
         if not (math.isfinite(threshold) and threshold > 0):
             raise ConfigError(f"threshold={threshold!r}: give a number of deviations above 0")
         self._action = one_of("action", action, ("warn", "save", "stop"))
@@ -61,7 +61,7 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_log(self, ctx: Context) -> None:
-        """Compare."""
+        """Compare the loss with the window, and act on a spike."""
         loss = ctx.record.values.get(self._monitor)
         if loss is None:
             return
@@ -83,12 +83,12 @@ class LossSpikeDetector(Callback):
         if 2 * len(self._window) < (self._window.maxlen or 0):
             return None
         middle = median(self._window)
-        spread = max(_TO_DEVIATION * median(abs(each - middle) for each in self._window), _LEAST_SPREAD * abs(middle))
+        spread = max(_TO_DEVIATION * median(abs(each - middle) for each in self._window), _MIN_RELATIVE_SPREAD * abs(middle))
         return (loss - middle) / spread if spread else math.copysign(math.inf, loss) if loss else 0.0
 
     def _act(self, ctx: Context, loss: float) -> None:
         usual = f", where {median(self._window):.4g} is usual" if self._window else ""
-        why = f"{self._monitor} leapt to {loss:.4g} at step {ctx.step}{usual}"
+        why = f"{self._monitor} jumped to {loss:.4g} at step {ctx.step}{usual}"
         if ctx.run.is_world_process_zero:
             logger.warning("%s: %s", label_of(self), why)
         if self._action == "save":
@@ -97,10 +97,10 @@ class LossSpikeDetector(Callback):
             ctx.control.stop(why, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The window, and the spikes so far."""
+        """Return the window and the number of spikes."""
         return {"window": list(self._window), "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._window = deque(state["window"], maxlen=self._window.maxlen)
         self._count = state["count"]

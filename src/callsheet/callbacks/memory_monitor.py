@@ -1,4 +1,4 @@
-"""How much memory training takes."""
+"""The memory that training uses."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _DEVICE = {
 
 
 class MemoryMonitor(Callback):
-    """Add to every record how much memory training takes, on the rank where it is most.
+    """Add the memory that training uses to every record, on the rank where it is largest.
 
-    In bytes, everywhere: `memory/resident` and `memory/peak_resident`, the process's own. On CUDA also `memory/allocated` (by
-    tensors), `memory/active` (with what streams still use), `memory/reserved` (by the caching allocator), each with its
+    In bytes, on every device: `memory/resident` and `memory/peak_resident` of the process. On CUDA also `memory/allocated` (by
+    tensors), `memory/active` (including memory that streams still use) and `memory/reserved` (by the caching allocator), each with its
     `memory/peak_...` since the process began, and the counts `memory/alloc_retries` (the cache was emptied to find room) and
-    `memory/ooms`. Each is the maximum over the ranks. With a `name` of its own it logs under that instead of `memory`.
+    `memory/ooms`. Each is the maximum over the ranks. If the monitor has a `name`, it replaces `memory`.
 
-    It reads the allocator's own counters, at log boundaries alone; nothing waits for the device, and no peak is reset.
+    It reads the allocator's own counters at log boundaries only. Nothing waits for the device, and no peak is reset.
     """
 
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        """Add what is taken now to the record that is being told."""
-        is_on_cuda = ctx.run.device.startswith("cuda")  # elsewhere the record knows it already
+        """Add the current memory to the record."""
+        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices the record already has it
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)
@@ -51,7 +51,7 @@ class MemoryMonitor(Callback):
 
 
 def _resident(now: float) -> dict[str, float]:
-    """The process's resident memory, and the most that it was."""
+    """Return the process's resident memory and its peak."""
     if sys.platform == "win32":
         return {"resident": now, "peak_resident": float(psutil.Process().memory_info().peak_wset)}
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Pages that show a snapshot of the device's memory, drawn in a process of their own."""
+"""HTML pages that show a snapshot of the device's memory, drawn in another process."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from callsheet.lanes import LaneOptions
 from callsheet.manager import CallbackManager
 
 _ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
-"""The view by segments, as torch's page asks for it, and as the script that it loads knows it: by the first name it stays blank."""
+"""The view by segments: the name in torch's page, and the name that its script knows. With the first one the page stays blank."""
 
 
 class MemoryPages(Callback):
-    """Draws snapshots that are on disk. That takes seconds, in which it holds the interpreter, and several times the snapshot's memory."""
+    """Draws pages from snapshots on disk. That takes seconds, in which it holds the interpreter, and several times the snapshot's memory."""
 
     lane = "process"
     lane_options = LaneOptions(deadline=120.0)
 
-    def draw_memory(self, ctx: Context, path: Path, is_told: bool) -> None:
-        """Write the pages of the snapshot in `path`, and give them to the loggers if `is_told`."""
+    def draw_memory(self, ctx: Context, path: Path, is_logged: bool) -> None:
+        """Draw the pages of the snapshot in `path`, and log them if `is_logged`."""
         for page in render_memory(path):
-            if is_told:
+            if is_logged:
                 ctx.log_file(f"memory/{page.name}", page)
 
 
 class Drawing:
-    """Has pages drawn while training goes on. The process is there from the first of them until `end`."""
+    """Draws pages while training continues. Its process lives from the first snapshot until `end`."""
 
     def __init__(self) -> None:
         self._manager = CallbackManager([MemoryPages()], costs="off")
         self._has_begun = False
 
     def begin(self, ctx: Context, path: Path) -> None:
-        """Have the snapshot in `path` drawn, and give it to the loggers: rank 0's alone."""
-        is_told = ctx.run.is_world_process_zero
-        if is_told:
+        """Start drawing the snapshot in `path`. On rank 0, log the snapshot and later its pages."""
+        is_logged = ctx.run.is_world_process_zero
+        if is_logged:
             ctx.log_file(f"memory/{path.name}", path)
         self._has_begun = True
-        self._manager.notify_loggers("draw_memory", ctx, path=path.absolute(), is_told=is_told)
+        self._manager.notify_loggers("draw_memory", ctx, path=path.absolute(), is_logged=is_logged)
 
     def end(self, ctx: Context) -> None:
-        """Wait until all is drawn, two minutes at most, and give it to the loggers."""
+        """Wait up to two minutes until all pages are drawn and logged."""
         if self._has_begun:
             self._has_begun = False
             self._manager.drain(ctx)
@@ -53,9 +53,9 @@ class Drawing:
 
 
 def render_memory(path: Path) -> list[Path]:
-    """Pages beside a snapshot of ours that show it over time: by tensors (`.html`), and by segments (`-segments.html`).
+    """Write two pages next to a snapshot that show it over time: by tensors (`.html`) and by segments (`-segments.html`). Return them.
 
-    Loading a pickle runs what it holds: only give it files that this machine wrote.
+    Loading a pickle executes code that it contains: only pass files that this machine wrote.
     """
     with open(path, "rb") as file:
         snapshot = pickle.load(file)

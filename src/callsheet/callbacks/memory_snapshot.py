@@ -19,28 +19,28 @@ logger = logging.getLogger("callsheet")
 
 
 class MemorySnapshot(Callback):
-    """Record every allocation on the CUDA device for a few steps, with its stack, and write it down, once a run.
+    """Record every allocation on the CUDA device for a few steps, with its stack, and write a snapshot, once per run.
 
     After `skip_batches` steps it records `interval` steps and writes `memory/<name>-step<step>-rank<rank>.pickle` to the run's
-    folder, in torch's own format, which https://pytorch.org/memory_viz reads. A process of its own makes of it two pages `.html`,
-    by tensors and by the allocator's segments, which take their script from the network. Training goes on meanwhile; the run's end
-    waits for them, two minutes at most. The loggers are given rank 0's, the pages at the run's end. What an exception cuts short
-    is written as far as it got. A resumed run that has passed those steps records nothing. Recording costs every allocation some
-    microseconds; before and after it costs a comparison a step.
+    folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from it, by
+    tensors and by the allocator's segments, which load their script from the network. Training continues while they are drawn; the end
+    of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages when the run ends. If an exception
+    ends the recording early, what was recorded is written. A resumed run that is past those steps records nothing. Recording costs
+    some microseconds per allocation; before and after, the callback costs a comparison per step.
 
-    Without CUDA there is nothing to record: it says so, once. The process has one recording: two of these that overlap end each
-    other.
+    Without CUDA there is nothing to record, and a warning says so. A process has only one recording: if two of these callbacks overlap,
+    each ends the other's recording.
 
     Args:
-        skip_batches: see above, like `interval`.
-        interval: how many steps.
-        max_entries: allocations and frees that are kept; older ones are forgotten.
+        skip_batches: the number of steps before the recording.
+        interval: the number of steps to record.
+        max_entries: the number of allocations and frees to keep; older ones are dropped.
         stacks: `"all"`, with C++, or `"python"`.
         ranks: which ranks record: `zero`, `local_zero`, `all` or a set of ranks.
-        folder: where to write, if not to the run's folder.
+        folder: where to write instead of the run's folder.
 
     Raises:
-        ConfigError: an argument that cannot work, or a run without a folder where none was given.
+        ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
     def __init__(
@@ -66,32 +66,32 @@ class MemorySnapshot(Callback):
         self._drawing: Drawing | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """See whether there is anything to record."""
+        """Warn if there is no CUDA device."""
         memory_folder(ctx, self._given_folder, label_of(self))
         self._is_able = ctx.run.device.startswith("cuda")
         if not self._is_able:
-            logger.warning("%s: there is no CUDA device whose memory could be recorded", label_of(self))
+            logger.warning("%s: there is no CUDA device, so nothing is recorded", label_of(self))
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Begin to record."""
+        """Start recording at the first step."""
         if ctx.step == self._first and self._is_able:
             torch.cuda.memory._record_memory_history(**self._options)
             self._is_recording = True
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Write it down."""
+        """Write the snapshot after the last step."""
         if ctx.step >= self._last and self._is_recording:
             self._end(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write what there is."""
+        """Write what was recorded."""
         if self._is_recording:
             self._end(ctx)
 
     on_exception = on_train_end
 
     def on_run_end(self, ctx: Context) -> None:
-        """The pages are there."""
+        """Wait for the pages."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None
@@ -110,7 +110,7 @@ class MemorySnapshot(Callback):
 
 
 def memory_folder(ctx: Context, given: Path | None, label: str) -> Path:
-    """Where snapshots are written; ConfigError where nobody said."""
+    """Return the folder for snapshots. Raise ConfigError if there is none."""
     if given is None and ctx.run.folder is None:
         raise ConfigError(f"the run has no folder for memory snapshots; give {label} a folder=")
     return given or Path(ctx.run.folder or "", "memory")

@@ -1,4 +1,4 @@
-"""The MLPerf Training benchmarks."""
+"""Results for the MLPerf Training benchmarks."""
 
 from __future__ import annotations
 
@@ -28,45 +28,46 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_CHECK_SECONDS = 300.0  # for the official checker, which reads one log
+_CHECK_SECONDS = 300.0  # limit for `cache_clear_cmd`
 
 
 class MLPerfCallback(Callback):
     """Write a result that MLPerf's compliance checker accepts, and stop, on all ranks together, when the target is reached.
 
-    Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` stands there before the data is made;
-    `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that did not. After the
-    first step the checker is asked about the file as it would be if the target were reached there: what it refuses ends the run then, not
-    days later. A resumed run writes no result, since it was not timed from its start; it stops at the target all the same. Evaluations by
-    hand count for nothing. Without a benchmark there is nothing to do, which is said once. Several need a `name` each.
+    Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` is written before the data is built.
+    `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that did not reach it.
+    After the first step the checker reads the file as if the target had been reached then. What it rejects ends the run at once, not days
+    later. A resumed run writes no result, because it was not timed from its start, but still stops at the target. Standalone evaluations
+    are ignored. Without a benchmark there is nothing to do, and a warning says so. To use several, give each its own `name`.
 
     Args:
-        benchmark: one of the rules', such as `"llama31_8b"`.
-        target: the value of `monitor` that is to be reached.
+        benchmark: one of the rules' benchmarks, such as `"llama31_8b"`.
+        target: the value of `monitor` to reach.
         monitor: `<dataset>/<metric>` of the evaluation; it is written as `eval_accuracy`.
-        mode: `"min"` is reached at or below the target, `"max"` at or above it. `"auto"` is `"min"` for a name with loss, error or
-            perplexity in it, else `"max"`.
+        mode: `"min"`: at or below the target counts as reached; `"max"`: at or above it. `"auto"` is `"min"` if the name contains loss,
+            error or perplexity, otherwise `"max"`.
         submitter: the organization.
-        system_name: the platform; the number of ranks and the device's name where it is empty.
+        system_name: the platform; the number of ranks and the device's name if empty.
         status: of the platform: `"onprem"`, `"cloud"` or `"research"`.
         division: `"open"` or `"closed"`.
-        ruleset: such as `"6.1.0"`; the newest that the installed `mlperf-logging` has where it is empty.
-        hyperparameters: what else the rules want, by their names, such as `train_samples`. It goes before what is found out: `seed`;
-            `opt_...` and `max_steps`, as far as the optimizer and `max_duration` tell them; `config_filename`, which is the program's;
-            each `..._parallelism`, which is 1; of the first step `global_batch_size`, `micro_batch_size`, `gradient_accumulation_steps`.
-        root_folder: the folder `mlperf` in the run's where it is None.
-        index: the first that is free where it is None.
-        cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`; no shell reads it. Without one
+        ruleset: such as `"6.1.0"`; the newest in the installed `mlperf-logging` if empty.
+        hyperparameters: other values that the rules require, by their names, such as `train_samples`. They override the values found
+            automatically: `seed`; `opt_...` and `max_steps`, if the optimizer and `max_duration` have them; `config_filename`, the
+            program's name; each `..._parallelism`, which is 1; and, from the first step, `global_batch_size`, `micro_batch_size` and
+            `gradient_accumulation_steps`.
+        root_folder: None means the folder `mlperf` in the run's folder.
+        index: the number of the result; None means the first that is free.
+        cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`, without a shell. Without it
             the file says that no cache was cleared.
-        stop: whether training ends at the target. The file does in any case.
+        stop: whether training ends at the target. The result ends there in any case.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.
-        ConfigError: an argument that cannot work; what the checker refuses; a result of this index is there; the command failed.
+        ConfigError: an argument is invalid, the checker rejects the result, the index is taken, or the command failed.
     """
 
     phase = "decide"
-    collective = True  # it asks on behalf of all ranks
+    collective = True  # its requests are the same on all ranks
 
     def __init__(
         self,
@@ -87,13 +88,13 @@ class MLPerfCallback(Callback):
         stop: bool = True,
     ) -> None:
         if bool(benchmark) != (target is not None) or (target is not None and not math.isfinite(target)):
-            raise ConfigError(f"benchmark={benchmark!r}, target={target!r}: give both, the target as a finite number")
+            raise ConfigError(f"benchmark={benchmark!r}, target={target!r}: give both, and the target as a finite number")
         if benchmark and not submitter:
             raise ConfigError("submitter='': name the organization whose result this is")
         if not all(monitor.partition("/")):
             raise ConfigError(f"monitor={monitor!r}: write <dataset>/<metric>, such as 'validation/loss'")
         if isinstance(cache_clear_cmd, str) or (cache_clear_cmd is not None and not cache_clear_cmd):
-            raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list, the program and its arguments")
+            raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list of the program and its arguments")
         if index is not None and index < 0:
             raise ConfigError(f"index={index}: give 0 or more, or None")
         self._hyperparameters = checked_hyperparameters(hyperparameters or {})
@@ -116,28 +117,28 @@ class MLPerfCallback(Callback):
         self._result: ResultFile | None = None  # on rank 0, until it is complete
         self._sizes: list[int] | None = None  # of the first step's microbatches, while it lasts
         self._has_begun = self._is_in_block = self._is_resumed = False
-        self._reached: float | None = None  # with which value
+        self._reached: float | None = None  # the value that reached the target
 
-    # --- a run's course ---
+    # --- the events of a run ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Note the time. Nothing is written before it is known whether the run is resumed."""
+        """Note the time. Nothing is written until it is known whether the run is resumed."""
         self._forget()
         if not self._benchmark and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
-        """The clock starts: from here on data is touched."""
+        """Start the result: the timed part begins before data is touched."""
         self._has_begun = True
         if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):  # nothing will be trained
             return
         if (step := ctx.state.timestamp.batch) > 0:
             if ctx.run.is_world_process_zero:
-                why = f"it is timed from a run's start, and this one is resumed at step {step}"
+                why = f"results are timed from a run's start, and this run was resumed at step {step}"
                 logger.warning("%s writes no result: %s", label_of(self), why)
             return
         clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
-        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # no machine begins before all are done
+        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # also waits until all machines are done
         if any(problems):
             raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")
         if ctx.run.is_world_process_zero:
@@ -145,8 +146,8 @@ class MLPerfCallback(Callback):
         self._sizes = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """The first block; a run that was stopped before it was resumed has nothing left to train."""
-        if not self._has_begun:  # a loop that tells nothing of its data
+        """Begin the first block. Stop again if the run had reached the target before it was resumed."""
+        if not self._has_begun:  # the loop does not fire `on_data_init_start`
             self.on_data_init_start(ctx)
         if self._benchmark and ctx.state.evaluators:
             one_of("dataset of the monitor", self._monitor.partition("/")[0], ctx.state.evaluators)
@@ -156,7 +157,7 @@ class MLPerfCallback(Callback):
             self._look(ctx, self._reached)
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Write it."""
+        """Write that the epoch starts."""
         self._write(ctx, "epoch_start")
 
     def on_microbatch_start(self, ctx: Context) -> None:
@@ -165,28 +166,28 @@ class MLPerfCallback(Callback):
             self._sizes.append(samples(ctx.microbatch))
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """After the first step all is known but how the run ends."""
+        """After the first step, write what was found, and let the checker read the result."""
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
             if complaints := ctx.gather(self._rehearse(ctx))[0]:
                 raise ConfigError(
-                    f"MLPerf's checker (rules {self._ruleset}) would refuse the result even if {self._monitor} reached {self._target}; "
-                    f"mend it in {label_of(self)}'s target= or hyperparameters=:\n" + "\n".join(complaints)
+                    f"MLPerf's checker (rules {self._ruleset}) would reject the result even if {self._monitor} reached {self._target}; "
+                    f"correct {label_of(self)}'s target= or hyperparameters=:\n" + "\n".join(complaints)
                 )
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Write it."""
+        """Write that the epoch ends."""
         self._write(ctx, "epoch_stop")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Training pauses."""
+        """End the block, and begin the evaluation."""
         if not ctx.standalone:
             self._stop_block(ctx)
             self._write(ctx, "eval_start")
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write what was found. At the target the result is complete."""
+        """Write the result of the evaluation. At the target, complete the file and stop."""
         if ctx.standalone or not self._benchmark:
             return
         value = evaluated(ctx, self._monitor)
@@ -201,11 +202,11 @@ class MLPerfCallback(Callback):
             self._start_block(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """No more steps, unless `fit` is called again."""
+        """End the block."""
         self._stop_block(ctx)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Whatever ended the run before the target."""
+        """Write `aborted` if the target was not reached."""
         self._close(ctx, "aborted")
 
     def _is_reached(self, value: float) -> bool:
@@ -234,7 +235,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "run_start")
 
     def _rehearse(self, ctx: Context) -> list[str]:
-        """What the checker would refuse if the target were reached now."""
+        """Return what the checker would reject if the target were reached now."""
         if self._result is None:
             return []
         rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(self._target), "eval_stop": None, "run_stop": None}
@@ -271,11 +272,11 @@ class MLPerfCallback(Callback):
     # --- what survives a resume ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The value that reached the target."""
+        """Return the value that reached the target."""
         return {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._reached, self._is_resumed = state["reached"], True
 
 
@@ -284,7 +285,7 @@ def _place(ctx: Context) -> dict[str, int]:
 
 
 def _problem_of(command: list[str]) -> str:
-    """Run it; what went wrong, if anything did."""
+    """Run a command, and return what went wrong or an empty string."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

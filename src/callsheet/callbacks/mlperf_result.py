@@ -1,4 +1,4 @@
-"""A result of the MLPerf Training benchmarks: its file, what is to stand in it, and what the installed rules say of it."""
+"""A result of the MLPerf Training benchmarks: its file, its values, and its check against the installed rules."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from callsheet.errors import ConfigError
 from callsheet.extras import load
 from callsheet.time import TimeUnit
 
-_OWN = re.compile(
+_RESERVED = re.compile(
     r"submission_(benchmark|org|division|status|platform)|cache_clear|eval_accuracy|(init|run|block|epoch|eval)_(start|stop)"
 )
 _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_parallelism", "expert_parallelism")
 
 
 class ResultFile:
-    """A file of `:::MLLOG` lines, the first free `result_<number>.txt` of a folder, or the one of a given number.
+    """A file of `:::MLLOG` lines: the first free `result_<number>.txt` of a folder, or the one with a given number.
 
     Raises:
-        ConfigError: there is one of this number.
+        ConfigError: a file with this number exists.
     """
 
     def __init__(self, folder: Path, index: int | None = None) -> None:
@@ -45,15 +45,15 @@ class ResultFile:
                 return
             except FileExistsError:
                 continue
-        raise ConfigError(f"index={index}: there is a {self.path} already; give another, or None for the first that is free")
+        raise ConfigError(f"index={index}: {self.path} exists; give another index, or None for the first that is free")
 
     def write(self, key: str, value: Any = None, *, time_ms: int | None = None, **metadata: Any) -> None:
-        """Append a line, at once; `time_ms` since 1970 is now where it is None."""
+        """Write a line immediately. `time_ms` counts from 1970; None means now."""
         self._file.write(_line(key, value, time_ms or now_ms(), metadata))
         self._file.flush()
 
     def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
-        """What the compliance checker would have to say if these lines came next and last; nothing if it accepts them."""
+        """Return the compliance checker's complaints about the file with these lines added at its end; none if it accepts it."""
         text = self.path.read_text(encoding="utf-8") + "".join(_line(key, value, now_ms(), metadata) for key, value in rest)
         rules = _rules()
         with tempfile.TemporaryDirectory() as folder:
@@ -61,64 +61,66 @@ class ResultFile:
             copy.write_text(text, encoding="utf-8")
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
-        rules.enqueued_configs.clear()  # left over where an earlier check failed
-        guard = logging.NullHandler()  # it calls `logging.info`, which gives a bare root logger a handler that stays
+        rules.enqueued_configs.clear()  # may be left over from a check that failed
+        guard = logging.NullHandler()  # the checker calls `logging.info`, which would add a handler to a root logger without one
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
-        except Exception as error:  # a rule that reads what an earlier one should have found: as it would come out in the end
+        except Exception as error:  # rules fail if values that earlier rules require are missing
             checker.put_message(f"the checker itself failed: {error!r}")
         finally:
             logging.getLogger().removeHandler(guard)
-        said = (*checker.overwritable.values(), *checker.not_overwritable)
-        return [message.partition("\ncurrent context")[0] for message in said]
+        messages = (*checker.overwritable.values(), *checker.not_overwritable)
+        return [message.partition("\ncurrent context")[0] for message in messages]
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         self._file.close()
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970."""
+    """Return the milliseconds since 1970."""
     return int(time.time() * 1000)
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run tells of itself after its first step, by the rules' names, which want the batch size first.
+    """Return what a run shows of itself after its first step, by the rules' names. The rules want the batch size first.
 
     Args:
-        ctx: the run's.
-        sizes: of each rank the samples in each of the step's microbatches, 0 where it is not known; empty where none was told.
-        given: what is known already.
+        ctx: the run's context.
+        sizes: for each rank the samples in each of the step's microbatches, 0 where unknown; empty if there were no microbatch events.
+        given: values that are already known.
     """
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # else several ranks have the same samples
-            told["global_batch_size"] = sum(sum(rank) for rank in sizes)
-        told["micro_batch_size"] = max(max(rank) for rank in sizes)
+        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples
+            values["global_batch_size"] = sum(sum(rank) for rank in sizes)
+        values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:
-        told["gradient_accumulation_steps"] = len(sizes[0])
-    told |= {**parallelism, "seed": torch.initial_seed(), "config_filename": Path(sys.argv[0]).name or "python"}
+        values["gradient_accumulation_steps"] = len(sizes[0])
+    values |= {**parallelism, "seed": torch.initial_seed(), "config_filename": Path(sys.argv[0]).name or "python"}
     longest = ctx.state.max_duration
     if longest is not None and longest.unit is TimeUnit.BATCH:
-        told["max_steps"] = longest.value
-    return told | (_of_optimizer(ctx.optimizer) if ctx.has("optimizer") else {})
+        values["max_steps"] = longest.value
+    return values | (_of_optimizer(ctx.optimizer) if ctx.has("optimizer") else {})
 
 
 def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     name, groups = type(optimizer).__name__.lower(), optimizer.param_groups
     kind, first = "opt_adamw" if name == "adamw" else "opt_adam", groups[0]
-    told = {"opt_name": name, "opt_base_learning_rate": float(first.get("initial_lr", first["lr"]))}
+    values = {"opt_name": name, "opt_base_learning_rate": float(first.get("initial_lr", first["lr"]))}
     if name.startswith("adam") and "betas" in first:
-        told |= {f"{kind}_beta_1": first["betas"][0], f"{kind}_beta_2": first["betas"][1], f"{kind}_epsilon": first["eps"]}
-    if "weight_decay" in first:  # biases are often left out of it, in a group of their own
-        told["opt_adamw_weight_decay" if name == "adamw" else "opt_weight_decay"] = max(group["weight_decay"] for group in groups)
-    return told
+        values |= {f"{kind}_beta_1": first["betas"][0], f"{kind}_beta_2": first["betas"][1], f"{kind}_epsilon": first["eps"]}
+    if "weight_decay" in first:  # a group without weight decay often holds the biases
+        values["opt_adamw_weight_decay" if name == "adamw" else "opt_weight_decay"] = max(
+            group["weight_decay"] for group in groups
+        )
+    return values
 
 
 def samples(batch: Any) -> int:
-    """How many it holds, by the first dimension of its first tensor; 0 where it has none."""
+    """Return the number of samples in a batch: the first dimension of its first tensor, or 0 if it has none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -126,20 +128,20 @@ def samples(batch: Any) -> int:
 
 
 def device_name(device: str) -> str:
-    """The maker's name of the GPU, or the processor's kind."""
+    """Return the GPU's name, or the processor's architecture."""
     return str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else platform.machine() or device
 
 
 def accuracy_keys(benchmark: str) -> tuple[str, ...]:
-    """The names under which the rules of this benchmark want the metric."""
+    """Return the names of the metric in the rules of this benchmark."""
     return ("eval_accuracy", "averaged_validation_loss") if benchmark == "flux1" else ("eval_accuracy",)
 
 
 def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, as it can be written; ConfigError for what is no plain data, and for names that are written in any case."""
+    """Return `given` as a dict. Raise ConfigError if it is not plain data, or has names that the callback writes itself."""
     for name in given:
-        if _OWN.fullmatch(name):
-            raise ConfigError(f"hyperparameters: {name!r} is written in any case; leave it out")
+        if _RESERVED.fullmatch(name):
+            raise ConfigError(f"hyperparameters: {name!r} is always written by the callback; leave it out")
     try:
         json.dumps(dict(given))
     except (TypeError, ValueError) as error:
@@ -148,11 +150,11 @@ def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_ruleset(ruleset: str, benchmark: str) -> str:
-    """The rules to go by: the newest where `ruleset` is empty.
+    """Return the rules to use: the newest if `ruleset` is empty.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.
-        ConfigError: it does not have these rules, or they do not have this benchmark.
+        ConfigError: the package does not have these rules, or they do not have this benchmark.
     """
     meta = load("mlperf_logging.benchmark_meta", extra="mlperf", wanted_by="MLPerfCallback")
     folders = [path.name for path in Path(_rules().__file__).parent.iterdir()]
@@ -169,6 +171,6 @@ def _rules() -> Any:
 
 def _line(key: str, value: Any, time_ms: int, metadata: dict[str, Any]) -> str:
     kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
-    place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}  # what checks seeds reads it
-    told = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
-    return f":::MLLOG {json.dumps({**told, 'metadata': {**place, **metadata}})}\n"
+    place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}  # the checker of seeds reads these
+    line = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
+    return f":::MLLOG {json.dumps({**line, 'metadata': {**place, **metadata}})}\n"

@@ -1,4 +1,4 @@
-"""The model's layers and parameters, before training."""
+"""A table of the model's modules and parameters, before training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Row = list[Any]
 
 
 class ModelSummary(Callback):
-    """Print the model's modules with their parameters, once, on rank 0, and give the table to the loggers as `model/summary`.
+    """Print the model's modules with their parameters, once, on rank 0, and log the table as `model/summary`.
 
-    Columns: `module`, `type`, `parameters`, `trainable`, and with `flops` those of a forward (of one microbatch, on rank
-    0; a multiplication and an addition are two). Parameters that several modules share count once in their parent; sharded ones
-    count whole. The last row is the model. With a `name` of its own, a second one's table is called that.
+    The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, also the FLOPs of a forward pass (of one microbatch, on
+    rank 0; a multiplication and an addition are two). Parameters that several modules share count once in their parent; sharded ones
+    count whole. The last row is the whole model. If the callback has a `name`, the table has that name.
 
     Args:
         depth: how many levels of modules; 0 is the model alone.
-        flops: count those of the second microbatch's forward, by torch's own counter: that forward takes longer, and the table
-            comes after it. Where something is compiled nothing can be counted: the table says 0, and a warning why.
-        prints: whether to print it on standard output.
+        flops: count the FLOPs of the second microbatch's forward pass with torch's counter. That pass takes longer, and the table is
+            printed after it. Compiled code cannot be counted: the table then says 0, and a warning says why.
+        prints: whether to print the table on standard output.
     """
 
     phase = "report"
@@ -43,45 +43,45 @@ class ModelSummary(Callback):
         self._depth = depth
         self._flops = flops
         self._prints = prints
-        self._is_told = False
+        self._is_shown = False
         self._forwards = 0
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Each run has its own."""
-        self._is_told, self._forwards = False, 0
+        """Show the table once per run."""
+        self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:
-        """Tell it, unless the first forward is waited for."""
+        """Show the table, unless FLOPs are to be counted first."""
         if not self._flops:
-            self._tell(ctx, {})
+            self._show(ctx, {})
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Begin to count at the second: what is first compiled while torch counts would stay uncompiled for good."""
-        if not self._flops or self._is_told:
+        """Count the second forward pass. Code that is first called while torch counts would stay uncompiled for good."""
+        if not self._flops or self._is_shown:
             return
         self._forwards += 1
         if self._forwards == 2 and has_compiled():
-            logger.warning("ModelSummary counts no FLOPs: torch.compile is in use, and torch cannot count what it compiled")
-            self._tell(ctx, {})
+            logger.warning("ModelSummary counts no FLOPs: torch.compile is in use, and torch cannot count compiled code")
+            self._show(ctx, {})
         elif self._forwards == 2:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_forward_end(self, ctx: Context) -> None:
-        """It is counted: tell it."""
+        """Show the table with the counted FLOPs."""
         if self._counter is not None:
             counts = self._counted()
-            self._tell(
+            self._show(
                 ctx, {name.partition(".")[2]: sum(by_kind.values()) for name, by_kind in counts.items() if name != "Global"}
             )
 
     def on_train_end(self, ctx: Context) -> None:
-        """There was one forward only."""
-        self._tell(ctx, {})
+        """Show the table if there was only one forward pass."""
+        self._show(ctx, {})
 
     def on_exception(self, ctx: Context) -> None:
-        """Nothing is counted any more."""
+        """Stop counting."""
         if self._counter is not None:
             self._counted()
 
@@ -91,10 +91,10 @@ class ModelSummary(Callback):
         counter.__exit__(None, None, None)
         return counter.get_flop_counts()
 
-    def _tell(self, ctx: Context, flops: Mapping[str, int]) -> None:
-        if self._is_told:
+    def _show(self, ctx: Context, flops: Mapping[str, int]) -> None:
+        if self._is_shown:
             return
-        self._is_told = True
+        self._is_shown = True
         columns = ["module", "type", "parameters", "trainable", *(["flops"] if self._flops else [])]
         modules = ctx.model if isinstance(ctx.model, list) else [ctx.model]
         rows = [row for model in modules for row in self._rows(model, flops)]
@@ -111,12 +111,14 @@ class ModelSummary(Callback):
         counted = [flops.get(name, 0)] if self._flops else []
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in parameters)
-        kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # sharding puts one before it
+        kind = next(
+            kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)
+        )  # sharding puts a class of its own first
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 
 
 def _drawn(columns: list[str], rows: list[Row]) -> str:
-    """The table as text, numbers to the right."""
+    """Return the table as text, with numbers aligned to the right."""
     cells = [columns, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = [

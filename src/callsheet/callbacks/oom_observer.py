@@ -1,4 +1,4 @@
-"""What filled the device when it was out of memory."""
+"""A memory snapshot when the device runs out of memory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ logger = logging.getLogger("callsheet")
 
 
 class OOMObserver(Callback):
-    """Record the allocations on the CUDA device all the time, and write them down when it is out of memory.
+    """Record the allocations on the CUDA device all the time, and write a snapshot when it runs out of memory.
 
-    At the moment of the failure, when everything is still there, each rank that it happens on writes
-    `memory/<name>-oom-rank<rank>.pickle` to the run's folder, in torch's own format, which https://pytorch.org/memory_viz reads;
-    when the exception leaves the trainer a process of its own makes of it two pages `.html`, by tensors and by the allocator's
-    segments, which take their script from the network; the run's end waits for it, two minutes at most, and rank 0's are given to
-    the loggers. An out-of-memory error that somebody catches is written too;
-    the last one stays. Recording costs every allocation some microseconds.
+    At the moment of the failure, while everything is still allocated, each affected rank writes `memory/<name>-oom-rank<rank>.pickle` to
+    the run's folder, in torch's own format, which https://pytorch.org/memory_viz reads. When the exception leaves the trainer, another
+    process draws two `.html` pages from it, by tensors and by the allocator's segments, which load their script from the network. The
+    end of the run waits up to two minutes for them, and rank 0's are logged. An out-of-memory error that the program catches is written
+    too; the last snapshot remains. Recording costs some microseconds per allocation.
 
-    Without CUDA there is nothing to observe: it says so, once. The process has one recording: do not use it beside
+    Without CUDA there is nothing to observe, and a warning says so. A process has only one recording, so do not use this together with
     `MemorySnapshot`.
 
     Args:
-        max_entries: allocations and frees that are kept; older ones are forgotten.
+        max_entries: the number of allocations and frees to keep; older ones are dropped.
         stacks: `"all"`, with C++, or `"python"`.
-        folder: where to write, if not to the run's folder.
+        folder: where to write instead of the run's folder.
 
     Raises:
-        ConfigError: an argument that cannot work, or a run without a folder where none was given.
+        ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
     def __init__(
@@ -50,21 +49,21 @@ class OOMObserver(Callback):
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None
-        self._path: Path | None = None  # while it observes
+        self._path: Path | None = None  # None while it does not observe
         self._is_attached = self._has_seen = False
         self._drawing: Drawing | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Begin to record, before the model comes to the device."""
+        """Start recording before the model is moved to the device."""
         folder = memory_folder(ctx, self._given_folder, label_of(self))
         if not ctx.run.device.startswith("cuda"):
-            logger.warning("%s: there is no CUDA device that could run out of memory", label_of(self))
+            logger.warning("%s: there is no CUDA device, so nothing is observed", label_of(self))
             return
         self._path = folder / f"{label_of(self).replace('/', '-')}-oom-rank{ctx.run.rank}.pickle"
         self._has_seen = False
         torch.cuda.init()
         torch.cuda.memory._record_memory_history(**self._options)
-        if not self._is_attached:  # torch knows no way to take an observer off again
+        if not self._is_attached:  # torch cannot remove an observer
             self._is_attached = True
             me = weakref.ref(self)
 
@@ -76,7 +75,7 @@ class OOMObserver(Callback):
             bindings._cuda_attach_out_of_memory_observer(observe)
 
     def on_exception(self, ctx: Context) -> None:
-        """Draw what was written."""
+        """Draw pages from the snapshot."""
         path, self._path = self._path, None
         if path is None:
             return
@@ -86,7 +85,7 @@ class OOMObserver(Callback):
             self._drawing.begin(ctx, path)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Nothing is recorded any more, and the pages are there."""
+        """Wait for the pages, and stop recording."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None
@@ -95,7 +94,7 @@ class OOMObserver(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, device: int, asked: int) -> None:
-        """For torch's allocator, which calls it before it raises: `asked` bytes could not be had."""
+        """Write a snapshot. Torch's allocator calls this before it raises because `asked` bytes are not available."""
         if self._path is None:
             return
         try:
@@ -103,7 +102,11 @@ class OOMObserver(Callback):
             torch.cuda.memory._dump_snapshot(str(self._path))
             self._has_seen = True
             logger.error(
-                "%s: no room for %d bytes on device %d; what fills it is in %s", label_of(self), asked, device, self._path
+                "%s: no room for %d bytes on device %d; a snapshot of its memory is in %s",
+                label_of(self),
+                asked,
+                device,
+                self._path,
             )
         except Exception:
-            logger.exception("%s: the memory cannot be written down", label_of(self))
+            logger.exception("%s: the memory snapshot could not be written", label_of(self))

@@ -1,4 +1,4 @@
-"""Norms of gradients and weights, and what the optimizer says of itself."""
+"""Norms of gradients and weights, and the optimizer's own metrics."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from callsheet.callback import Callback
 from callsheet.context import Context
 from callsheet.errors import ConfigError
 
-_SAYS = "report_per_parameter_metrics"  # Composer's name
+_REPORT_METHOD = "report_per_parameter_metrics"  # Composer's name
 
 
 class OptimizerMonitor(Callback):
-    """Log the norm of every parameter's gradient and of all of them together, every so many steps.
+    """Log the norm of every parameter's gradient, and of all gradients together, at an interval of steps.
 
-    Logs `l2_norm/grad/<parameter>` and `l2_norm/grad/global`: of the whole step's gradients, unscaled and before clipping; with
-    `weights`, `l2_norm/weight/<parameter>` and `l2_norm/weight/global` as the step found them. Where the optimizer has the method
-    `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers have, what it returns is
-    logged under the names that it gives, after the step (gradients are clipped by then). Norms of what is sharded, as by FSDP,
-    are those of the whole: a small reduction for all parameters together, at the steps that are looked at. A record tells the
-    last step looked at. With a `name` of its own it logs under that instead of `l2_norm`.
+    Logs `l2_norm/grad/<parameter>` and `l2_norm/grad/global` for the whole step's gradients, unscaled and before clipping. With
+    `weights`, also logs `l2_norm/weight/<parameter>` and `l2_norm/weight/global` from before the step. If the optimizer has the method
+    `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers do, its results are logged under
+    the names that it returns, after the step, when gradients are already clipped. Norms of sharded tensors, as with FSDP, cover the
+    whole tensor: this takes a small reduction for all parameters together, at the measured steps. A record has the last measured step.
+    If the monitor has a `name`, it replaces `l2_norm`.
 
-    Nothing waits for the device: values stay there until the record. Parameters that a model is given are seen from the next epoch on.
+    Nothing waits for the device: values stay there until the record. Parameters that are added to the model are measured from the next
+    epoch on.
 
     Args:
-        batch_log_interval: how many steps from one look to the next: the log interval or a multiple of it, or what is seen is told by
-            no record, or late.
-        per_parameter: also tell each parameter's, not the global norms alone.
-        weights: also norms of weights.
-        log_optimizer_metrics: also what the optimizer reports.
+        batch_log_interval: the number of steps from one measurement to the next. Use the log interval or a multiple of it; otherwise
+            measurements are logged late or not at all.
+        per_parameter: also log the norm of each parameter, not only the global norms.
+        weights: also log norms of weights.
+        log_optimizer_metrics: also log what the optimizer reports.
     """
 
-    collective = True  # sharded norms are reduced
+    collective = True  # norms of sharded tensors are reduced over the ranks
 
     def __init__(
         self,
@@ -55,17 +56,17 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """See whether the optimizer has something to say."""
+        """Check whether the optimizer reports metrics."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Look for the parameters anew: to find them takes longer than their norms."""
+        """Forget the list of parameters, which is kept because finding them takes longer than their norms."""
         self._parameters = []
 
     on_run_end = on_epoch_start
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """The gradients are complete and unscaled: take their norms."""
+        """Log the norms: the gradients are complete and unscaled."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", "on_train_step_end", until=ctx.step + ahead)
             return
@@ -75,7 +76,7 @@ class OptimizerMonitor(Callback):
             self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """The optimizer has a state by now: ask it."""
+        """Log the optimizer's metrics: after the step it has a state."""
         if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class OptimizerMonitor(Callback):
         ctx.log({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in metrics.items()})
 
     def _report(self, ctx: Context) -> Any:
-        return getattr(ctx.optimizer, _SAYS, None) if self._log_optimizer_metrics else None
+        return getattr(ctx.optimizer, _REPORT_METHOD, None) if self._log_optimizer_metrics else None
 
     def _log(self, ctx: Context, kind: str, named: list[tuple[str, Tensor]]) -> None:
         if not named:
@@ -100,8 +101,8 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """The norm of each, in 32 bits or more, and their order in that tensor; of what is sharded alike in one reduction."""
-    alike: dict[Any, list[int]] = {}
+    """Return the order of the tensors in the result, and their norms in at least 32 bits. Each kind of sharding takes one reduction."""
+    by_layout: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
         layout = None
         if isinstance(tensor, DTensor):
@@ -109,9 +110,9 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                 tensors[place] = tensor = tensor.full_tensor()
             else:
                 layout = (tensor.device_mesh, tensor.placements)
-        alike.setdefault(layout, []).append(place)
+        by_layout.setdefault(layout, []).append(place)
     parts = []
-    for layout, places in alike.items():
+    for layout, places in by_layout.items():
         here = [tensor.to_local() if isinstance(tensor := tensors[place], DTensor) else tensor for place in places]
         wide = reduce(torch.promote_types, {tensor.dtype for tensor in here}, torch.float32)
         norms = torch.stack(torch._foreach_norm(here, 2.0, dtype=wide))
@@ -123,5 +124,5 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                     distributed.all_reduce(squares, group=mesh.get_group(dimension))
             norms = squares.sqrt().to(wide)
         parts.append(norms)
-    order = [place for places in alike.values() for place in places]
+    order = [place for places in by_layout.values() for place in places]
     return order, parts[0] if len(parts) == 1 else torch.cat(parts)

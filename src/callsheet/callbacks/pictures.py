@@ -1,4 +1,4 @@
-"""Finding images, labels and predictions in batches and outputs, and drawing them side by side."""
+"""Images, labels and predictions: finding them in batches and outputs, and drawing them side by side."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from callsheet.errors import ConfigError
 Key = str | int
 
 _CHANNELS = (1, 3, 4)
-_IGNORED = 255  # the label that data sets of segmentation leave out; so are negative ones
+_IGNORED = 255  # the label that segmentation data sets ignore, like negative labels
 _GREY = 0.5
 
 
 def _palette() -> Tensor:
-    """A colour for each class: black, and hues that lie far apart for neighbours (steps of the golden ratio)."""
+    """Return a colour for each class: black, and then hues that differ much between neighbours (steps of the golden ratio)."""
     hues = ((number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED))
     return torch.tensor([(0.0, 0.0, 0.0), *(colorsys.hsv_to_rgb(*hue) for hue in hues)])
 
 
 PALETTE = _palette()
-"""Of shape (255, 3), within [0, 1]."""
+"""The colours of the classes, of shape (255, 3), within [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Images of shape (N, H, W, 1 or 3), and for a segmentation the classes of each pixel, (N, H, W), on the device."""
+    """Images of shape (N, H, W, 1 or 3) on the device; for a segmentation also the classes of the pixels, (N, H, W)."""
 
     images: Tensor
     predictions: Tensor | None = None
     labels: Tensor | None = None
 
     def drawn(self) -> list[Tensor]:
-        """Each as an image on the host, (H, W) or (H, W, 3); of a segmentation the three side by side, within [0, 1]."""
+        """Return each image on the host, (H, W) or (H, W, 3). A segmentation shows image, prediction and label side by side, within [0, 1]."""
         images = self.images.float().cpu() if self.images.is_floating_point() else self.images.cpu()
         if self.predictions is None or self.labels is None:
             return [image.squeeze(-1) for image in images]
         parts = zip(images, self.predictions.cpu(), self.labels.cpu(), strict=True)
-        return [torch.cat([_within_one(image), coloured(said), coloured(true)], dim=1) for image, said, true in parts]
+        return [torch.cat([_within_one(image), coloured(predicted), coloured(true)], dim=1) for image, predicted, true in parts]
 
 
 def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor | None:
-    """The batch's images, (N, H, W, C); None where nothing looks like any.
+    """Return the batch's images, (N, H, W, C); None if no tensor looks like images.
 
     Raises:
-        ConfigError: the batch does not have `key`, or there are no images there.
+        ConfigError: the batch does not have `key`, or its value is not images.
     """
     if key is None:
         images = next(filter(_looks_like_images, _tensors(batch)), None)
     else:
         images = _at(batch, key, "input_key")
         if not isinstance(images, Tensor) or images.dim() not in (3, 4):
-            raise ConfigError(f"input_key={key!r}: {_described(images)} holds no images; they have the shape (N, C, H, W)")
+            raise ConfigError(
+                f"input_key={key!r}: {_described(images)} is not images; give the key of a tensor of shape (N, C, H, W)"
+            )
     if images is None:
         return None
     if images.dim() == 3:
@@ -68,28 +70,28 @@ def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor
 
 
 def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: Tensor) -> Tensor | None:
-    """The class of every pixel of `images` (N, H, W, C), as whole numbers (N, H, W); None where nothing looks like it.
+    """Return the class of every pixel of `images` (N, H, W, C) as whole numbers (N, H, W); None if no tensor looks like labels.
 
-    Raises as `images_in` does.
+    Raise ConfigError as `images_in` does.
     """
     if key is not None:
         labels = _at(batch, key, "target_key")
         if not isinstance(labels, Tensor) or labels.dim() not in (3, 4):
             raise ConfigError(
-                f"target_key={key!r}: {_described(labels)} holds no labels of pixels; they have the shape (N, H, W)"
+                f"target_key={key!r}: {_described(labels)} is not labels of pixels; give the key of a tensor of shape (N, H, W)"
             )
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    itself = images.data_ptr()  # they are a view of the tensor in the batch
+    itself = images.data_ptr()  # `images` is a view of the tensor in the batch
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None
 
 
 def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> Tensor | None:
-    """The class with the highest score at every pixel of `images` (N, H, W, C), as (N, H, W); None where there are no scores.
+    """Return the class with the highest score at every pixel of `images` (N, H, W, C), as (N, H, W); None if there are no scores.
 
-    Scores are `logits` or `out`, or the first tensor with four dimensions; a lone class is there where its score is above 0.
+    Scores are `logits` or `out`, or the first tensor with four dimensions. A single class is predicted if its score is above 0.
     """
     named = [outputs[name] for name in ("logits", "out") if isinstance(outputs, Mapping) and name in outputs]
     scores = next((tensor for tensor in _tensors([named, outputs]) if tensor.dim() == 4 and len(tensor) == len(images)), None)
@@ -97,7 +99,7 @@ def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> 
 
 
 def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_scores: bool = False) -> Tensor:
-    """Classes, or scores by class, as whole numbers (N, H, W) of the size of `images` (N, H, W, C): stretched, not mixed."""
+    """Return classes, or scores by class, as whole numbers (N, H, W), resized to `images` (N, H, W, C) by nearest neighbour."""
     size = images.shape[1:3]
     if tensor.dim() == 4:
         if channels_last is None:
@@ -114,13 +116,13 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 
 def coloured(numbers: Tensor) -> Tensor:
-    """Classes as colours of the palette, one more dimension; what is not judged is grey."""
+    """Return classes as colours, in one more dimension. Ignored pixels are grey."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
 
 
 def _within_one(image: Tensor) -> Tensor:
-    """An image in three channels within [0, 1], as loggers show it when it stands alone."""
+    """Return an image in three channels within [0, 1], as loggers show it on its own."""
     if not image.is_floating_point():
         image = image / 255
     image = torch.where(image.isfinite(), image, 0.0)

@@ -1,4 +1,4 @@
-"""How long training will still take."""
+"""An estimate of the remaining training time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class RuntimeEstimator(Callback):
-    """Add to every record how long training will still take, evaluations and checkpoints included.
+    """Add an estimate of the remaining training time to every record, including evaluations and checkpoints.
 
-    Adds `time/remaining_estimate` in seconds, or, in another unit, a name that says it, such as `time/remaining_estimate_hours`.
-    With a `name` of its own an estimator logs under that instead of `time`. All ranks tell rank 0's estimate.
+    Adds `time/remaining_estimate` in seconds, or, in another unit, a name that contains it, such as `time/remaining_estimate_hours`. If
+    the estimator has a `name`, it replaces `time`. All ranks log rank 0's estimate.
 
-    What is left is taken at the pace so far, the first steps of every process left out. To that comes the mean evaluation, and
-    the mean checkpoint, as often as the intervals between those that have been let expect. All of it goes on across a resume,
-    also to another `max_duration`; nothing is told where there is none.
+    The estimate is the remaining training at the pace so far, without the first steps of every process, plus the expected number of
+    evaluations and checkpoints, by their intervals so far, times their mean duration. The measurements survive a resume, also with
+    another `max_duration`. Without `max_duration` nothing is logged.
 
     Args:
-        skip_batches: how many steps a process takes to warm up (compiling, first allocations).
+        skip_batches: how many steps of a process to leave out as warm-up (compiling, first allocations).
         time_unit: `seconds`, `minutes`, `hours` or `days`.
     """
 
@@ -36,30 +36,32 @@ class RuntimeEstimator(Callback):
             raise ConfigError(f"skip_batches={skip_batches}: give 0 or more")
         self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))
         self._skip_batches = skip_batches
-        self._counts = ""  # the unit of `max_duration`, in which progress is counted
-        self._seconds = self._progress = 0.0  # of training, warmed up
-        self._pauses: dict[str, tuple[int, float, float, float]] = {}  # how many, seconds, progress at the first and the last
+        self._counts = ""  # the unit of `max_duration`, and of progress
+        self._seconds = self._progress = 0.0  # of training after the warm-up
+        self._pauses: dict[
+            str, tuple[int, float, float, float]
+        ] = {}  # by kind: count, seconds, progress at the first and the last
         self._to_skip = skip_batches
-        self._since: tuple[float, float] | None = None  # time and progress where the stretch in hand began
-        self._paused: tuple[str, float] | None = None
+        self._since: tuple[float, float] | None = None  # time and progress at the start of the current measurement
+        self._paused: tuple[str, float] | None = None  # kind and time of the current pause
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """A new run is a new measurement."""
+        """Discard the measurements of an earlier run."""
         if ctx.checkpoint is None:
             self._counts = ""
 
     def on_train_start(self, ctx: Context) -> None:
-        """Warm up again."""
+        """Begin the warm-up."""
         longest = ctx.state.max_duration
         counts = longest.unit.value if longest is not None else ""
-        if counts != self._counts:  # another unit: what was counted says nothing about it
+        if counts != self._counts:  # progress in another unit cannot be converted
             self._counts, self._seconds, self._progress, self._pauses = counts, 0.0, 0.0, {}
         self._to_skip, self._paused = self._skip_batches, None
         self._since = (time.monotonic(), _progress(ctx.state)) if not self._skip_batches else None
         (ctx.unmute if self._skip_batches else ctx.mute)(self, "on_train_step_end")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Count the warm-up."""
+        """Count the steps of the warm-up."""
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
@@ -67,7 +69,7 @@ class RuntimeEstimator(Callback):
                 ctx.mute(self, "on_train_step_end")
 
     def on_log(self, ctx: Context) -> None:
-        """Add the estimate to the record that is being told."""
+        """Add the estimate to the record."""
         if self._paused is None:
             self._add_stretch(ctx.state)
         estimate = ctx.gather(self._estimate(ctx.state))[0]
@@ -76,42 +78,42 @@ class RuntimeEstimator(Callback):
             ctx.record.values[f"{self.name or 'time'}/remaining_estimate{suffix}"] = estimate / _SECONDS[self._unit]
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Stop the clock of training."""
+        """Stop measuring training."""
         if not ctx.standalone:
             self._pause("evaluation", ctx.state)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """An evaluation took so long."""
-        self._go_on(ctx.state)
+        """Measure the evaluation, and continue measuring training."""
+        self._unpause(ctx.state)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Stop the clock of training."""
+        """Stop measuring training."""
         self._pause("save", ctx.state)
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """A save held training up for so long."""
-        self._go_on(ctx.state)
+        """Measure the save, and continue measuring training."""
+        self._unpause(ctx.state)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The pace so far."""
+        """Return the measurements so far."""
         pauses = {kind: list(pause) for kind, pause in self._pauses.items()}
         return {"counts": self._counts, "seconds": self._seconds, "progress": self._progress, "pauses": pauses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._counts, self._seconds, self._progress = state["counts"], state["seconds"], state["progress"]
         self._pauses = {kind: (int(count), *rest) for kind, (count, *rest) in state["pauses"].items()}
 
     def _estimate(self, state: TrainState) -> float | None:
-        """In seconds; None before anything is known."""
+        """Return the estimate in seconds; None if there are no measurements yet."""
         if state.max_duration is None or self._seconds <= 0 or self._progress <= 0:
             return None
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            between = (last - first) / (count - 1) if count > 1 else first  # the first one came after an interval, too
+            between = (last - first) / (count - 1) if count > 1 else first  # the first pause also came after an interval
             if between > 0 and end > last:
-                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up: both also come at the end
+                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is one at the end as well
                 left += max(0, to_come) * seconds / count
         return left
 
@@ -125,7 +127,7 @@ class RuntimeEstimator(Callback):
         self._add_stretch(state)
         self._paused = (kind, time.monotonic())
 
-    def _go_on(self, state: TrainState) -> None:
+    def _unpause(self, state: TrainState) -> None:
         if self._paused is None:
             return
         (kind, moment), self._paused = self._paused, None
@@ -137,7 +139,7 @@ class RuntimeEstimator(Callback):
 
 
 def _progress(state: TrainState) -> float:
-    """What is completed, in the unit of `max_duration`; within an epoch as far as its length is known."""
+    """Return the progress in the unit of `max_duration`, including part of an epoch if its length is known."""
     longest = state.max_duration
     if longest is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others."""
+"""Detection of ranks that are slower than the others."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_
 
 
 class SlowRankDetector(Callback):
-    """Name ranks that take longer than the others for what each does by itself: waiting for its data, and the forward.
+    """Warn about ranks that take longer than the others for their own work: waiting for data, and the forward pass.
 
-    The whole step is of no use for that: ranks wait for each other in the backward, and so all take as long as the slowest. Under
-    FSDP they also meet in the forward, where the one that waits least is the slow one: look at `fetch` there.
+    The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP they also wait
+    in the forward pass, where the slow rank has the shortest time: use `fetch` there.
 
-    Adds to every record, for `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median rank's mean per step since the last
-    record, `slow_rank/<stage>/ratio`, the slowest rank's by it, and `slow_rank/<stage>/slowest`, which rank that is. With a
-    `name` of its own it logs under that instead of `slow_rank`. A rank that is beyond `factor` in `patience` records in a row is
-    named in a warning, and again when it was well in between; that count goes on across a resume.
+    Adds to every record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of their mean time
+    per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by it; and `slow_rank/<stage>/slowest`,
+    that rank. If the detector has a `name`, it replaces `slow_rank`. A rank that is beyond `factor` in `patience` records in a row
+    causes a warning, and another one after it was normal in between. This count survives a resume.
 
-    Nothing waits for the device: on CUDA the forward is timed by events, which are read at log boundaries. One rank alone is compared with
-    nobody: there it does nothing.
+    Nothing waits for the device: on CUDA the forward pass is timed by events, which are read at log boundaries. With one rank the
+    detector does nothing.
 
     Args:
-        factor: of the median, with two ranks of the faster.
-        min_seconds: what a rank must lose per step to be named: twice nothing is nothing.
-        patience: records.
+        factor: the limit as a multiple of the median (with two ranks, of the faster one).
+        min_seconds: the shortest delay per step that causes a warning.
+        patience: the number of records in a row.
     """
 
     collective = True
 
     def __init__(self, *, factor: float = 1.5, min_seconds: float = 0.005, patience: int = 3) -> None:
         if not factor > 1:
-            raise ConfigError(f"factor={factor}: give more than 1, the median itself")
+            raise ConfigError(f"factor={factor}: give more than 1")
         if min_seconds < 0 or patience < 1:
             raise ConfigError(f"min_seconds={min_seconds}, patience={patience}: give 0 or more, and 1 or more")
         self._factor = factor
@@ -56,54 +56,54 @@ class SlowRankDetector(Callback):
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin anew; a new world may have other ranks."""
+        """Start measuring, and forget ranks that no longer exist."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
         (ctx.mute if ctx.run.world_size == 1 else ctx.unmute)(self, *_COMPARING)
 
     def on_fetch_start(self, ctx: Context) -> None:
-        """It waits for data from here."""
+        """Start the clock of `fetch`."""
         self._began = perf_counter()
 
     def on_fetch_end(self, ctx: Context) -> None:
-        """To here."""
+        """Stop the clock of `fetch`."""
         self._fetching += perf_counter() - self._began
 
     def on_forward_start(self, ctx: Context) -> None:
-        """It computes by itself from here."""
+        """Start the clock of `forward`."""
         if self._is_on_cuda:
             self._start = _recorded()
         else:
             self._began = perf_counter()
 
     def on_forward_end(self, ctx: Context) -> None:
-        """To here."""
+        """Stop the clock of `forward`."""
         if self._is_on_cuda:
             self._events.append((self._start, _recorded()))
         else:
             self._forwarding += perf_counter() - self._began
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the ranks, and name those that are slow."""
+        """Compare the ranks, and warn of slow ones."""
         for start, end in self._events:
-            if end.query():  # one that is still under way is left out
+            if end.query():  # a pass that is still running is left out
                 self._forwarding += start.elapsed_time(end) / 1000
         taken = ctx.step - self._first
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
         self._forget(ctx.step)
         there = ctx.gather(here)
-        if not all(rank[0] for rank in there):  # an evaluation's record
+        if not all(rank[0] for rank in there):  # the record of an evaluation
             return
         for i, stage in enumerate(_STAGES, start=1):
             self._compare(ctx, stage, [rank[i] for rank in there])
 
     def state_dict(self) -> Mapping[str, Any]:
-        """For how many records which rank has been slow."""
+        """Return for how many records in a row each rank has been slow."""
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._in_a_row = dict(state["in_a_row"])
 
     def _compare(self, ctx: Context, stage: str, seconds: list[float]) -> None:
@@ -124,7 +124,7 @@ class SlowRankDetector(Callback):
                 self._in_a_row.pop(key, None)
 
     def _forget(self, step: int) -> None:
-        self._first = step  # the one before those that are counted
+        self._first = step  # the last step before the measurement
         self._fetching = self._forwarding = self._began = 0.0
         self._events: list[tuple[Any, Any]] = []
 

@@ -1,4 +1,4 @@
-"""How fast training is: batches, samples, tokens and FLOPs per second, and how much of the device that uses."""
+"""Training speed: batches, samples, tokens and FLOPs per second, and the device's utilization."""
 
 from __future__ import annotations
 
@@ -16,42 +16,41 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_COUNTING = ("on_forward_end", "on_forward_backward_end")  # heard until nothing is left to be counted
-_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # heard until it shows that the run counts the same
+_COUNTING = ("on_forward_end", "on_forward_backward_end")  # muted when everything is counted
+_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # muted when the run turns out to count the same numbers
 
 
 class SpeedMonitor(Callback):
-    """Add the speed of training to every record, over a window that rolls along.
+    """Add the speed of training, over a sliding window, to every record.
 
     Adds `throughput/batches_per_second`, `throughput/samples_per_second`, `throughput/tokens_per_second` and
-    `throughput/flops_per_second`, each over all ranks, and per rank as `throughput/device/...`; samples and tokens where they
-    are counted. `throughput/device/mfu` (model FLOPs utilization, a fraction) is a rank's FLOP/s by what its device can do at
-    most. With a `name` of its own, such as `throughput/long`, a second monitor logs under that instead.
+    `throughput/flops_per_second`, each summed over all ranks, and per rank as `throughput/device/...`; samples and tokens only if they
+    are counted. `throughput/device/mfu` (model FLOPs utilization, a fraction) is a rank's FLOP/s divided by the peak of its device. If
+    the monitor has a `name`, such as `throughput/long`, it replaces `throughput`.
 
-    A rate is what was completed within the window, by the seconds that training took for it: waiting for data is in them, and
-    callbacks, and compiling in the first steps; evaluating and saving are not. Nothing is timed here: the counts are the run's
-    own timestamp, which the ranks agree on at every record. The window goes on across a resume.
+    A rate is what was completed within the window, divided by the seconds of training: these include waiting for data, callbacks, and
+    compiling in the first steps, but not evaluations and saves. The monitor does no timing itself: the counts come from the run's own
+    timestamp, which the ranks agree on at every record. The window survives a resume.
 
-    The FLOPs are those of forward and backward, a multiplication and an addition being two. Where the model has a
-    `flops_per_batch(batch)` or a `floating_point_ops(inputs)`, or such a number, it is asked for every fetched batch. Else
-    torch's formulas count the second step of the process, which then takes a little longer: products of matrices, convolutions
-    and attention (as if nothing was masked). What activation checkpointing computes again is left out; a kernel that torch does
-    not know counts nothing.
-    A step has as many for each token (or number in the first tensor of its batches) as that one; this is kept across a resume.
-    Where these are the tokens that the run counts anyway, as a record shows, nothing is heard of a step any more.
-    Where `torch.compile` is at work nothing can be counted: it says so once.
+    The FLOPs are those of forward and backward; a multiplication and an addition are two. If the model has a method or number
+    `flops_per_batch(batch)` or `floating_point_ops(inputs)`, it is used for every batch. Otherwise torch's formulas count the second
+    step of the process, which then takes a little longer: matrix products, convolutions and attention (as if nothing was masked).
+    Recomputation by activation checkpointing is left out, and kernels that torch does not know count nothing.
+    Other steps are assumed to have the same FLOPs for each token (or number in the first tensor of their batches); this ratio survives
+    a resume. If these numbers turn out to be the tokens that the run counts anyway, the monitor no longer listens to the events of a step.
+    If `torch.compile` is used, nothing can be counted, and the log says so once.
 
     Args:
-        window_size: how many of the last batches; where a record is made less often than that, those since the last record.
+        window_size: the number of batches in the window; if records are rarer, it covers the batches since the last record.
         count_flops: False leaves FLOPs and MFU out.
-        peak_flops: what a rank's device can do at most, in FLOP/s; None is the vendor's figure for dense arithmetic where it is
-            known (`callsheet.callbacks.peak_flops`).
-        precision: of that figure: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`; `auto` is the one in which most operations of the
-            counted step were done, which is seen for models that tell their FLOPs too; under `torch.compile` the 16-bit type of
-            outputs or parameters, or else fp32.
+        peak_flops: the peak of a rank's device in FLOP/s; None uses the vendor's figure for dense arithmetic if it is known
+            (`callsheet.callbacks.peak_flops`).
+        precision: the precision of that figure: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`. `auto` uses the precision of most operations
+            in the counted step (which is also measured if the model reports its FLOPs); with `torch.compile`, the 16-bit type of outputs
+            or parameters, or else fp32.
 
     Raises:
-        ConfigError: an argument that cannot work, or a model that says something other than a number.
+        ConfigError: an argument is invalid, or the model reports something other than a number.
     """
 
     collective = True
@@ -70,17 +69,17 @@ class SpeedMonitor(Callback):
         self._peak_flops = peak_flops
         self._device, self._is_cpu = "", False
         self._flops = StepFlops()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """A new run has a new window, and a model that was not counted."""
-        self._told.clear()
+        """Discard the measurements of an earlier run."""
+        self._logged.clear()
         if ctx.checkpoint is None:
             self._window = SpeedWindow(self._window_size)
             self._flops = StepFlops()
 
     def on_train_start(self, ctx: Context) -> None:
-        """The first rate is taken from here."""
+        """Start measuring."""
         self._window.begin(ctx.state.timestamp)
         self._device, self._is_cpu = device_name(ctx.run.device), ctx.run.device.startswith("cpu")
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
@@ -90,30 +89,30 @@ class SpeedMonitor(Callback):
             ctx.mute(self, *_BATCHES, *_COUNTING)
 
     def on_fetch_end(self, ctx: Context) -> None:
-        """Ask the model, or see how large the batch is."""
+        """Report the batch to the FLOP counter."""
         if ctx.batch is not None:
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Count the step, if it is the one."""
+        """Start counting if this is the step to count."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Where nothing can be counted, the outputs may show the precision."""
+        """Guess the precision from the outputs if nothing can be counted."""
         if self._flops.is_guessing:
             self._flops.guess(ctx.model, ctx.outputs)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """The step has been counted, and most often that was all."""
+        """Stop counting. Mute the handlers that are no longer needed."""
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:
             ctx.mute(self, *_COUNTING, *(_BATCHES if self._flops.by_tokens else ()))
 
     def on_log(self, ctx: Context) -> None:
-        """Add the rates to the record that is being told."""
+        """Add the rates to the record."""
         now = ctx.state.timestamp
-        if not self._window.moves_to(now):  # an evaluation's record: nothing was trained meanwhile
+        if not self._window.moves_to(now):  # the record of an evaluation: nothing was trained since the last one
             return
         family, ranks, values = self.name or "throughput", ctx.run.world_size, ctx.record.values
         flops = None
@@ -127,39 +126,39 @@ class SpeedMonitor(Callback):
                 self._flops.by_tokens = True
                 ctx.mute(self, *_BATCHES)
         for name, rate in self._window.add(now, flops).items():
-            # Written into this record, for the loggers after us: what `ctx.log` takes here would stand in the next one.
+            # Write into this record, which the loggers receive next: `ctx.log` would write into the next record.
             values[f"{family}/{name}_per_second"] = rate
             values[f"{family}/device/{name}_per_second"] = rate / ranks
         self._add_mfu(values, f"{family}/device/")
 
     def _add_mfu(self, values: dict[str, float], family: str) -> None:
         if self._flops.trouble:
-            self._say(
-                "no FLOPs are told: %s; let the model have a flops_per_batch(batch), of forward and backward", self._flops.trouble
+            self._log_once(
+                "FLOPs are not logged: %s; give the model a flops_per_batch(batch) for forward and backward", self._flops.trouble
             )
         rate = values.get(f"{family}flops_per_second")
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
         if rate is not None and peak is not None:
             values[f"{family}mfu"] = rate / peak
-        elif rate is not None and self._flops.is_done and not self._is_cpu:  # nobody knows what a CPU could do at most
+        elif rate is not None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
-            self._say("no MFU is told: what %s can do at most is not known; give peak_flops=, in FLOP/s per device", what)
+            self._log_once("MFU is not logged: the peak of %s is not known; give peak_flops=, in FLOP/s per device", what)
 
-    def _say(self, message: str, why: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            logger.info(f"%s: {message}", label_of(self), why)
+    def _log_once(self, message: str, detail: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.info(f"%s: {message}", label_of(self), detail)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Count no more, also after an exception, and let go of the model."""
+        """Stop counting, also after an exception, and drop the reference to the model."""
         self._flops.begin_run(None)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The window, and what was counted."""
+        """Return the window and what was counted."""
         return {"window": self._window.state_dict(), "flops": self._flops.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._window.load_state_dict(state["window"])
         self._flops.load_state_dict(state["flops"])

@@ -1,4 +1,4 @@
-"""What was completed in the last batches, by the seconds of training it took."""
+"""What was completed in the last batches, and the seconds of training that it took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callsheet.time import Timestamp
 
 
 class _Point(NamedTuple):
-    """What was completed at a log boundary; FLOPs from where they are known on."""
+    """What was completed at a log boundary. FLOPs are None until they are known."""
 
     batch: int
     sample: int
@@ -20,29 +20,29 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """The log boundaries of the last `size` batches, or the last two where they lie further apart."""
+    """The log boundaries of the last `size` batches, but at least the last two."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._points: deque[_Point] = deque()
 
     def begin(self, now: Timestamp) -> None:
-        """The first rates are taken from here, unless something went before."""
+        """Start measuring, unless there are points already."""
         if not self._points:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Whether anything was trained since the last point."""
+        """Return whether anything was trained since the last point."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:
-        """How many were trained on since the last point, on all ranks."""
+        """Return the number of tokens since the last point, over all ranks."""
         return now.token - self._points[-1].token
 
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
-        """Roll on to `now`; returns what was done per second, by its name: what was done at all.
+        """Move the window to `now`. Return the rates per second by name, leaving out counts of zero.
 
-        `flops` are those since the last point, or None where they are not known yet.
+        `flops` are those since the last point, or None if they are not known yet.
         """
         points, point = self._points, _point(now)
         if flops is not None and points[-1].flops is None:
@@ -65,11 +65,11 @@ class SpeedWindow:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Its points, as plain data."""
+        """Return the points as plain data."""
         return {"points": [list(point) for point in self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._points = deque(_Point(*point) for point in state["points"])
 
 

@@ -1,4 +1,4 @@
-"""What the machine does: processors, memory, disk, network, GPUs."""
+"""Metrics of the machine: processors, memory, disk, network and GPUs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ logger = logging.getLogger("callsheet")
 
 
 class SystemMetricsMonitor(Callback):
-    """Add to every record what the machines do, each value that of the rank where it is greatest.
+    """Add metrics of the machines to every record. Each value is the maximum over the ranks.
 
-    Of the machine: `system/cpu_percent` (all cores busy are 100), `system/load` (runnable processes a core, over a minute),
-    `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and per
-    second since the look before, in bytes, `system/disk_read_per_second`, `system/disk_written_per_second`,
+    Of the machine: `system/cpu_percent` (all cores busy are 100), `system/load` (runnable processes per core, over a minute),
+    `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and, in bytes
+    per second since the last measurement, `system/disk_read_per_second`, `system/disk_written_per_second`,
     `system/network_received_per_second`, `system/network_sent_per_second`. Of the process: `system/process_cpu_percent` (one busy
-    core is 100), `system/process_threads`. Of the rank's GPU, where the package `nvidia-ml-py` is installed:
+    core is 100), `system/process_threads`. Of the rank's GPU, if the package `nvidia-ml-py` is installed:
     `system/gpu_percent`, `system/gpu_memory_used` in bytes (by all processes), `system/gpu_temperature` in degrees Celsius,
-    `system/gpu_power` in watts. What a system does not tell is left out. With a `name` of its own it logs under that instead of
-    `system`.
+    `system/gpu_power` in watts. Values that a system does not provide are left out. If the monitor has a `name`, it replaces `system`.
 
-    It looks at log boundaries alone, and not at all of them where they are close together, since a look takes a millisecond: what it
-    saw last then stands in the record again. Percentages and rates are over the time between two looks.
+    It measures at log boundaries only. Because a measurement takes a millisecond, it skips boundaries that are close together, and their
+    records repeat the last values. Percentages and rates cover the time between two measurements.
 
     Args:
-        seconds: how long at least from one look to the next; 0 looks at every record.
+        seconds: the shortest time from one measurement to the next; 0 measures at every record.
 
     Raises:
         ConfigError: `seconds` is below 0.
@@ -55,7 +54,7 @@ class SystemMetricsMonitor(Callback):
         self._gpu: tuple[Any, Any] | None = None  # NVML and the device's handle
 
     def on_train_start(self, ctx: Context) -> None:
-        """Rates are taken from here."""
+        """Start measuring rates."""
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
@@ -63,17 +62,17 @@ class SystemMetricsMonitor(Callback):
             self._gpu = self._opened(ctx.run.device)
 
     def on_log(self, ctx: Context) -> None:
-        """Add what the machines did to the record that is being told."""
+        """Add the metrics to the record."""
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
             self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
-        there = ctx.gather(self._seen)  # nothing in an evaluation without training
+        there = ctx.gather(self._seen)  # empty in an evaluation without training
         values = ctx.record.values
         for rank in there:
             for name, value in rank.items():
                 values[name] = max(value, values.get(name, value))
 
     def on_run_end(self, ctx: Context) -> None:
-        """Let NVML go."""
+        """Shut down NVML."""
         (nvml, _), self._gpu = self._gpu or (None, None), None
         if nvml is not None:
             nvml.nvmlShutdown()
@@ -109,13 +108,13 @@ class SystemMetricsMonitor(Callback):
             "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
             "gpu_memory_used": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             "gpu_temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # told in milliwatts
+            "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # NVML returns milliwatts
         }
         found = {}
         for name, ask in asked.items():
             try:
                 found[name] = float(ask())
-            except nvml.NVMLError:  # a virtual GPU, or a slice of one, does not tell all
+            except nvml.NVMLError:  # a virtual GPU, or a slice of one, does not provide all values
                 continue
         return found
 
@@ -123,17 +122,17 @@ class SystemMetricsMonitor(Callback):
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
-            # by its UUID: CUDA's numbers are those of CUDA_VISIBLE_DEVICES
+            # The UUID is needed because CUDA's device numbers depend on CUDA_VISIBLE_DEVICES.
             return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         except ImportError:
-            logger.warning("%s: nothing is told of the GPU: pip install 'callsheet[nvidia]'", label_of(self))
-        except Exception as error:  # NVML's own errors, and what other makers' devices have not
-            logger.warning("%s: nothing is told of the GPU: %s: %s", label_of(self), type(error).__name__, error)
+            logger.warning("%s: GPU metrics are not logged: pip install 'callsheet[nvidia]'", label_of(self))
+        except Exception as error:  # NVML's errors, or a device without a UUID from another vendor
+            logger.warning("%s: GPU metrics are not logged: %s: %s", label_of(self), type(error).__name__, error)
         return None
 
 
 def _counters() -> dict[str, int]:
-    """Bytes since the machine started."""
+    """Return the bytes read, written, received and sent since the machine started."""
     found: dict[str, int] = {}
     if (disk := psutil.disk_io_counters()) is not None:
         found |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}

@@ -1,4 +1,4 @@
-"""Training ends when a metric reaches a value."""
+"""Stopping when a metric reaches a value."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ RECORDS = ("all", "epoch", "none")
 class ThresholdStopper(Callback):
     """Stop training, on all ranks together, when a metric of a record or of an evaluation reaches a value.
 
-    What is compared has been reduced over the ranks, and is what the loggers see. NaN reaches nothing; an infinity reaches what lies on
-    its side. Evaluations by hand decide nothing. A run that is resumed from where it was stopped ends before its first step, unless the
-    threshold has moved. Several stand side by side if each has a `name` of its own.
+    The values that are compared are those that the loggers receive, reduced over the ranks. NaN never reaches the threshold; an infinity
+    reaches it from its side. Standalone evaluations are ignored. A run that is resumed from where it was stopped ends before its first
+    step, unless the threshold has changed. To use several stoppers, give each its own `name`.
 
     Args:
         monitor: a name in the records, such as `"train/loss"`, or `<dataset>/<metric>` of the evaluation.
-        threshold: the value; reached is also to be equal to it.
-        mode: `"min"` stops at or below the threshold, `"max"` at or above it. `"auto"` is `"min"` for a name with loss, error or
-            perplexity in it, else `"max"`, as Composer has it.
-        records: which records are compared: `"all"`, those of every log boundary; `"epoch"`, the last that told the metric before an
-            epoch's end; `"none"`. Evaluations always are.
+        threshold: the value; equality counts as reaching it.
+        mode: `"min"` stops at or below the threshold, `"max"` at or above it. `"auto"` is `"min"` if the name contains loss, error or
+            perplexity, otherwise `"max"`, as in Composer.
+        records: which records are compared: `"all"`, those of every log boundary; `"epoch"`, the last one with the metric before an
+            epoch's end; `"none"`. Evaluations are always compared.
 
     Raises:
-        ConfigError: an argument that cannot work; at an evaluation that has the dataset, when nothing tells the metric.
+        ConfigError: an argument is invalid, or an evaluation of the dataset does not have the metric.
     """
 
     phase = "decide"
-    collective = True  # it asks on behalf of all ranks
+    collective = True  # its requests are the same on all ranks
 
     def __init__(self, *, monitor: str, threshold: float, mode: str = "auto", records: str = "all") -> None:
         if not monitor:
@@ -53,23 +53,23 @@ class ThresholdStopper(Callback):
 
     def _begin(self) -> None:
         self._is_training = self._is_resumed = False
-        self._last: float | None = None  # of the records
-        self._reached: float | None = None  # with which value it was stopped
-        self._told: set[str] | None = set()  # until the metric has been told, or somebody warned
+        self._last: float | None = None  # the value in the last record
+        self._reached: float | None = None  # the value that stopped the run
+        self._other_metrics: set[str] | None = set()  # names seen so far; None once the metric was found, or a warning was given
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Forget an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """A run that was stopped before it was resumed has nothing left to train."""
+        """Stop again if the run was stopped here before it was resumed."""
         self._is_training = True
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._reached is not None:
             self._look(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
-        """Compare what a record tells, if all are to be compared."""
+        """Compare the record's value if all records are compared."""
         value = ctx.record.values.get(self._monitor)
         self._note(ctx.record.values, value)
         if value is not None and self._is_training:
@@ -78,7 +78,7 @@ class ThresholdStopper(Callback):
                 self._look(ctx, value)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Compare what an evaluation found."""
+        """Compare the evaluation's value."""
         if ctx.standalone or not self._is_training:
             return
         value = evaluated(ctx, self._monitor)
@@ -87,26 +87,30 @@ class ThresholdStopper(Callback):
             self._look(ctx, value)
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Compare the epoch's last record; name a metric that nobody tells."""
+        """Compare the epoch's last record. Warn if nothing has had the metric so far."""
         if self._records == "epoch" and self._last is not None:
             self._look(ctx, self._last)
-        if self._told:
-            near = did_you_mean(self._monitor, self._told)
-            told = ", ".join(sorted(self._told))
+        if self._other_metrics:
+            near = did_you_mean(self._monitor, self._other_metrics)
+            logged = ", ".join(sorted(self._other_metrics))
             logger.warning(
-                "%s waits for %r, which nothing has told so far%s (told: %s)", label_of(self), self._monitor, near, told
+                "%s: no record or evaluation has had the metric %r so far%s (logged: %s)",
+                label_of(self),
+                self._monitor,
+                near,
+                logged,
             )
-            self._told = None
+            self._other_metrics = None
 
     def on_train_end(self, ctx: Context) -> None:
-        """What is evaluated from here on decides nothing."""
+        """Ignore later evaluations, which are standalone."""
         self._is_training = False
 
     def _note(self, names: Any, value: float | None) -> None:
         if value is not None:
-            self._told = None
-        elif self._told is not None:
-            self._told.update(names)
+            self._other_metrics = None
+        elif self._other_metrics is not None:
+            self._other_metrics.update(names)
 
     def _look(self, ctx: Context, value: float) -> None:
         if not (value <= self._threshold if self._is_min else value >= self._threshold) or ctx.state.is_complete:
@@ -116,10 +120,10 @@ class ThresholdStopper(Callback):
         ctx.control.stop(f"{self._monitor} is {value:g}, {side} the threshold {self._threshold:g}", replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The last value of a record, and the one that stopped the run."""
+        """Return the value in the last record, and the one that stopped the run."""
         return {"last": self._last, "reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._last, self._reached = state["last"], state["reached"]
         self._is_resumed = True

@@ -1,4 +1,4 @@
-"""Training ends before its time is up."""
+"""Stopping before a time limit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from callsheet.time import Time, TimeUnit
 
 
 class TimeLimit(Callback):
-    """Stop training, with a checkpoint, when the run has taken so much time by the clock on the wall.
+    """Stop training, with a checkpoint, when the run has taken a given wall-clock time.
 
-    Everything counts: set-up, waiting for data, evaluating, saving; of a resumed run also what its earlier processes took, up to the
-    checkpoint that it goes on from, but not the time between them. The clock is rank 0's: its wish to stop is known to all ranks within
-    about 0.2 seconds, and acts on all of them at the same step, after the evaluation in progress if there is one. What then follows, the
-    evaluations at a run's end and the checkpoint, is what the `margin` is for. Several limits stand side by side if each has a `name`.
+    All time counts: set-up, waiting for data, evaluating and saving; for a resumed run also the time of earlier processes up to the
+    checkpoint from which it resumes, but not the time between processes. Rank 0's clock is used. All ranks learn of its stop request
+    within about 0.2 seconds and stop at the same step, after the evaluation in progress if there is one. The `margin` is for what
+    follows: the evaluations at a run's end and the checkpoint. To use several limits, give each its own `name`.
 
     Args:
         limit: such as `"11h30m"`, or seconds.
-        margin: ask so long before the limit, so that what follows is done in time.
-        across_resumes: count the earlier processes of the run; False limits this process alone, as a scheduler's job does.
-        save: ask for a checkpoint, whether or not a `CheckpointSaver` does; nothing ever deletes it.
+        margin: how long before the limit to request the stop.
+        across_resumes: count the earlier processes of the run; False limits this process alone, like a scheduler's job limit.
+        save: request a checkpoint, which is never deleted, in addition to any of a `CheckpointSaver`.
 
     Raises:
-        ConfigError: a limit or a margin that is no time on the wall, or leaves nothing.
+        ConfigError: a limit or a margin is not a wall-clock time, or no time to train is left.
     """
 
     phase = "decide"
@@ -42,31 +42,31 @@ class TimeLimit(Callback):
         self._seconds = self._limit - margin_seconds
         self._across_resumes = across_resumes
         self._save = save
-        self._before = 0.0  # seconds that earlier processes took
+        self._before = 0.0  # seconds taken by earlier processes
         self._began: float | None = None
         self._has_asked = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """The clock of this process starts."""
+        """Start the clock of this process."""
         self._before, self._began = 0.0, time.monotonic()
 
     def on_train_start(self, ctx: Context) -> None:
-        """What is over already need not begin."""
+        """Stop at once if the time is already up."""
         self._has_asked = False
         self._look(ctx, save=False)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Look at the clock."""
+        """Stop if the time is up."""
         if not self._has_asked:
             self._look(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """An evaluation may take longer than many steps."""
+        """Stop if the time is up: an evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
             self._look(ctx, save=self._save)
 
     def on_run_end(self, ctx: Context) -> None:
-        """The clock stands still."""
+        """Stop the clock."""
         self._before, self._began = self._taken, None
 
     @property
@@ -85,16 +85,16 @@ class TimeLimit(Callback):
             ctx.control.save(why, kind="final")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The seconds that the run has taken."""
+        """Return the seconds that the run has taken."""
         return {"seconds": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._before = state["seconds"] if self._across_resumes else 0.0
 
 
 def _seconds(argument: str, given: str | float | Time) -> float:
     found = Time.parse(given) if isinstance(given, str | Time) else Time(given, TimeUnit.SECOND)
     if found.unit is not TimeUnit.SECOND:
-        raise ConfigError(f"{argument}={given!r} is no time on the wall; give one such as '11h30m', or seconds")
+        raise ConfigError(f"{argument}={given!r} is not a wall-clock time; give one such as '11h30m', or seconds")
     return found.value

@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch's profiler."""
+"""Traces of a few steps from torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _BUSY: WeakSet[TorchProfiler] = WeakSet()
-"""Those in the midst of a stretch: torch's own flags do not tell of a profiler that warms up, and two at once crash the process."""
+"""Callbacks that are profiling. Torch's own flags do not show a profiler in its warm-up, and two at once crash the process."""
 
 
 class TorchProfiler(Callback):
     """Profile some steps, and write a Chrome trace of them, which Perfetto and `chrome://tracing` show.
 
-    After `skip_first` steps, `repeat` times: `wait` steps of nothing, `warmup` steps that are profiled and thrown away, `active`
-    steps that are written, to `traces/<name>-step<last step>-rank<rank>.json` in the run's folder, a file a rank. The loggers are
-    given rank 0's. The steps are those of the run: a resumed one does not profile again what it has passed. What an exception or
-    the end cuts short is written as far as it got. Between those stretches it costs a comparison a step.
+    After `skip_first` steps, it repeats the following cycle `repeat` times: `wait` steps without profiling, `warmup` steps that are
+    profiled and discarded, and `active` steps that are written to `traces/<name>-step<last step>-rank<rank>.json` in the run's folder,
+    one file per rank. Loggers receive rank 0's. Steps are counted from the start of the run, so a resumed run does not profile earlier
+    steps again. If an exception or the end of training ends a cycle early, the steps so far are written. Outside of these cycles the
+    callback costs a comparison per step.
 
-    One process has one profiler: a stretch that would begin while another profiles is left out, with a warning.
+    A process can run one profiler at a time. A cycle that would begin while another profiler runs is skipped with a warning.
 
     Args:
-        wait: see above, like all up to `repeat`.
-        warmup: at least 1 lets the tracer's own start-up pass.
-        active: how many steps a trace holds.
-        repeat: 0 for as long as training lasts.
-        skip_first: see above.
-        record_shapes: of the operators' inputs.
-        profile_memory: allocations.
-        with_stack: the Python source of each operation, which costs much.
+        wait: steps of a cycle without profiling.
+        warmup: steps of a cycle that are discarded; at least 1 avoids measuring the tracer's start-up.
+        active: steps of a cycle that are written.
+        repeat: the number of cycles; 0 repeats until training ends.
+        skip_first: steps before the first cycle.
+        record_shapes: record the shapes of the operators' inputs.
+        profile_memory: record allocations.
+        with_stack: record the Python source of each operation, which is slow.
         ranks: which ranks profile: `all`, `zero`, `local_zero` or a set of ranks.
-        folder: where the traces go, if not to the run's folder.
+        folder: where to write instead of the run's folder.
 
     Raises:
-        ConfigError: an argument that cannot work, or a run without a folder where none was given.
+        ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
     def __init__(
@@ -79,19 +80,19 @@ class TorchProfiler(Callback):
         self._folder = Path(folder) if folder is not None else None
         self.ranks = ranks
         self._profiler: profile | None = None
-        self._last = 0  # step of the stretch that is being profiled
+        self._last = 0  # last step of the current cycle
 
     def on_run_start(self, ctx: Context) -> None:
-        """There must be somewhere to write to."""
+        """Check that there is a folder to write to."""
         if self._folder is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for traces; give TorchProfiler a folder=")
 
     def on_train_start(self, ctx: Context) -> None:
-        """A stretch may begin with the first step."""
+        """Start profiling if a cycle begins with the first step."""
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Go on to the next step, and on to the next stretch."""
+        """Advance the profiler. End a cycle and start the next if it is time."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:
@@ -100,21 +101,23 @@ class TorchProfiler(Callback):
             self._begin(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write what there is."""
+        """Write the steps so far."""
         self._end(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Write what there is: it may show what led here."""
+        """Write the steps so far, which may show the cause."""
         self._end(ctx)
 
     def _begin(self, ctx: Context) -> None:
-        """Begin a stretch, if its first step is the next."""
+        """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        done = ctx.step - self._skip - self._wait  # a stretch begins where it is a multiple of the length
+        done = ctx.step - self._skip - self._wait  # a multiple of the length when profiling begins
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return
         if _BUSY or torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
-            logger.warning("%s: steps %d and on are not profiled: somebody else profiles", label_of(self), ctx.step + 1)
+            logger.warning(
+                "%s: the steps from %d on are not profiled, because another profiler is running", label_of(self), ctx.step + 1
+            )
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ctx.run.device.startswith("cuda") else [])]
         stretch = schedule(wait=0, warmup=self._warmup, active=self._active, repeat=1)
@@ -129,7 +132,7 @@ class TorchProfiler(Callback):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             _BUSY.discard(self)
-            profiler.stop()  # which writes, where `step` has not
+            profiler.stop()  # writes the trace unless `step` has already done so
 
     def _write(self, ctx: Context, made: Any) -> None:
         folder = self._folder or Path(ctx.run.folder or "", "traces")

@@ -1,4 +1,4 @@
-"""The file in which a job is asked for something: one wish a line, and why. `SaveOnTrigger` takes it."""
+"""The file with requests to a running job: one request and its reason per line. `SaveOnTrigger` reads it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from callsheet.callback import one_of
 from callsheet.errors import ConfigError
 
 WORDS = ("save", "evaluate", "stop")
-LONGEST = 4096  # bytes that are read
-LONGEST_WHY = 200  # characters
+MAX_BYTES = 4096  # of the file, when it is read
+MAX_REASON_CHARACTERS = 200
 
 
 def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
-    """Ask the job whose `SaveOnTrigger` looks at `file` for `save`, `evaluate` or `stop`; returns the line that says so.
+    """Ask the job whose `SaveOnTrigger` reads `file` to `save`, `evaluate` or `stop`. Return the line that was written.
 
-    Other wishes that wait there stay; the same one does not wait there twice.
+    Other requests in the file stay. A request of the same kind is replaced.
 
     Raises:
-        ConfigError: a word that is no wish, or a `file` that is no plain file.
-        OSError: it cannot be written.
+        ConfigError: the word is not a request, or `file` is not a regular file.
+        OSError: the file cannot be written.
     """
-    line = f"{one_of('wish', word, WORDS)} {printable(why)[:LONGEST_WHY]}".rstrip()
+    line = f"{one_of('request', word, WORDS)} {printable(why)[:MAX_REASON_CHARACTERS]}".rstrip()
     _change(Path(file), lambda waiting: [line, *(other for other in waiting if other.split()[0] != word)])
     return line
 
 
 def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
-    """Take back what `leave_request` wrote, if it still waits. Raises as that does."""
+    """Remove what `leave_request` wrote, if it is still in the file. Raise as `leave_request` does."""
     if os.path.lexists(file):
         _change(Path(file), lambda waiting: [other for other in waiting if other != line])
 
 
 def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
-    """What waits becomes what `change` makes of it. The file is taken, and stands there anew as a whole: it may be read at any moment."""
+    """Replace the requests in the file by what `change` returns for them. The file is replaced atomically, as it may be read at any time."""
     waiting: list[str] = []
     draft = path.with_name(f"{path.name}.new-{os.getpid()}")
     while True:
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise ConfigError(f"{path} is no plain file; remove it")
+                raise ConfigError(f"{path} is not a regular file; remove it")
             waiting += claimed_lines(path, "changed")
         except FileNotFoundError:
-            pass  # nothing waits, or it was taken in this moment
+            pass  # there are no requests, or they were just taken
         if not (lines := change(waiting)):
             return
         try:
@@ -53,8 +53,8 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                continue  # somebody else wrote one in this moment
-            except OSError:  # a file system without links
+                continue  # another process has just written one
+            except OSError:  # the file system has no links
                 os.replace(draft, path)
             return
         finally:
@@ -62,15 +62,15 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def claimed_lines(path: Path, by: str) -> list[str]:
-    """The lines of the file, which is gone then; an empty one asks for a save. Raises OSError where it cannot be had."""
+    """Remove the file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
-    os.replace(path, claimed)  # what is written from now on is another file
+    os.replace(path, claimed)  # later writes go to a new file
     with open(claimed, "rb") as file:
-        content = file.read(LONGEST)
+        content = file.read(MAX_BYTES)
     os.unlink(claimed)
     return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()] or ["save"]
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal or a log would obey."""
+    """Return `text` without control characters."""
     return "".join(char if char.isprintable() else " " for char in text).strip()

@@ -1,4 +1,4 @@
-"""Where records go, one logger a file."""
+"""Destinations for records, one logger per file."""
 
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ __all__ = [
     "read_metrics",
 ]
 
-__getattr__ = attributes(  # these need more than the standard library to be imported
+__getattr__ = attributes(  # imported on first use: these need more than the standard library
     __name__,
     {
         "MLflowLogger": "callsheet.loggers.mlflow_logger",

@@ -1,4 +1,4 @@
-"""What is logged, as lines to read."""
+"""Plain lines on standard output or error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.time import Interval, Time, Timestamp
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # characters of a cell of a table
+_CELL = 60  # characters of a table cell
 
 
 class ConsoleLogger(Logger):
@@ -25,14 +25,13 @@ class ConsoleLogger(Logger):
 
     Args:
         stream: `stdout` or `stderr`.
-        interval: print the first record after each so long, such as `"100ba"` or `"1ep"`, a whole number of batches, and the last one;
-            every record where it is None. Evaluations and tables are printed always.
+        interval: how often to print a record, such as `"100ba"` or `"1ep"`; a whole number means batches. The last record is always
+            printed. None prints every record. Evaluations and tables are always printed.
         metrics: patterns of the names to print, such as `"train/*"`.
-        leave_out: patterns of names not to print, though `metrics` has them.
-        table_rows: so many rows of a table are printed; 0 prints no tables.
-
+        leave_out: patterns of names not to print, even if `metrics` matches them.
+        table_rows: how many rows of a table to print; 0 prints no tables.
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -54,36 +53,36 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        self._evaluated: set[str] = set()  # names that stand in the line of the evaluation whose record follows
-        self._waits = ""  # the last record's line, which was not printed
+        self._evaluated: set[str] = set()  # names in the line of the evaluation whose record comes next
+        self._pending = ""  # the line of the last record, if it was not printed
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Say where the run goes on from."""
-        self._printed_at, self._evaluated, self._waits = None, set(), ""
+        """Print where the run resumes."""
+        self._printed_at, self._evaluated, self._pending = None, set(), ""
         if ctx.checkpoint is not None:
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Intervals count from here on."""
+        """Start counting intervals."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:
-        """Print the record, if it is time."""
+        """Print the record if it is time."""
         known, self._evaluated = self._evaluated, set()
-        told = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
-        figures = [*(f"{_plain(name)} {value:.4g}" for name, value in told.items()), *speeds(ctx)]
+        shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
+        figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # an evaluation's
+        if known:  # an evaluation's record
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)
-            self._waits = ""
+            self._pending = ""
         else:
-            self._waits = line
+            self._pending = line
 
     def on_train_end(self, ctx: Context) -> None:
-        """Print the last record, where it was not time yet."""
-        line, self._waits = self._waits, ""
+        """Print the last record if it was not printed yet."""
+        line, self._pending = self._pending, ""
         self._print(line)
 
     on_exception = on_train_end
@@ -132,5 +131,5 @@ def _cell(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` in one line, and without the codes to which a terminal would listen."""
+    """Return `text` on one line, with terminal control codes escaped."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -1,4 +1,4 @@
-"""The run's records as a table for a spreadsheet."""
+"""The run's records as a CSV table."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if fi
 
 
 class CSVLogger(Logger):
-    """Write `metrics.csv` in the run's folder: one row a record.
+    """Write `metrics.csv` in the run's folder, with one row per record.
 
-    First come the columns `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`, then one for each metric, in the order
-    in which they appeared; where a record does not tell a metric its cell is empty. A metric that appears later makes the table wider,
-    for which the file is replaced as a whole. Numbers read back as they were, `nan` and `inf` too. A metric that is called like one of
-    the first columns stands under `metric/<name>`.
+    The first columns are `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`. Then comes a column for each
+    metric, in the order in which they appeared. If a record does not have a metric, its cell is empty. A new metric adds a column, for
+    which the file is replaced atomically. Numbers keep their exact values, including `nan` and `inf`. A metric with the name of one of
+    the first columns is in the column `metric/<name>`.
 
-    A resumed run leaves out the rows of the future that did not happen. A killed process loses nothing that was told, and tears at most
-    the last row, which the resume takes away. With a `name` of its own it writes to the folder of that name in the run's.
+    A resumed run removes the rows after the checkpoint. A killed process loses no records, and can only leave the last row incomplete,
+    which the resume removes. If the logger has a `name`, it writes to the folder of that name in the run's folder.
 
     Raises:
-        ConfigError: when a run begins, it has no folder.
+        ConfigError: the run has no folder.
     """
 
     writes_to_run_folder = True
 
     def __init__(self) -> None:
-        self._path: Path | None = None  # until the run may write
+        self._path: Path | None = None  # None until the run may write
         self._file: io.FileIO | None = None
-        self._columns: dict[str, None] = {}  # in their order
+        self._columns: dict[str, None] = {}  # an ordered set
         self._rows = 0
-        self._resumed_rows: int | None = None  # as the checkpoint says
+        self._resumed_rows: int | None = None  # the number of rows, from the checkpoint
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget what an earlier run's checkpoint said."""
+        """Forget the row count of an earlier run."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin, or go on where the checkpoint was saved."""
+        """Begin the table, or continue it from the checkpoint."""
         self._close()
         path = folder_of(self, ctx) / "metrics.csv"
         columns, rows = _read(path)
@@ -57,7 +57,7 @@ class CSVLogger(Logger):
         self._path, self._rows = path, kept
 
     def on_log(self, ctx: Context) -> None:
-        """One row."""
+        """Write a row."""
         if self._path is None:
             return
         cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIELDS} | {"time": time.time()}
@@ -73,21 +73,21 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """How many rows come before this checkpoint."""
+        """Return the number of rows before this checkpoint."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Replace the file by one with these columns, of which older rows may lack the last."""
+        """Replace the file by one with these columns. Rows may lack the last columns."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)
 
     def _append(self, row: bytes) -> None:
-        """Write one row, or nothing."""
+        """Write the whole row, or nothing."""
         assert self._path is not None
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `_close_file`
@@ -111,7 +111,7 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The columns and rows of a table that we wrote; the first of them where there is none. A torn row is left out."""
+    """Return the columns and complete rows of our table. If there is none, return the first columns and no rows."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is written to the file descriptors 1 and 2, by whomever, copied to a file."""
+"""Copying everything that is written to the file descriptors 1 and 2 to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.loggers import output_log
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
-_PATIENCE = 10.0  # seconds until what was printed must be in the log, when it is closed
+_CLOSE_SECONDS = 10.0  # how long `close` waits for the rest of the output
 
 _live: list[DescriptorCapture] = []
 
@@ -23,31 +23,31 @@ _live: list[DescriptorCapture] = []
 class DescriptorCapture:
     """Copies what this process, its libraries and its children write to standard output and error to an `OutputLog`.
 
-    The descriptors become pipes to a small process, which passes everything on to where it went before. A thread could not: a library
-    that fills the pipe while it holds the interpreter's lock would wait for ever, and the last words of a crash would be lost. A process
-    that was forked from the one that made it can write, and ends nothing.
+    The descriptors become pipes to a small process, which forwards everything to the original destination. A thread would not do: a
+    library that fills the pipe while it holds the interpreter lock would block forever, and the last output of a crash would be lost. A
+    process that was forked from the one that created the capture can write, and its end does not end the capture.
 
     Raises:
-        ConfigError: there are no such descriptors to be handed on, as on Windows.
+        ConfigError: the descriptors cannot be passed on, as on Windows.
     """
 
     def __init__(self, path: Path, max_bytes: int | None) -> None:
         if os.name != "posix" or not sys.executable:
-            raise ConfigError('capture="fd" needs a POSIX system and a Python that can be started; choose "python"')
+            raise ConfigError('capture="fd" needs a POSIX system and a Python executable; choose "python"')
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._is_writing = self._is_closed = False
-        heard, self._messages = os.pipe()
-        self._answers, told = os.pipe()
+        message_source, self._messages = os.pipe()
+        self._answers, answer_target = os.pipe()
         os.set_blocking(self._answers, False)
         self._under = {each: _owner(each) for each in DESCRIPTORS.values()}
         self._before = {each: os.dup(each) for each in DESCRIPTORS.values()}
         pipes = {each: os.pipe() for each in DESCRIPTORS.values()}
-        theirs = [heard, told, *(source for source, _ in pipes.values())]
+        theirs = [message_source, answer_target, *(source for source, _ in pipes.values())]
         ours = {each: target for each, (_, target) in pipes.items()}
         triples = [f"{name}:{pipes[each][0]}:{self._before[each]}" for name, each in DESCRIPTORS.items()]
         command = [sys.executable, "-I", "-S", os.path.abspath(output_log.__file__)]
-        arguments = [os.path.abspath(path), str(max_bytes or 0), str(heard), str(told), *triples]
+        arguments = [os.path.abspath(path), str(max_bytes or 0), str(message_source), str(answer_target), *triples]
         try:
             self._copier = subprocess.Popen(
                 [*command, *arguments],
@@ -55,7 +55,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # what is sent to the training's group is not for it
+                start_new_session=True,  # signals to the training's process group must not reach it
             )
             _flush()
             for descriptor, target in ours.items():
@@ -69,21 +69,21 @@ class DescriptorCapture:
         _live.append(self)
 
     def write(self, text: str, stream: str = "") -> None:
-        """Write text to the log alone."""
+        """Write text to the log only."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # writing: a signal's handler, in the midst of a message
+                return  # `_is_writing`: called by a signal handler in the middle of a message
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")
                 self._send(len(content).to_bytes(4, "big") + content)
-            except OSError:  # it has ended; `failure` says so
+            except OSError:  # the process has ended, which `failure` reports
                 return
             finally:
                 self._is_writing = False
 
     def failure(self) -> OSError | None:
-        """Why text is being lost, once for each time that writing begins to fail."""
+        """Return why text is lost, once each time that writing begins to fail; otherwise None."""
         if self._is_closed:
             return None
         try:
@@ -96,10 +96,10 @@ class DescriptorCapture:
         return OSError(answer.decode().splitlines()[0])
 
     def close(self) -> None:
-        """Put the descriptors back, where nobody else has replaced them since, and wait until all is in the log; may be called twice.
+        """Restore the descriptors, unless others have replaced them, and wait until all output is in the log. May be called twice.
 
         Raises:
-            OSError: text was lost, or could not be written in time.
+            OSError: output was lost, or could not be written in time.
         """
         if self._is_closed or os.getpid() != self._process:
             return
@@ -118,7 +118,7 @@ class DescriptorCapture:
         return self._pipes[descriptor] == _identity(descriptor)
 
     def _put_back(self, descriptor: int) -> None:
-        """Give the descriptor to who had it before; not to another capture that has been closed in the meantime."""
+        """Restore the descriptor's previous target, skipping captures that have been closed since."""
         passed = [self]
         while (under := passed[-1]._under[descriptor]) is not None and under._is_closed:
             passed.append(under)
@@ -128,21 +128,21 @@ class DescriptorCapture:
     def _end_log(self) -> None:
         try:
             self._send(output_log.END)
-        except BrokenPipeError:  # `failure` has told, or will never be asked
+        except BrokenPipeError:  # the process has ended, which `failure` reports if it is called
             self._copier.wait()
             return
         answer = b""
-        while output_log.CLOSED not in answer and select.select([self._answers], [], [], _PATIENCE)[0]:
+        while output_log.CLOSED not in answer and select.select([self._answers], [], [], _CLOSE_SECONDS)[0]:
             if not (got := os.read(self._answers, 65536)):
                 break
             answer += got
         try:
             self._copier.wait(0.0 if any(map(self._has, DESCRIPTORS.values())) else 1.0)
         except subprocess.TimeoutExpired:
-            pass  # somebody still holds its pipe, for whom it passes on to the end
+            pass  # another process still holds the pipe, and the copier serves it until its end
         if answer != output_log.CLOSED:
-            said = answer.decode("utf-8", "replace").strip("\0\n")
-            raise OSError(f"not all that was printed is in the log: {said or 'it took too long'}")
+            reason = answer.decode("utf-8", "replace").strip("\0\n")
+            raise OSError(f"not all output is in the log: {reason or 'writing it took too long'}")
 
     def _send(self, message: bytes) -> None:
         while message:
@@ -164,7 +164,7 @@ def _close(*descriptors: int) -> None:
 
 
 def _flush() -> None:
-    """Let out what Python and C have in their buffers, to where the descriptors lead now."""
+    """Flush the buffers of Python and C to the current targets of the descriptors."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

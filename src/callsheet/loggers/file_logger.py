@@ -1,4 +1,4 @@
-"""What the process prints, in a file of the run's folder."""
+"""The process's output in a file of the run's folder."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from callsheet.loggers.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 
-_EARLY = 10_000  # pieces of text that are kept until the run may write
+_MAX_EARLY = 10_000  # pieces of text to keep until the run may write
 _written: set[Path | None] = set()
 
 
 class FileLogger(Logger):
-    """Write what each rank prints to `logs/rank-<rank>.log` in the run's folder, too; it appears where it did before.
+    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. It still appears where it did before.
 
-    That is what goes through `sys.stdout` and `sys.stderr`: `print`, warnings, the handlers of `logging` that write to these streams,
-    bars; and the traceback of an exception that ends the run. Every start adds a line with the run, the process and the step. Lines are
-    written as they end: of a line that is rewritten, as by a bar, the last state; without colours. What is printed while the run is set up
-    is there too, unless the run never begins. When the run ends the streams are as they were.
+    The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to these
+    streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with the run, the
+    process and the step. Lines are written when they are complete; of a line that is rewritten, as by a progress bar, the last state,
+    without colours. Output during the run's set-up is included, unless the run never begins. When the run ends, the streams are restored.
 
-    `capture="fd"` takes all that is written to the file descriptors 1 and 2: also what C libraries, data-loading workers and other
-    children print. For that a second process is started for each rank, through which it all passes; where that one is killed, printing
-    fails. Standard output is no terminal then, so a progress bar becomes lines. With a `name` of its own it writes to
+    `capture="fd"` copies everything that is written to the file descriptors 1 and 2, also by C libraries, data-loading workers and
+    other children. It starts a second process for each rank, through which all output passes; if that process is killed, printing
+    fails. Standard output is then no terminal, so a progress bar becomes lines. If the logger has a `name`, it writes to
     `<name>/logs/rank-<rank>.log`.
 
     Args:
         capture: `python` or `fd`.
-        max_bytes: when the file would grow beyond that it becomes `rank-<rank>.log.1`, in the place of an older one; None is never.
+        max_bytes: a file that would become larger is renamed to `rank-<rank>.log.1`, replacing an older one; None means no limit.
 
     Raises:
-        ConfigError: an argument that cannot work, or, when a run begins, it has no folder.
+        ConfigError: an argument is invalid, or the run has no folder.
     """
 
     writes_to_run_folder = True
@@ -52,23 +52,23 @@ class FileLogger(Logger):
 
     def __init__(self, *, capture: str = "python", max_bytes: int | None = 100_000_000) -> None:
         if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"max_bytes={max_bytes}: give more than 0, or None for a file that may grow")
+            raise ConfigError(f"max_bytes={max_bytes}: give more than 0, or None for no limit")
         self._capture = one_of("capture", capture, CAPTURES)
         self._max_bytes = max_bytes
-        self._log: OutputLog | DescriptorCapture | None = None  # until the run may write
+        self._log: OutputLog | DescriptorCapture | None = None  # None until the run may write
         self._path: Path | None = None
-        self._early: deque[tuple[str, str]] = deque(maxlen=_EARLY)
+        self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
-    @at("change")  # before the others print
+    @at("change")  # before other callbacks print
     def on_run_start(self, ctx: Context) -> None:
-        """Listen, and keep what is heard until the run may write."""
+        """Start capturing, and keep the output until the run may write."""
         self._end()
-        self._listen(list(DESCRIPTORS))
+        self._capture_streams(list(DESCRIPTORS))
 
     @at("change")
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write from here on."""
+        """Open the file, and write the output so far."""
         try:
             log = self._opened(folder_of(self, ctx) / "logs" / f"rank-{ctx.run.rank}.log")
         except BaseException:
@@ -80,19 +80,19 @@ class FileLogger(Logger):
             log.write(*self._early.popleft())
 
     def on_log(self, ctx: Context) -> None:
-        """Tell what could not be written."""
+        """Raise an error if output could not be written."""
         if self._log is not None and (failure := self._log.failure()) is not None:
-            failure.add_note("what is printed meanwhile is missing in the log")
+            failure.add_note("output printed until this is resolved is missing from the log")
             raise failure
 
     def on_exception(self, ctx: Context) -> None:
-        """The traceback, which Python prints when the run is over."""
+        """Write the traceback, which Python prints only after the run."""
         if self._log is not None:
             self._log.write("".join(traceback.format_exception(ctx.exception)))
 
-    @at("restore")  # after the others have printed
+    @at("restore")  # after other callbacks have printed
     def on_run_end(self, ctx: Context) -> None:
-        """Listen no more."""
+        """Stop capturing."""
         self._end()
 
     def _take(self, text: str, stream: str) -> None:
@@ -103,30 +103,30 @@ class FileLogger(Logger):
 
     def _opened(self, path: Path) -> OutputLog | DescriptorCapture:
         if path in _written:
-            raise ConfigError(f"{path} is written by another FileLogger; give this one a name of its own: logger.name = '...'")
+            raise ConfigError(f"{path} is already written by another FileLogger; give this one its own name: logger.name = '...'")
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._capture == "fd":
-            self._ignore()
+            self._release_streams()
             log: OutputLog | DescriptorCapture = DescriptorCapture(path, self._max_bytes)
-            self._listen([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
+            self._capture_streams([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
         else:
             log = OutputLog(path, self._max_bytes)
-            if not self._tees:  # the run's start was not told
-                self._listen(list(DESCRIPTORS))
+            if not self._tees:  # `on_run_start` was not fired
+                self._capture_streams(list(DESCRIPTORS))
         _written.add(path)
         self._path = path
         return log
 
-    def _listen(self, names: list[str]) -> None:
+    def _capture_streams(self, names: list[str]) -> None:
         self._tees = [StreamTee(name, self._take) for name in names if getattr(sys, name) is not None]
 
-    def _ignore(self) -> None:
+    def _release_streams(self) -> None:
         tees, self._tees = self._tees, []
         for tee in reversed(tees):
             tee.close_tee()
 
     def _end(self) -> None:
-        self._ignore()
+        self._release_streams()
         self._early.clear()
         log, self._log = self._log, None
         if log is not None:
@@ -139,7 +139,7 @@ class FileLogger(Logger):
 def _descriptor_of(stream: Any) -> int | None:
     try:
         number: int = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # not a file's
+    except (AttributeError, OSError, ValueError):  # not a file
         return None
     return number
 

@@ -1,4 +1,4 @@
-"""Paths in a run's folder from names that callers choose."""
+"""Paths in a run's folder, made from names that users choose."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from callsheet.errors import ConfigError
 
 
 def path_from(name: str) -> str:
-    """`name` as a path that stays inside its folder and that every file system takes; its slashes are folders."""
+    """Return `name` as a path that stays inside its folder and that every file system accepts. Slashes separate folders."""
     return "/".join(re.sub(r"[^\w.-]", "_", part).lstrip(".") or "_" for part in name.split("/"))
 
 
 def folder_of(logger: Callback, ctx: Context) -> Path:
-    """Where a logger writes: the run's folder; with a `name` of its own, the folder of that name inside it.
+    """Return the folder of a logger: the run's folder, or, if the logger has a `name`, the folder of that name inside it.
 
     Raises:
         ConfigError: the run has no folder.
@@ -29,12 +29,12 @@ def folder_of(logger: Callback, ctx: Context) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file as a whole: a reader sees the old one or the new one."""
+    """Write a file atomically: a reader sees the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
     except OSError:
-        draft.unlink(missing_ok=True)  # a full disk needs the room
+        draft.unlink(missing_ok=True)  # frees space on a full disk
         raise

@@ -1,4 +1,4 @@
-"""Images for files, encoded and written in a lane."""
+"""Writing PNG images to files, in a lane."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from callsheet.capture import copied
 from callsheet.lanes import Lane, LaneOptions, close, drain
 from callsheet.loggers.file_names import replace_file
 
-_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # images wait in memory
+_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # queued images take memory
 
 
 class ImageWriter:
-    """Writes images as PNG files into a folder, one telling after the other, a moment after they were given.
+    """Writes images as PNG files into a folder, one batch after the other, in the background.
 
-    A thread is enough: what encodes them leaves the interpreter alone meanwhile.
+    A thread is enough, because encoding releases the interpreter lock.
 
     Raises:
-        OSError, ConfigError: from `write` and `flush`, what the files of an earlier telling failed with, once.
+        OSError, ConfigError: from `write` and `flush`, once, if an earlier batch failed.
     """
 
     def __init__(self, label: str, folder: Path) -> None:
@@ -28,34 +28,34 @@ class ImageWriter:
         self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
-        """Have `images`, as they are now, written to `files`, paths in the folder, and `then` called, which says that they are there."""
+        """Copy `images`, write them to `files`, paths in the folder, and then call `then`."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
         self._lane.put((list(files), copied(here, {}), then))
         self._report_failure()
 
     def flush(self) -> None:
-        """Wait until all that was given is written, a minute at most."""
+        """Wait up to a minute until everything is written."""
         left = drain([self._lane], _OPTIONS.deadline)
         self._report_failure()
         for undelivered in left:
             raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write what is queued, and end the thread."""
         try:
             self.flush()
         finally:
             close([self._lane])
 
-    def _written(self, telling: tuple[list[str], list[Any], Callable[[], object]]) -> None:
+    def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
         from callsheet.loggers.pixels import png  # needs numpy
 
-        files, images, then = telling
+        files, images, then = batch
         try:
             for file, image in zip(files, images, strict=True):
                 replace_file(self._folder / file, png(image))
             then()
-        except Exception as error:  # whoever gave them is told
+        except Exception as error:  # raised by the next `write` or `flush`
             self._failure = error
 
     def _report_failure(self) -> None:

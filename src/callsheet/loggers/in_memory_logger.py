@@ -1,4 +1,4 @@
-"""What a run logs, kept in memory."""
+"""What a run logs, in memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from callsheet.loggers.logger import Logger
 
 
 class InMemoryLogger(Logger):
-    """Keep what is logged on the object, to be read in a notebook or a test.
+    """Keep what is logged in memory, to be read in a notebook or a test.
 
-    A destination, as a file is: on the first rank, empty when a run begins, also a resumed one, and no part of checkpoints. The callback
-    `History` is the other way about: records and evaluations alone, on all ranks, in every checkpoint, so that a resumed run knows its
-    whole curve.
+    Like a file, it is a destination: it is filled on the first rank, is emptied when a run begins or resumes, and is not saved in
+    checkpoints. The callback `History`, in contrast, holds only records and evaluations, on all ranks and in every checkpoint, so that a
+    resumed run has its whole curve.
 
     Args:
-        most: keep so many records, and so many tables and batches of images of each name, the newest; None keeps all.
+        most: the number of records, and of tables and batches of images of each name, to keep, the newest ones; None keeps all.
         images: keep images, as arrays of shape (height, width, 3) and type uint8.
 
     Raises:
         ConfigError: `most` is less than 1.
-        KeyError: from `history`, for a name that no record has told; the message names the nearest.
+        KeyError: from `history`, if no record has the metric; the message suggests the nearest name.
     """
 
     def __init__(self, *, most: int | None = None, images: bool = False) -> None:
@@ -38,28 +38,28 @@ class InMemoryLogger(Logger):
 
     def _forget(self) -> None:
         self.records: list[MetricsRecord] = []
-        """The records, with what others had added to them by then."""
+        """The records, with the values that callbacks have added."""
         self.hyperparameters: dict[str, Any] = {}
-        """The run's configuration, and what was logged."""
+        """The run's configuration, and the hyperparameters that were logged."""
         self.tables: dict[str, list[tuple[int, list[str], list[list[Any]]]]] = {}
-        """By name: step, columns and rows of each time."""
+        """By name: step, columns and rows of each table."""
         self.images: dict[str, list[tuple[int, list[Any]]]] = {}
-        """By name: step and images of each time."""
+        """By name: step and images of each batch."""
         self.files: dict[str, Path] = {}
-        """By name, the last path."""
+        """By name: the last path."""
         self.costs: CostReport | None = None
         """What the callbacks have cost so far."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which `name` was told, and its values."""
-        told = [(record.step, record.values[name]) for record in self.records if name in record.values]
-        if not told:
+        """Return the steps of the records with the metric `name`, and its values."""
+        found = [(record.step, record.values[name]) for record in self.records if name in record.values]
+        if not found:
             names = list(dict.fromkeys(name for record in self.records for name in record.values))
-            raise KeyError(f"no record told {name!r}{did_you_mean(name, names)} (told: {', '.join(names) or 'nothing'})")
-        return [step for step, _ in told], [value for _, value in told]
+            raise KeyError(f"no record has {name!r}{did_you_mean(name, names)} (logged: {', '.join(names) or 'nothing'})")
+        return [step for step, _ in found], [value for _, value in found]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """A run begins."""
+        """Discard what an earlier run logged."""
         self._forget()
         self.hyperparameters.update(ctx.run.config)
 
@@ -76,7 +76,7 @@ class InMemoryLogger(Logger):
         self._keep(self.tables.setdefault(name, []), (ctx.step, list(columns), [list(row) for row in rows]))
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Keep the images, where they are asked for."""
+        """Keep the images if `images` is True."""
         if self._keeps_images:
             from callsheet.loggers.pixels import as_pixels  # needs numpy
 
@@ -87,7 +87,7 @@ class InMemoryLogger(Logger):
         self.files[name] = path
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Keep the last one."""
+        """Keep the latest report."""
         self.costs = report
 
     def _keep(self, kept: list[Any], what: Any) -> None:

@@ -1,4 +1,4 @@
-"""Anything as JSON that every reader takes."""
+"""JSON text of any value, for every JSON reader."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON: NaN and infinite numbers are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`, which `float()` reads; what JSON
-    does not know is its `str()`."""
+    """Return `value` as JSON. NaN and infinite numbers become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` reads.
+
+    Values that JSON does not have become their `str()`.
+    """
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # rare, and slower
+    except (TypeError, ValueError):  # rare, and slower to convert
         return json.dumps(_plain(value), allow_nan=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON knows it."""
+    """Return `value` as types that JSON has."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The run's folder as JSON lines: metrics, events, settings, tables, images, costs."""
+"""Metrics, events, hyperparameters, tables, images and costs of a run as JSON lines."""
 
 from __future__ import annotations
 
@@ -31,25 +31,29 @@ _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):
-    """Write what is logged, and what happens, to the run's folder: the run's own account of itself, which is only ever added to.
+    """Write what is logged, and what happens, to the run's folder. Lines are only ever appended.
 
-    `metrics.jsonl` has one line a record: the fields of `MetricsRecord` and `time`, in seconds since 1970; after a resume a line with
-    `resumed_from_step`, and `records`, the number of those before it that still count. `read_metrics` reads it. `events.jsonl` tells
-    starts, with versions, process and host, evaluations, checkpoints, files, and how the run ended; `hyperparameters.json` the settings;
-    `tables/<name>.jsonl` has one line for each time that a table was logged; `images.jsonl` one for each time that images were, which
-    stand in `images/<name>/<step>-<number>.png`; `costs.jsonl` what the callbacks have cost this process so far, `timeline.jsonl` where
-    the time of a few steps went. NaN and infinite numbers are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` reads;
-    what JSON does not know is written as its `str()`.
+    - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a line with
+      `resumed_from_step` and `records`, the number of records before it that still count. `read_metrics` reads the file.
+    - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end.
+    - `hyperparameters.json` holds the hyperparameters.
+    - `tables/<name>.jsonl` has one line for each time that the table was logged.
+    - `images.jsonl` has one line for each time that images were logged; the images are in `images/<name>/<step>-<number>.png`.
+    - `costs.jsonl` has the costs of the callbacks in this process so far, and `timeline.jsonl` the time in some steps by span and callback.
 
-    Lines and images are written by threads, so that training waits for no disk but at evaluations, checkpoints, signals, exceptions and
-    the run's end, when all of them are written. A killed process loses those of the last `flush_seconds`, and may tear one, which readers pass
-    by. Lines that the disk does not take wait until it does. With a `name` of its own it writes to the folder of that name in the run's.
+    NaN and infinite numbers are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` reads. Values that JSON does not
+    have are written as their `str()`.
+
+    Threads write lines and images, so training waits for the disk only at evaluations, checkpoints, signals, exceptions and the end of
+    the run, when everything is written. A killed process loses the lines of the last `flush_seconds`, and may leave an incomplete line,
+    which readers skip. Lines that cannot be written are kept and tried again. If the logger has a `name`, it writes to the folder of
+    that name in the run's folder.
 
     Args:
-        flush_seconds: the longest that a line waits.
+        flush_seconds: the longest time until a line is written.
 
     Raises:
-        ConfigError: `flush_seconds` is not above 0, or, when a run begins, it has no folder.
+        ConfigError: `flush_seconds` is not above 0, or the run has no folder.
     """
 
     writes_to_run_folder = True
@@ -60,21 +64,21 @@ class JSONLLogger(Logger):
             raise ConfigError(f"flush_seconds={flush_seconds}: give more than 0")
         self._seconds = flush_seconds
         self._folder = Path()
-        self._writer: LineWriter | None = None  # until the run may write
-        self._images: ImageWriter | None = None  # until there are any
+        self._writer: LineWriter | None = None  # None until the run may write
+        self._images: ImageWriter | None = None  # None until images are logged
         self._process = ""
-        self._records = 0  # those that count
-        self._resumed_records: int | None = None  # as the checkpoint says
-        self._pictures: dict[str, tuple[int, int]] = {}  # by name: the last step, and how many it has
+        self._records = 0  # records of this run's past, without those after a checkpoint that was resumed
+        self._resumed_records: int | None = None  # the number of records, from the checkpoint
+        self._pictures: dict[str, tuple[int, int]] = {}  # by name: the last step, and its number of images
 
-    # --- what happens ---
+    # --- events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget what an earlier run's checkpoint said."""
+        """Forget the record count of an earlier run."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin, or go on where the checkpoint was saved."""
+        """Begin the files, or continue them from the checkpoint."""
         self._close()
         self._folder = folder_of(self, ctx)
         resumed, there = ctx.checkpoint, read_metrics(self._folder)
@@ -86,48 +90,48 @@ class JSONLLogger(Logger):
         if resumed is not None or there:
             step = resumed.step if resumed is not None else 0
             self._append(METRICS, {"resumed_from_step": step, "records": self._records, "time": time.time()})
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "world_size": ctx.run.world_size,
             "restart_count": ctx.run.restart_count,
             "device": ctx.run.device,
         }
         path = resumed.path if resumed is not None else None
         self._event(
-            ctx, "run_start", flush=True, run=ctx.run.name, resumed_from=path, process=self._process, **told, **_whereabouts()
+            ctx, "run_start", flush=True, run=ctx.run.name, resumed_from=path, process=self._process, **facts, **_whereabouts()
         )
         if ctx.run.config:
             self.log_hyperparameters(ctx, ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
-        """One line of metrics."""
+        """Write a line of metrics."""
         if self._writer is not None:
             self._records += 1
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """The evaluation's results."""
+        """Write the evaluation's results."""
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """A checkpoint counts no record that a killed process would lose."""
+        """Write everything, because the checkpoint counts the records so far."""
         self._flush()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Where a checkpoint stands."""
+        """Write where the checkpoint is."""
         assert ctx.checkpoint is not None
         self._event(ctx, "checkpoint", flush=True, checkpoint=asdict(ctx.checkpoint))
 
     def on_preempt(self, ctx: Context) -> None:
-        """A signal came."""
+        """Write that the run is preempted."""
         self._event(ctx, "preempt", flush=True)
 
     def on_exception(self, ctx: Context) -> None:
-        """What was raised, and where."""
+        """Write what was raised, and where."""
         error = ctx.exception
         self._event(ctx, "exception", flush=True, type=type(error).__name__, message=str(error), span=ctx.span)
 
     def on_run_end(self, ctx: Context) -> None:
-        """How the run ended."""
+        """Write how the run ended."""
         writer = self._writer
         if writer is not None:
             more: dict[str, Any] = {"reason": ctx.run.outcome_reason} if ctx.run.outcome_reason else {}
@@ -138,30 +142,30 @@ class JSONLLogger(Logger):
             finally:
                 self._close()
 
-    # --- what is logged ---
+    # --- logging methods ---
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Add to the settings that stand there."""
+        """Add to the hyperparameters in the file."""
         if self._writer is not None:
             path = self._folder / "hyperparameters.json"
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
-            except (FileNotFoundError, ValueError):  # ValueError: the disk was full, or somebody else wrote there
+            except (FileNotFoundError, ValueError):  # ValueError: the file is damaged or not ours
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """A file of its own."""
+        """Write the call sheet to a file."""
         if self._writer is not None:
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """One line: the step, the columns and all rows."""
+        """Write a line with the step, the columns and all rows."""
         line = {"step": ctx.step, "name": name, "columns": columns, "rows": rows, "time": time.time()}
         self._append(f"tables/{path_from(name)}.jsonl", line)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """A file each, and a line that names them."""
+        """Write a file per image, and a line that lists them."""
         if self._writer is not None:
             step, before = self._pictures.get(name, (ctx.step, 0))
             first = before if step == ctx.step else 0
@@ -172,29 +176,29 @@ class JSONLLogger(Logger):
             self._images.write(files, images, then=partial(self._append, "images.jsonl", line))
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """An event that says where the file is."""
+        """Write an event with the path of the file."""
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """A line; the last one of a process holds all that came before."""
+        """Write a line. The last one of a process includes all costs before."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """A line for a few steps."""
+        """Write a line for some steps."""
         self._append("timeline.jsonl", {**self._moment(ctx), **window.to_dict()})
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """How many records come before this checkpoint."""
+        """Return the number of records before this checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._resumed_records = state["records"]
 
-    def _event(self, ctx: Context, event: str, *, flush: bool = False, **told: Any) -> None:
-        self._append("events.jsonl", {"time": time.time(), "event": event, "step": ctx.step, "epoch": ctx.epoch, **told})
+    def _event(self, ctx: Context, event: str, *, flush: bool = False, **facts: Any) -> None:
+        self._append("events.jsonl", {"time": time.time(), "event": event, "step": ctx.step, "epoch": ctx.epoch, **facts})
         if flush:
             self._flush()
 
@@ -210,7 +214,7 @@ class JSONLLogger(Logger):
         images, self._images = self._images, None
         try:
             if images is not None:
-                images.close()  # which gives the writer its last lines
+                images.close()  # before the writer, to which it adds lines
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
@@ -225,7 +229,7 @@ class JSONLLogger(Logger):
 
 
 def _whereabouts() -> dict[str, Any]:
-    """Which programs this is, and where it runs."""
+    """Return the versions, the process and the host."""
     torch = sys.modules.get("torch")
     versions = {
         "callsheet": callsheet.__version__,

@@ -1,4 +1,4 @@
-"""Lines for files, written by a thread of their own a moment after they were given."""
+"""Writing lines to files from a background thread."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_KEPT_BYTES = 64 * 2**20  # so much waits for a disk that cannot be written to
+_KEPT_BYTES = 64 * 2**20  # the most to keep for a file that cannot be written
 
 
 class LineWriter:
-    """Appends lines to files of a folder, each at the latest about `seconds` after it was given.
+    """Appends lines to files in a folder, each within about `seconds`.
 
-    A line is given with `append`, which waits for no disk. What cannot be written stays, is tried again, and goes on in the midst of a
-    line where it has to. A process that was forked from the one that made the writer writes nothing: the lines that wait are its
-    parent's. While `may_write` says no, what was given is dropped.
+    `append` never waits for the disk. Text that cannot be written is kept and tried again, continuing in the middle of a line if
+    necessary. In a process that was forked from the one that created the writer it writes nothing, because the queued lines belong to
+    the parent. While `may_write` returns False, lines are dropped.
 
     Raises:
-        OSError: from `append` and `flush`, once for each time that writing begins to fail; the line that was given is kept.
+        OSError: from `append` and `flush`, once each time that writing begins to fail; the line is kept.
     """
 
     def __init__(self, folder: Path, seconds: float, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self.lost = 0
-        """Lines that were given up, since too many waited already."""
+        """The number of lines dropped because too much text was waiting."""
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        self._given: deque[tuple[str, bytes]] = (
-            deque()
-        )  # its own lock is held for an append alone, never while something is written
+        # The deque's own lock is held only for an append, never while something is written.
+        self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
-        self._writing = threading.Lock()  # of `_files`
+        self._writing = threading.Lock()  # guards `_files`
         self._failure: OSError | None = None
         self._is_failing = False
         self._something = threading.Event()
@@ -42,7 +41,7 @@ class LineWriter:
         self._thread.start()
 
     def append(self, name: str, line: bytes) -> None:
-        """Have `line` written to the file `name`, a path in the folder."""
+        """Queue `line` for the file `name`, a path in the folder."""
         if os.getpid() == self._process:
             self._given.append((name, line))
             if not self._something.is_set():
@@ -50,17 +49,17 @@ class LineWriter:
             self._report_failure()
 
     def flush(self) -> None:
-        """Write what waits, now."""
+        """Write the queued lines now."""
         if os.getpid() == self._process:
             with self._writing:
                 self._write()
             self._report_failure()
 
     def close(self) -> None:
-        """Write what waits and end the thread; may be called twice.
+        """Write the queued lines and end the thread. May be called twice.
 
         Raises:
-            OSError: what waits could not be written, and is lost.
+            OSError: the last lines could not be written, and are lost.
         """
         if os.getpid() != self._process:
             return
@@ -79,15 +78,15 @@ class LineWriter:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._something.wait()
-            self._closed.wait(self._seconds)  # more lines may come
+            self._closed.wait(self._seconds)  # collect more lines
             self._something.clear()
             with self._writing:
                 self._write()
             if self._is_failing:
-                self._something.set()  # try again
+                self._something.set()  # retry
 
     def _write(self) -> None:
-        if not self._may_write():  # the folder is somebody else's now
+        if not self._may_write():  # the folder belongs to another process now
             self._given.clear()
             for file in self._files.values():
                 file.waits.clear()
@@ -109,12 +108,12 @@ class LineWriter:
     def _report_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
-            failure.add_note("the lines wait, and are written as soon as they can be")
+            failure.add_note("the lines are kept, and are written as soon as possible")
             raise failure
 
 
 class _File:
-    """A file that is appended to, and the bytes that wait for it."""
+    """A file to append to, and the bytes that are waiting for it."""
 
     def __init__(self, path: Path) -> None:
         self.waits = bytearray()
@@ -122,7 +121,7 @@ class _File:
         self._descriptor: int | None = None
 
     def write(self) -> OSError | None:
-        """Write as much as can be; what stopped it, where not all could."""
+        """Write as much as possible. Return the error if something is left."""
         try:
             while self.waits:
                 if self._descriptor is None:
@@ -133,7 +132,7 @@ class _File:
         return None
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -142,10 +141,10 @@ class _File:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         if (size := os.lseek(descriptor, 0, os.SEEK_END)) and _byte_at(descriptor, size - 1) != b"\n":
-            self.waits[:0] = b"\n"  # a killed process left a torn line: end it
+            self.waits[:0] = b"\n"  # a killed process left an incomplete line: end it
         return descriptor
 
 
 def _byte_at(descriptor: int, place: int) -> bytes:
-    os.lseek(descriptor, place, os.SEEK_SET)  # appending goes to the end all the same
+    os.lseek(descriptor, place, os.SEEK_SET)  # does not affect appending
     return os.read(descriptor, 1)

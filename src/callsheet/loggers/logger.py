@@ -1,4 +1,4 @@
-"""What a logger is."""
+"""The base class of loggers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from callsheet.costs import CostReport, Window
 
 
 class Logger(Callback):
-    """The base of all loggers: override `on_log` for the records, and what else the logger can store.
+    """The base of all loggers: override `on_log` for the records, and the methods for whatever else the logger can store.
 
-    A logger runs on the first rank, after all who measure and decide, and its errors are reported without ending the run.
+    A logger runs on the first rank, after all callbacks that measure and decide. Its errors are reported without ending the run.
     """
 
     phase = "report"
@@ -22,26 +22,26 @@ class Logger(Callback):
     on_error = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Settings of the run, by name; may come several times, and a later value replaces an earlier one."""
+        """Log hyperparameters of the run, by name. May be called several times; later values replace earlier ones."""
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table: one sequence of cells a row, as long as `columns`."""
+        """Log a table: a sequence of cells per row, as long as `columns`."""
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        """Log images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """A file that was written."""
+        """Log a file that was written."""
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Who is called when, as a printable table; told once, when the checkpoint has been loaded."""
+        """Log the call sheet, a printable table of all handlers. Called once, after the checkpoint was loaded."""
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """What the callbacks have cost so far in this process; every telling replaces the one before."""
+        """Log the costs of the callbacks in this process so far. Each report replaces the one before."""
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Where the time of a few steps in a row went."""
+        """Log the time of some consecutive steps, by span and callback."""
 
 
 for _method in ("log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_costs", "log_timeline"):
-    getattr(Logger, _method).does_nothing = True  # nobody calls it where it is not overridden
+    getattr(Logger, _method).does_nothing = True  # not called unless it is overridden

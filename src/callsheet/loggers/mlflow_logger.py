@@ -1,4 +1,4 @@
-"""Records, settings, images, tables and files in MLflow."""
+"""Logging to MLflow."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from callsheet.loggers.retry_queue import RetryQueue
 from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-_REQUESTS_AT_END = 4  # that may run out of time before the rest is given up: the last records and the end, each tried twice
-_AT_ONCE = 100  # params or tags that MLflow takes in one request
+_REQUESTS_AT_END = 4  # requests that may time out when the run ends: the last records and the end, each tried twice
+_AT_ONCE = 100  # params or tags that MLflow accepts in one request
 
 
 class MLflowLogger(Tracker):
-    """Log to MLflow, a server or a database of its own.
+    """Log records, hyperparameters, images, tables and files to MLflow, on a server or in a local database.
 
-    A resume goes on in the same MLflow run; steps that are done a second time stand twice in a metric's history. Where
-    the program has a run active (`mlflow.start_run()`) that was not opened here, that one is used, and left running. No run is made
-    active: `mlflow.log_metric` in a program of yours goes to `logger.run_id` with `run_id=`.
+    A resume continues the same MLflow run; steps that are trained again appear twice in a metric's history. If the program has an active
+    run (`mlflow.start_run()`) that no logger opened, the logger uses it and leaves it running. The logger does not make its run active:
+    to log to it yourself, pass `run_id=logger.run_id` to `mlflow.log_metric`.
 
-    A run ends as FINISHED, FAILED, or KILLED (interrupted, preempted); the tags `callsheet.outcome` and `callsheet.exception` say more. NaN
-    stays NaN; infinite values become the largest finite number. What a name may not hold, such as parentheses, becomes `_`. A setting
-    that changes, after a resume say, keeps its first value as a param, since MLflow allows no other, and stands as the tag
-    `changed.<name>` with its latest. Tables are `tables/<name>/<step>.csv`, files `files/<name>`.
+    A run ends as FINISHED, FAILED, or KILLED (interrupted or preempted); the tags `callsheet.outcome` and `callsheet.exception` have
+    details. NaN stays NaN; infinite values become the largest finite number. Characters that MLflow does not allow in names, such as
+    parentheses, become `_`. MLflow does not allow params to change: if a hyperparameter changes, for example after a resume, its param
+    keeps the first value, and the tag `changed.<name>` has the latest. Tables are `tables/<name>/<step>.csv`, files `files/<name>`.
 
-    Everything is sent in a lane: training does not wait for it. Where the environment does not say otherwise, a request is given up after
-    `timeout` seconds, and tried once more; records that could not be sent are sent later, after a pause, so that a server that is away
-    for a while takes at most a tenth of the lane's time and loses none. The run's end waits four `timeout` and 5 seconds at most.
-    Credentials are read from `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN` by MLflow itself.
+    Everything is sent from a lane, so training does not wait for it. Unless the environment says otherwise, a request times out after
+    `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a pause. So a server that is
+    unavailable for a while takes at most a tenth of the lane's time, and no record is lost. The end of the run waits at most four times
+    `timeout` plus 5 seconds. MLflow itself reads credentials from `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN`.
 
     Args:
-        tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`; None: what MLflow is set to, or else `mlflow.db` beside
-            the run's folder.
-        experiment: its name, made where there is none; None: `MLFLOW_EXPERIMENT_NAME`, or `callsheet`.
-        run_name: what it is called there; the run's name where it is None.
+        tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`. None uses MLflow's own setting, or else `mlflow.db` next
+            to the run's folder.
+        experiment: its name; it is created if it does not exist. None uses `MLFLOW_EXPERIMENT_NAME`, or `callsheet`.
+        run_name: the name in MLflow; None means the run's name.
         tags: of the run.
-        timeout: in whole seconds, of one request.
+        timeout: of one request, in whole seconds.
 
     Raises:
-        ConfigError: a password in the URI, or a timeout below one second.
+        ConfigError: the URI has a password, or the timeout is below one second.
         MissingPackage: mlflow-skinny is not installed.
     """
 
@@ -86,18 +86,18 @@ class MLflowLogger(Tracker):
         self.lane_options = LaneOptions(deadline=_REQUESTS_AT_END * timeout + 5.0)
         self._client: Any = None
         self._queue: RetryQueue
-        self._params: dict[str, str] = {}  # as MLflow has them
+        self._params: dict[str, str] = {}  # the params that MLflow has
 
     def on_run_end(self, ctx: Context) -> None:
-        """Send what waits, and close the run."""
+        """Send the remaining records, and close the run."""
         try:
             if self.is_open:
                 self._queue.flush()
-        finally:  # a run that stays RUNNING would be worse than one without its last records
+        finally:  # close the run even if its last records cannot be sent
             super().on_run_end(ctx)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A file of comma-separated values, which MLflow shows as a table."""
+        """Log the table as a CSV file, which MLflow shows as a table."""
         if self.is_open:
             text = io.StringIO()
             csv.writer(text).writerows([columns, *([plain(cell) for cell in row] for row in rows)])
@@ -105,7 +105,7 @@ class MLflowLogger(Tracker):
                 self._client.log_text(self.run_id, text.getvalue(), f"tables/{allowed(name)}/{ctx.step:08d}.csv")
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images with their step; where there are several, as `<name>/<number>`."""
+        """Log images with their step; several as `<name>/<number>`."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 for i, image in enumerate(images):
@@ -113,12 +113,12 @@ class MLflowLogger(Tracker):
                     self._client.log_image(self.run_id, as_pixels(image), key=key, step=ctx.step, synchronous=True)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """A file, uploaded at once."""
+        """Upload the file immediately."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 self._client.log_artifact(self.run_id, str(path), f"files/{allowed(name)}".removesuffix(f"/{path.name}"))
 
-    # --- what a tracker is asked for ---
+    # --- methods that a tracker implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         mlflow = self._module()
@@ -146,12 +146,12 @@ class MLflowLogger(Tracker):
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
         entities = self._module().entities
-        told = {allowed(name): str(value)[:LONGEST_PARAM] for name, value in values.items()}
-        new = [entities.Param(name, value) for name, value in told.items() if name not in self._params]
+        latest = {allowed(name): str(value)[:LONGEST_PARAM] for name, value in values.items()}
+        new = [entities.Param(name, value) for name, value in latest.items() if name not in self._params]
         for start in range(0, len(new), _AT_ONCE):
             self._send(params=new[start : start + _AT_ONCE])
-        self._params = told | self._params
-        changed = {f"changed.{name}": value for name, value in told.items() if self._params[name] != value}
+        self._params = latest | self._params
+        changed = {f"changed.{name}": value for name, value in latest.items() if self._params[name] != value}
         tags = [entities.RunTag(name[:LONGEST_NAME], value[:LONGEST_TAG]) for name, value in changed.items()]
         for start in range(0, len(tags), _AT_ONCE):
             self._send(tags=tags[start : start + _AT_ONCE])

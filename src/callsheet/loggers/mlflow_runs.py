@@ -1,4 +1,4 @@
-"""How MLflow is asked: with little patience, for a run of before or a new one, in names that it takes."""
+"""Access to MLflow: short timeouts, runs to resume or to create, and allowed names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from callsheet.context import RunInfo
 logger = logging.getLogger("callsheet")
 
 LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
-"""What MLflow takes, in characters."""
+"""The limits of MLflow, in characters."""
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # the timeouts of those who talk to MLflow just now, each on a thread of its own
-_before: dict[Any, Any] = {}  # MLflow's own defaults, meanwhile
+_talking: list[int] = []  # the timeouts of current requests, each on its own thread
+_before: dict[Any, Any] = {}  # MLflow's own defaults, while requests are made
 
 
 @contextmanager
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
-    """MLflow's own would wait for minutes. It looks at its defaults at every request; what the user set in the environment counts more.
+    """Use a short timeout for requests inside the context, because MLflow's defaults would wait for minutes.
 
-    The environment itself stays as it is: writing it on one thread while a library reads it on another may crash the program.
+    MLflow reads its defaults at every request, and the user's environment variables override them. This changes the defaults, not the
+    environment: writing it in one thread while a library reads it in another may crash the program.
     """
     known = mlflow.environment_variables
     with _lock:
@@ -48,10 +49,10 @@ def patience(mlflow: Any, timeout: int) -> Iterator[None]:
 
 
 def active_run(mlflow: Any) -> Any:
-    """The run that the program has active, or None. MLflow shows a thread its own runs alone, and a logger may be on another one.
+    """Return the program's active run, or None. MLflow shows a thread only its own runs, and the logger may be on another thread.
 
-    The main thread's comes first, then one that is the only one. Where several other threads have one, none is taken: whose the logger's
-    is, is not known.
+    The main thread's run comes first, then the only run of another thread. If several other threads have runs, it returns None, because
+    it is not known which one the logger should use.
     """
     if (own := mlflow.active_run()) is not None:
         return own
@@ -62,13 +63,13 @@ def active_run(mlflow: Any) -> Any:
         return runs[main]
     if len(runs) > 1:
         logger.warning(
-            "several threads have an active MLflow run, and the logger takes none of them; logger.lane = 'inline' has it take its thread's"
+            "several threads have an active MLflow run, so the logger uses none of them; to use the run of its own thread, set logger.lane = 'inline'"
         )
     return next(iter(runs.values())) if len(runs) == 1 else None
 
 
 def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
-    """A client of `uri`; of what MLflow is set to where it is None; of `mlflow.db` beside the run's folder where that is nothing either."""
+    """Return a client of `uri`. None means MLflow's own setting, or else `mlflow.db` next to the run's folder."""
     if uri is None and not mlflow.is_tracking_uri_set() and run.folder is not None:
         folder = run.folder.absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """The run of that id, running again; None, and a warning, where it is no more."""
+    """Set the run with this id to RUNNING and return it. If it no longer exists, warn and return None."""
     try:
         run = client.get_run(run_id)
     except mlflow.MlflowException as error:
@@ -85,14 +86,14 @@ def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
             raise
         run = None
     if run is None or run.info.lifecycle_stage == "deleted":
-        logger.warning("MLflow no longer has the run %s that the checkpoint names; a new one is begun", run_id)
+        logger.warning("MLflow no longer has the run %s of the checkpoint; a new run is created", run_id)
         return None
     client.update_run(run_id, status="RUNNING")
     return run
 
 
 def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: Mapping[str, str]) -> Any:
-    """A run in `experiment`, which is made where there is none; None is what the environment names, or `callsheet`."""
+    """Create a run in `experiment`, which is created if necessary. None means the environment's, or `callsheet`."""
     if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         return client.create_run(number, run_name=name, tags=tags)
     title = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "callsheet"
@@ -101,19 +102,19 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run made it just now
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created it
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)
 
 
 def allowed(name: str) -> str:
-    """`name` as MLflow takes it: no other characters, and nothing that would be another path."""
+    """Return `name` with only the characters and path parts that MLflow allows."""
     parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
     return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:LONGEST_NAME] or "_"
 
 
 def _beside(uri: str) -> str | None:
-    """Where artifacts go: beside an SQLite file rather than where the program happens to run; elsewhere it is the server's business."""
+    """Return the artifact location: next to an SQLite file, not in the working directory. None lets the server choose."""
     path = uri.partition("sqlite:///")[2]
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path else None

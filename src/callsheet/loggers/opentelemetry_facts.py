@@ -1,4 +1,4 @@
-"""What spans and instruments of OpenTelemetry are given: names and values that it takes."""
+"""Attributes and instrument names for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from callsheet.context import Context
 
 
 def about(ctx: Context) -> dict[str, Any]:
-    """What can be read at this event."""
+    """Return the context's available fields as span attributes."""
     facts: dict[str, Any] = {"callsheet.step": ctx.step, "callsheet.epoch": ctx.epoch}
     if ctx.has("eval_name"):
         facts["callsheet.dataset"] = ctx.eval_name
@@ -22,11 +22,11 @@ def about(ctx: Context) -> dict[str, Any]:
 
 
 def attribute(value: Any) -> Any:
-    """`value` as OTLP knows it: its whole numbers have 64 bits."""
+    """Return `value` as an OTLP attribute, whose integers have 64 bits."""
     is_known = isinstance(value, (bool, float, str)) or (isinstance(value, int) and -(2**63) <= value < 2**63)
     return value if is_known else str(value)
 
 
 def instrument(name: str) -> str:
-    """`name` as an instrument may be called."""
+    """Return `name` as a valid instrument name."""
     return re.sub(r"[^A-Za-z0-9_.\-/]", "_", name if name[:1].isalpha() else f"m_{name}")[:255]

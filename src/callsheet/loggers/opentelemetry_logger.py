@@ -1,4 +1,4 @@
-"""The run as a trace in OpenTelemetry."""
+"""Logging a run as an OpenTelemetry trace."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # of a few steps: the SDK's queue drops what is more than 2048
+_SLICES = 1000  # sent for each group of sampled steps: the SDK's queue holds 2048 spans
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class OpenTelemetryLogger(Tracker):
-    """Make a run a trace: `run`, and in it `train`, `epoch`, `eval_all`, `eval`, `test`, `predict`, `checkpoint_save` and the like.
+    """Log a run as a trace: the span `run`, and in it `train`, `epoch`, `eval_all`, `eval`, `test`, `predict`, `checkpoint_save` and others.
 
-    A record is a span `log` without length, whose attributes are the values, and, where the application has set a `MeterProvider`, a
-    gauge for each value. A span can be seen once it has ended: `run` last. Settings are attributes of `run`, `callsheet.config.<name>`; the
-    outcome is `callsheet.outcome` and the status, an exception an event of the span in which it was raised. Images and tables are left out.
+    A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each value is
+    also a gauge. A span becomes visible when it has ended, `run` last. Hyperparameters are attributes of `run`,
+    `callsheet.config.<name>`. The outcome is `callsheet.outcome` and the status; an exception is an event of the span in which it was
+    raised. Images and tables are not logged.
 
-    A resume goes on in the same trace, as a child of the first process's `run`. Spans are of the first rank.
+    A resume continues the same trace, as a child of the first process's `run`. Spans come from the first rank.
 
-    Where the application has set a `TracerProvider`, and no endpoint is given, that one is used, and left open. Else spans are sent as
-    OTLP over HTTP, by a thread: training waits for no collector, but for `timeout` seconds at most when the run ends. Headers,
-    certificates and all else are read from `OTEL_EXPORTER_OTLP_...` by the package itself.
+    If the application has set a `TracerProvider` and no endpoint is given, the logger uses it and leaves it open. Otherwise a thread
+    sends spans as OTLP over HTTP. Training does not wait for the collector, except for up to `timeout` seconds when the run ends. The
+    package itself reads headers, certificates and other settings from `OTEL_EXPORTER_OTLP_...`.
 
     Args:
         endpoint: of the collector, such as `http://localhost:4318`; None: the application's provider, or `OTEL_EXPORTER_OTLP_ENDPOINT`.
-        service_name: what the program is called; None: `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider has its own.
-        steps: `sampled`: a few steps in a row now and then, with all that is inside and the callbacks' parts, which costs nothing between;
-            `all`: every step, with all that is inside, which takes its time at each; `none`: no steps.
-        timeout: in seconds, of one request, and of the run's end.
+        service_name: the program's name; None: `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider has its own.
+        steps: `sampled`: some groups of consecutive steps with all spans and callbacks inside, at no cost in between; `all`: every step
+            with all spans inside, which costs time at each; `none`: no steps.
+        timeout: of one request, and of the run's end, in seconds.
 
     Raises:
-        ConfigError: an unknown word for `steps`, a password in the endpoint, or a timeout that is not above zero.
-        MissingPackage: the SDK, or its OTLP exporter, is not installed.
+        ConfigError: `steps` is unknown, the endpoint has a password, or the timeout is not above zero.
+        MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    lane = "inline"  # spans have the times at which they are told, within what is current on this thread; a thread of the SDK sends them
+    lane = "inline"  # spans need this thread's times and current span; a thread of the SDK sends them
     package = "opentelemetry"
     extra = "opentelemetry"
 
     def __init__(
         self, *, endpoint: str | None = None, service_name: str | None = None, steps: str = "sampled", timeout: float = 5.0
     ) -> None:
-        one_of("word for steps", steps, STEPS)
+        one_of("value of steps", steps, STEPS)
         check_no_secret("endpoint", endpoint, "OTEL_EXPORTER_OTLP_HEADERS in the environment")
         if not timeout > 0:
             raise ConfigError(f"timeout={timeout!r} must be above zero")
@@ -71,48 +72,48 @@ class OpenTelemetryLogger(Tracker):
         self.steps = steps
         self.timeout = timeout
         self._tracer: Any = None
-        self._own: Any = None  # the provider, where it is ours
+        self._own: Any = None  # our own provider, if there is one
         self._open_spans: list[tuple[str, Any]] = []  # outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
-        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # steps that nobody asked for are not listened to
+        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # no handlers for the events of steps that are not logged
             setattr(self, SPANS[name].start_event, partial(self._begin, name))
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Which trace it is, the checkpoint says; until then the time is enough."""
+        """Note the time. The checkpoint determines which trace it is."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """See `on_run_start`."""
+        """Note the time."""
         self._load_began = time.time_ns()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the trace, or go on in it."""
+        """Begin the trace, or continue it."""
         super().on_checkpoint_load_end(ctx)
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """A checkpoint is durable, perhaps long after it was saved."""
+        """Log that a checkpoint is published, which may be long after it was saved."""
         self._point("checkpoint_published", about(ctx))
 
     def on_preempt(self, ctx: Context) -> None:
-        """A signal came."""
+        """Log the preemption."""
         self._point("preempt", about(ctx))
 
     def on_exception(self, ctx: Context) -> None:
-        """What was raised, where it was raised; all spans around it have failed."""
+        """Log the exception in the span where it was raised, and set the status of all open spans."""
         if self.is_open:
             error = ctx.exception
             self._open_spans[-1][1].record_exception(error, attributes={"callsheet.span": ctx.span})
             self._status("ERROR", f"{type(error).__name__}: {error}"[:5000])
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Where a file stands."""
+        """Log the path of a file."""
         self._point("file", {**about(ctx), "callsheet.file": name, "callsheet.path": str(path)})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """A few steps in a row, as spans in each other."""
+        """Log some consecutive steps as nested spans."""
         if not self.is_open or self.steps != "sampled":
             return
         began, ended = round(window.began * 1e9), round((window.began + window.seconds) * 1e9)
@@ -130,7 +131,7 @@ class OpenTelemetryLogger(Tracker):
             span.end(end)
             around.append((end, span))
 
-    # --- what a tracker is asked for ---
+    # --- methods that a tracker implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         from opentelemetry import trace
@@ -161,10 +162,10 @@ class OpenTelemetryLogger(Tracker):
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
         from opentelemetry.metrics import get_meter
 
-        told = {name: getattr(ctx.record, name) for name in ("samples_per_second", "tokens_per_second")}
-        facts = {f"callsheet.{name}": value for name, value in told.items() if value}
+        rates = {name: getattr(ctx.record, name) for name in ("samples_per_second", "tokens_per_second")}
+        facts = {f"callsheet.{name}": value for name, value in rates.items() if value}
         self._point("log", {**about(ctx), **facts, **values, "callsheet.step": ctx.record.step})
-        for name, value in values.items():  # to nowhere, unless the application has set a provider of metrics
+        for name, value in values.items():  # has no effect unless the application has set a MeterProvider
             if name not in self._gauges:
                 self._gauges[name] = get_meter("callsheet").create_gauge(instrument(name))
             self._gauges[name].set(value, {"callsheet.run": ctx.run.name})
@@ -193,7 +194,7 @@ class OpenTelemetryLogger(Tracker):
         if name in names:
             place = len(names) - 1 - names[::-1].index(name)
             self._open_spans[place][1].set_attributes(about(ctx))
-            while len(self._open_spans) > place:  # with what an exception left open in it
+            while len(self._open_spans) > place:  # including inner spans that an exception left open
                 self._open_spans.pop()[1].end()
 
     def _span(self, name: str, facts: Mapping[str, Any], start: int | None = None, within: Any = None) -> Any:
@@ -217,5 +218,5 @@ class OpenTelemetryLogger(Tracker):
 def _is_there(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # what it stands in is not there
+    except ModuleNotFoundError:  # its parent package is not installed
         return False

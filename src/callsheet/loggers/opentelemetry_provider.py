@@ -1,6 +1,6 @@
-"""How OpenTelemetry is reached: through the application's own provider, or one of ours, which is done in time.
+"""Access to OpenTelemetry: through the application's own provider, or one of ours that closes in time.
 
-Imported where a run is opened, since it needs the package. Nothing here draws from Python's `random`, which training may use.
+Imported when a run is opened, because it needs the package. Nothing here draws from Python's `random`, which training may use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger("callsheet")
 _SCOPE = "callsheet"
 _PATH = "/v1/traces"
 _DRAWING = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-"""Modules that draw how long to wait, in a thread, at every export."""
+"""Modules that draw a random delay in a thread at every export."""
 
 
 class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types here
-    """Identifiers that do not depend on the program's seed: two runs with the same seed are two traces."""
+    """Generates identifiers that do not depend on the program's seed, so that runs with the same seed get different traces."""
 
     def generate_span_id(self) -> int:
         return int.from_bytes(os.urandom(8), "big") or 1
@@ -38,12 +38,12 @@ class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types
 
 
 class OwnProvider:
-    """A provider that sends to one collector, in a thread; `close` takes `timeout` seconds at most."""
+    """A provider that sends to one collector from a thread. `close` takes at most `timeout` seconds."""
 
     def __init__(self, endpoint: str | None, service_name: str | None, timeout: float) -> None:
         for name in _DRAWING:
             if getattr(sys.modules.get(name), "random", None) is random:
-                sys.modules[name].random = random.Random()  # type: ignore[attr-defined]  # a generator has the functions
+                sys.modules[name].random = random.Random()  # type: ignore[attr-defined]  # a Random object has the module's functions
         if endpoint is not None and not endpoint.endswith(_PATH):
             endpoint = endpoint.rstrip("/") + _PATH
         named = service_name or (None if _is_named() else _SCOPE)
@@ -57,7 +57,7 @@ class OwnProvider:
         self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
 
     def close(self) -> None:
-        """Send what waits; what cannot be sent in time is given up."""
+        """Send the remaining spans. Those that cannot be sent in time are lost."""
         closing = threading.Thread(target=self.provider.shutdown, name="callsheet-opentelemetry-close", daemon=True)
         closing.start()
         closing.join(self._timeout)
@@ -65,11 +65,11 @@ class OwnProvider:
             logger.warning(
                 "OpenTelemetry: the collector did not take all spans within %g seconds; the rest is lost", self._timeout
             )
-            self._exporter.shutdown()  # ends the pauses between its attempts
+            self._exporter.shutdown()  # interrupts the pauses between attempts
 
 
 def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:
-    """The application's provider, where it has set one and no endpoint is asked for; else one of our own, which is to be closed."""
+    """Return the application's provider, if it has set one and no endpoint is given; otherwise one of our own, and the object to close."""
     theirs = trace.get_tracer_provider()
     if endpoint is None and not isinstance(theirs, trace.ProxyTracerProvider):
         return theirs, None
@@ -78,7 +78,7 @@ def provider_for(endpoint: str | None, service_name: str | None, timeout: float)
 
 
 def tracer_of(provider: Any) -> Any:
-    """A tracer of `provider`, with identifiers of our own where it would draw them from `random`."""
+    """Return a tracer of `provider`, with our own identifiers if it would draw them from `random`."""
     tracer = provider.get_tracer(_SCOPE)
     if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
         tracer.id_generator = _Ids()

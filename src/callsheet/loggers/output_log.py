@@ -1,7 +1,7 @@
-"""A file of what a process prints, as a terminal would show it in the end.
+"""A file with a process's output, as a terminal would finally show it.
 
-Needs the standard library alone, and nothing of callsheet's: run as a script it is the process that copies file descriptors into such a
-file; see `descriptor_capture`.
+This module needs only the standard library, and nothing of callsheet: as a script it is the process that copies file descriptors into
+such a file; see `descriptor_capture`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import signal
 import sys
 import threading
 
-_LONGEST = 2**16  # characters of a line that does not end
-_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # what stands before it in a line cannot be seen any more
+_LONGEST = 2**16  # characters of a line before it is split
+_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # overwrites what comes before it in a line
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class OutputLog:
-    """Writes text to a file, line by line; may be called from any thread of the process that made it, and does nothing in a forked one.
+    """Writes text to a file, line by line, from any thread of the process that created it. In a forked process it does nothing.
 
-    Of a line that is rewritten, as by a progress bar, the last state is kept; colours and other codes are taken out. Where the file
-    would grow beyond `max_bytes` it becomes `<path>.1`, in the place of an earlier one, and a new one is begun. A disk that fails is told
-    by `failure`: whoever prints must not hear of it.
+    Of a line that is rewritten, as by a progress bar, the last state is kept. Colours and other codes are removed. A file that would
+    become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write errors are
+    reported by `failure`, never raised where something is printed.
 
     Raises:
-        OSError: on being made, where the file cannot be opened.
+        OSError: from the constructor, if the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self._path = os.fspath(path)
         self._max_bytes = max_bytes
-        self._lines: dict[str, str] = {}  # of each stream, what has no end yet
-        self._lock = threading.RLock()  # a signal's handler may print while the main thread does
+        self._lines: dict[str, str] = {}  # the incomplete line of each stream
+        self._lock = threading.RLock()  # a signal handler may print while the main thread does
         self._failure: OSError | None = None
         self._is_failing = self._is_closed = False
         self._process = os.getpid()
@@ -42,12 +42,12 @@ class OutputLog:
         self._descriptor = self._opened()
 
     def write(self, text: str, stream: str = "") -> None:
-        """Take what was printed to a stream; its lines are written as they end."""
+        """Add what was printed to a stream. Lines are written when they are complete."""
         if os.getpid() != self._process:
             return
         with self._lock:
             *ended, rest = (self._lines.get(stream, "") + text).split("\n")
-            if len(rest) > _LONGEST:  # perhaps a bar that was rewritten for hours
+            if len(rest) > _LONGEST:  # possibly a progress bar that was rewritten for hours
                 rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
             if len(rest) > _LONGEST:
                 ended, rest = [*ended, rest], ""
@@ -56,12 +56,12 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Why text is being lost, once for each time that writing begins to fail."""
+        """Return why text is lost, once each time that writing begins to fail; otherwise None."""
         failure, self._failure = self._failure, None
         return failure
 
     def close(self) -> None:
-        """Write the lines that have not ended, and let the file go; may be called twice."""
+        """Write the incomplete lines, and close the file. May be called twice."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -98,7 +98,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """What can be seen of a line when it has ended; None where it only held codes."""
+    """Return the visible text of a complete line; None if it consisted of codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -107,13 +107,13 @@ def _shown(line: str) -> str | None:
 # --- the process that copies ---
 
 END = b"\0\0\0\0"
-"""The message that the log is to be closed. Others are text for the log alone: its length in four bytes, and the text."""
+"""The message that closes the log. Other messages are text for the log only: its length in four bytes, and the text."""
 CLOSED = b"\0"
-"""The answer to it. Others are what failed, a line each."""
+"""The answer to it. Other answers are errors, one per line."""
 
 
 class _Source:
-    """A descriptor of the watched process: what is written there goes on to where it went before, and to the log."""
+    """A descriptor of the watched process. What is written to it goes to its original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name
@@ -122,20 +122,20 @@ class _Source:
         self._target = target
 
     def read(self) -> bytes:
-        """What is there, passed on; nothing at the end."""
+        """Forward and return what is available; nothing at the end."""
         content = rest = os.read(self.descriptor, 65536)
         while rest and self._target >= 0:
             try:
                 rest = rest[os.write(self._target, rest) :]
-            except BlockingIOError:  # somebody has made the terminal so
+            except BlockingIOError:  # another process has made the terminal non-blocking
                 select.select([], [self._target], [])
-            except OSError:  # the terminal is gone; the log goes on
+            except OSError:  # the terminal is gone; keep writing to the log
                 self._target = -1
         return content
 
 
 class Copier:
-    """Copies until nobody can write to the sources any more; the log is closed before, where a message says so."""
+    """Copies output until all writers have closed the sources. A message may close the log earlier."""
 
     def __init__(self, path: str, max_bytes: int | None, messages: int, answers: int, sources: list[_Source]) -> None:
         self._answers = answers
@@ -149,11 +149,11 @@ class Copier:
             self._answer(f"{error}\n".encode())
 
     def run(self) -> None:
-        """Copy."""
+        """Copy until the sources end."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if self._messages in ready:  # first: what is said there came before
-                self._listen()
+            if self._messages in ready:  # first, because messages were sent before the output
+                self._read_messages()
             else:
                 self._copy(ready)
             if self._log is not None and (failure := self._log.failure()) is not None:
@@ -169,9 +169,9 @@ class Copier:
             if not content:
                 del self._sources[descriptor]
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         got = os.read(self._messages, 65536)
-        if not got:  # the process was killed; its children may print on
+        if not got:  # the process was killed; its children may still print
             self._messages = -1
         self._message += got
         while len(self._message) >= (size := 4 + int.from_bytes(self._message[:4], "big")) and self._message:
@@ -194,13 +194,13 @@ class Copier:
     def _answer(self, answer: bytes) -> None:
         try:
             os.write(self._answers, answer)
-        except OSError:  # nobody is there to hear
+        except OSError:  # the watched process is gone
             return
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends after those whose output it carries
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it must outlive the processes whose output it copies
         signal.signal(each, signal.SIG_IGN)
-    given, most, heard, told, *triples = sys.argv[1:]
+    log_path, max_size, message_source, answer_target, *triples = sys.argv[1:]
     watched = [_Source(name, int(source), int(target)) for name, source, target in (each.split(":") for each in triples)]
-    Copier(given, int(most) or None, int(heard), int(told), watched).run()
+    Copier(log_path, int(max_size) or None, int(message_source), int(answer_target), watched).run()

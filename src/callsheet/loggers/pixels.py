@@ -1,4 +1,4 @@
-"""Images as every destination can show them: 8 bits a channel, three channels."""
+"""Images in the form that every destination can show: three channels of 8 bits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from callsheet.errors import ConfigError
 
 
 def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """`image` as an array of uint8 and shape (height, width, 3).
+    """Return `image` as an array of uint8 and shape (height, width, 3).
 
-    Takes tensors and arrays of shape (height, width), (height, width, 1), (height, width, 3), (1, height, width) or (3, height, width),
-    and PIL images. Integers are taken for values from 0 to 255, booleans for black and white. Floats within [0, 1] are taken as they
-    are; others, such as normalised inputs, are stretched so that the least becomes black and the greatest white. What is not finite is black.
+    Accepts tensors and arrays of shape (height, width), (height, width, 1), (height, width, 3), (1, height, width) or (3, height,
+    width), and PIL images. Integers are values from 0 to 255, booleans are black and white. Floats within [0, 1] are used as they are;
+    others, such as normalised inputs, are scaled so that the minimum becomes black and the maximum white. NaN and infinity are black.
 
     Raises:
-        ConfigError: another shape.
+        ConfigError: the shape is another one.
     """
-    if hasattr(image, "detach"):  # bfloat16 is nothing that numpy knows
+    if hasattr(image, "detach"):  # numpy has no bfloat16
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image
     array = numpy.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
@@ -29,7 +29,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
         raise ConfigError(
-            f"an image of shape {tuple(array.shape)}: give (height, width), (height, width, 3) or (3, height, width), one at a time"
+            f"an image has the shape {tuple(array.shape)}; give (height, width), (height, width, 3) or (3, height, width), one at a time"
         )
     if array.dtype == bool:
         array = array * 255
@@ -44,7 +44,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
 
 
 def png(image: Any) -> bytes:
-    """`image` as a PNG file's bytes; takes what `as_pixels` takes."""
+    """Return `image` as the bytes of a PNG file. It accepts what `as_pixels` accepts."""
     from io import BytesIO
 
     from callsheet.extras import load

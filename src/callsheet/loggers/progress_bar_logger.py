@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""Progress of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -24,63 +24,63 @@ class ProgressBarLogger(Logger):
     """Show how far training is, on standard error: a bar on a terminal, lines elsewhere.
 
     The bar moves at most four times a second; a line is written for a record, at most every five seconds. Both show the epoch, the
-    step, the loss, the speed and the time left as `ctx.state.elapsed` foretells it, and every evaluation, checkpoint and the outcome
-    have lines of their own. The bar is taken down before an exception comes out, and when drawing it fails lines take its place.
-    If no step or batch ends for two seconds, the bar counts the seconds and names the handler that is being called, if there is one.
+    step, the loss, the speed and the time left, estimated from `ctx.state.elapsed`. Every evaluation and checkpoint, and the outcome,
+    have lines of their own. The bar is removed before an exception is printed; if drawing it fails, lines replace it. If no step or
+    batch ends for two seconds, the bar counts the seconds and names the handler that is being called, if there is one.
 
     Args:
-        bar: whether to show a bar, which needs rich; `"auto"` where standard error is a terminal and rich is installed.
+        bar: whether to show a bar, which needs rich; `"auto"` shows it if standard error is a terminal and rich is installed.
 
     Raises:
-        ConfigError: `bar` is something else.
+        ConfigError: `bar` has another value.
     """
 
     def __init__(self, *, bar: bool | str = "auto") -> None:
         if bar not in (True, False, "auto"):
             raise ConfigError(f'bar={bar!r}: give True, False or "auto"')
         self._wanted = bar
-        self._bar: Any = None  # rich's, while it is on the screen
+        self._bar: Any = None  # rich's bar, while it is on the screen
         self._shown = -math.inf
         self._status = ""
         self._watch: SilenceWatch | None = None  # while a bar is on the screen
-        self._began = (0.0, 0.0)  # when, and the fraction that was completed by then
+        self._began = (0.0, 0.0)  # the time of the start, and the fraction that was completed by then
         self._figures = ""
-        self._counted = 0  # batches of the evaluation in hand
+        self._counted = 0  # batches of the current evaluation
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Say where the run goes on from."""
+        """Write where the run resumes."""
         if ctx.checkpoint is not None:
             self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Put up the bar."""
+        """Show the bar."""
         self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)
         self._shown, self._figures = -math.inf, ""
         if self._wants_bar():
             self._start(ctx.run.name)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Move the bar, now and then."""
+        """Update the bar, at most four times a second."""
         if self._bar is not None and time.perf_counter() - self._shown >= _REFRESH_SECONDS:
             self._show(ctx)
 
     def on_log(self, ctx: Context) -> None:
-        """Take what the record says; without a bar, write it."""
+        """Take the figures of the record. Without a bar, write them."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
-            return  # an evaluation's, which has its own line
+            return  # the record of an evaluation, which has its own line
         loss = record.values.get("train/loss")
         self._figures = "  ".join([*([f"loss {loss:.4g}"] if loss is not None else []), *speeds(ctx)])
         if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
             self._show(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Begin to count the batches of an evaluation; where no training is shown, put up a bar."""
+        """Begin to count the batches of an evaluation. If there is no bar for training, show one."""
         self._begin_counting(ctx)
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Show how far the evaluation is, now and then."""
+        """Show the evaluation's progress."""
         self._count(f"evaluating {ctx.eval_name}")
 
     def on_test_start(self, ctx: Context) -> None:
@@ -88,11 +88,11 @@ class ProgressBarLogger(Logger):
         self._begin_counting(ctx)
 
     def on_test_step_end(self, ctx: Context) -> None:
-        """Show how far the test is, now and then."""
+        """Show the test's progress."""
         self._count("testing")
 
     def on_test_end(self, ctx: Context) -> None:
-        """Take down the bar of the test."""
+        """Remove the bar of the test."""
         self._end_counting()
 
     def on_eval_all_end(self, ctx: Context) -> None:
@@ -101,18 +101,18 @@ class ProgressBarLogger(Logger):
         self._write(f"evaluation at step {ctx.step}: {results(ctx)}")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Write where the checkpoint stands."""
+        """Write the path of the checkpoint."""
         if ctx.checkpoint is not None:
             self._write(f"checkpoint ({ctx.checkpoint.kind}): {ctx.checkpoint.path}")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Take the bar down, at the last step."""
+        """Remove the bar, after showing the last step."""
         if self._bar is not None:
             self._show(ctx)
         self._stop()
 
     def on_exception(self, ctx: Context) -> None:
-        """Take the bar down, so that it does not run into the traceback."""
+        """Remove the bar, so that it does not mix with the traceback."""
         self._stop()
 
     def on_run_end(self, ctx: Context) -> None:
@@ -169,14 +169,14 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # an isolated callback may be switched off, and must not leave a bar behind
+        except BaseException:  # an isolated callback may be disabled, and must not leave a bar on the screen
             self._stop()
             raise
 
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # `_shown` is older than all time until the first step, which is then shown at once
+        began = time.perf_counter()  # `_shown` is -inf until the first step, so that this step is shown at once
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),
@@ -193,7 +193,9 @@ class ProgressBarLogger(Logger):
 
 
 def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
-    load("rich.progress", extra="train", wanted_by="ProgressBarLogger")  # which keeps random states: rich draws as it is imported
+    load(
+        "rich.progress", extra="train", wanted_by="ProgressBarLogger"
+    )  # `load` restores random states, because importing rich draws random numbers
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -203,9 +205,9 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         TaskProgressColumn(),
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
-        transient=total is None,  # an evaluation's bar goes when its results are there
-        auto_refresh=False,  # the loop's own events draw
-        redirect_stdout=sys.stdout.isatty(),  # what is printed appears above the bar; a file gets it as ever
+        transient=total is None,  # an evaluation's bar disappears at its end
+        auto_refresh=False,  # the handlers draw
+        redirect_stdout=sys.stdout.isatty(),  # on a terminal, what is printed appears above the bar; a file is not changed
     )
     bar.add_task(name, total=total, status="")
     bar.start()

@@ -1,4 +1,4 @@
-"""What stands in a run's folder when the run goes on."""
+"""The records in a run's folder after a resume."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from callsheet.context import Context
 
 
 def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> int:
-    """How many of the records that stand in the run's folder, by their steps, are of this run's past; told at `on_checkpoint_load_end`.
+    """Return how many records in the run's folder, given by their steps, are before the checkpoint. Called at `on_checkpoint_load_end`.
 
-    `counted` is how many the checkpoint says. Without that the steps have to do; and none is, where the run begins anew or is a fork.
+    `counted` is the number in the checkpoint; None compares steps instead. If the run starts from the beginning or is a fork, the result
+    is 0.
     """
     resumed = ctx.checkpoint
     if resumed is None or not _is_own(ctx, resumed.path):
         return 0
     if counted is not None:
-        return min(counted, len(steps))  # the machine may have lost some that the checkpoint counts
+        return min(counted, len(steps))  # a crash of the machine may have lost some of them
     return sum(step <= resumed.step for step in steps)
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
-    """Whether a checkpoint is this run's: it stands in its folder, or where its checkpoints are kept."""
+    """Return whether a checkpoint is in this run's folder or in its folder of checkpoints."""
     run = ctx.run
     if "://" in run.checkpoints:
         return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")

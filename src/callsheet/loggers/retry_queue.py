@@ -1,4 +1,4 @@
-"""What is on its way to a tracker: it outlives the tracker's absence."""
+"""A queue of entries for a tracker, which keeps them while the tracker is unavailable."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # a tracker that is down may take one part in so many of the time
+_SHARE = 10  # a tracker that is down may take at most one tenth of the time
 
 
 class RetryQueue:
-    """Sends entries in their order; what cannot be sent is kept, and sent with what comes later.
+    """Sends entries in order. Entries that cannot be sent are kept, and sent with later ones.
 
-    After a failure a pause is made, of ten times what the attempt took and until at least one more call: a tracker that is down must
-    hold up its lane little, since the lane's queue is bounded, and must not be given up.
+    After a failure it pauses for ten times as long as the attempt took, and for at least one call: a tracker that is down must not block
+    its lane for long, because the lane's queue is bounded.
 
     Args:
-        send: takes a few entries, and raises where that fails.
-        at_once: how many it takes.
-        limit: how many are kept; the oldest are given up first.
-        is_hopeless: whether an error of `send` is the entries' own, so that sending them again would fail again; they are given up.
+        send: sends some entries, and raises an exception if that fails.
+        at_once: the most entries to pass to `send`.
+        limit: the most entries to keep; the oldest are dropped first.
+        is_hopeless: returns whether sending the same entries again would raise the same error. They are then dropped.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Send `entries`, after those that wait; or have them wait, where it failed a short while ago. Raises what `send` raises."""
+        """Send `entries`, after those that wait, or only queue them during a pause. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:
@@ -48,7 +48,7 @@ class RetryQueue:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, now."""
+        """Send the queued entries now."""
         start = time.monotonic()
         while self.waiting:
             some = self.waiting[: self._at_once]

@@ -1,4 +1,4 @@
-"""A thread that notices when a loop has shown nothing for a while, and says what it is doing."""
+"""A thread that shows what a loop is doing when it has shown nothing for a while."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """Call `show` with a text every second in which nothing has been shown for a while. It begins when it is made.
+    """Calls `show` with a text every second while nothing else has been shown for a while. It starts in the constructor.
 
-    The text counts the seconds, and names the handler that the thread which made this is in, if there is one.
+    The text counts the seconds, and names the handler that the constructor's thread is in, if there is one.
 
     Args:
-        last_shown: returns when something was last shown, as `time.perf_counter()` has it.
-        show: shows the text. If it fails, the watch ends.
-        patience: how many seconds without anything shown are no silence.
+        last_shown: returns when something was last shown, in the time of `time.perf_counter()`.
+        show: shows the text. If it raises an exception, the watch ends.
+        patience: after how many seconds the text is shown.
     """
 
     def __init__(self, last_shown: Callable[[], float], show: Callable[[str], None], *, patience: float) -> None:
@@ -33,7 +33,7 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. After that it shows nothing."""
+        """Stop the thread and show nothing more."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)  # a terminal that takes no more text must not hold up the run
@@ -51,8 +51,8 @@ class SilenceWatch:
 
 
 def _handler_of(thread: int) -> str:
-    """Return the handler that a thread is in, such as `Generate.on_eval_all_end`, or an empty text."""
-    # The frames' variables are left alone: reading them would keep what they hold alive.
+    """Return the handler that a thread is in, such as `Generate.on_eval_all_end`, or an empty string."""
+    # Do not read the frames' variables, because that would keep their values alive.
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_name in _EVENTS:

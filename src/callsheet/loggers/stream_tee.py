@@ -1,4 +1,4 @@
-"""Python's own `sys.stdout` and `sys.stderr`, listened to."""
+"""Copying what is written to `sys.stdout` and `sys.stderr`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 Take = Callable[[str, str], None]
-"""Is given text, and the name of the stream it was written to."""
+"""Receives text and the name of the stream it was written to."""
 
 
 class StreamTee:
-    """Stands before a stream: what is written there is also given to `take`, in the process that made the tee.
+    """Replaces a stream in `sys`: what is written there is also passed to `take`, in the process that created the tee.
 
-    When it is closed while somebody else stands before it, it stays, and only passes on; if it ever comes to stand in `sys` again it
-    takes itself away.
+    If another object has wrapped the tee when it is closed, the tee stays in place and only forwards. If it is ever back in `sys`, it
+    removes itself.
     """
 
     def __init__(self, name: str, take: Take) -> None:
@@ -29,30 +29,30 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that it stands before; of other tees, only one that is still open."""
+        """The stream below this tee, skipping tees that are closed."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
     def write(self, text: str) -> int:
-        """Write to the stream, and tell."""
+        """Write to the stream and pass the text on."""
         if self._take is None:
-            self._step_aside()
+            self._remove()
         elif os.getpid() == self._process:
             self._take(text, self._name)
         return self._under.write(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write each."""
+        """Write each line."""
         for line in lines:
             self.write(line)
 
     def close_tee(self) -> None:
-        """Listen no more, and go away where that can be; the stream itself stays open. May be called twice."""
+        """Stop copying, and remove the tee if possible. The stream itself stays open. May be called twice."""
         self._take = None
-        self._step_aside()
+        self._remove()
         _move_handlers(self, self.under)
 
-    def _step_aside(self) -> None:
+    def _remove(self) -> None:
         if getattr(sys, self._name) is self:
             setattr(sys, self._name, self.under)
 
@@ -60,13 +60,13 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_under":  # a copy that is being made
+        if name == "_under":  # while the tee is being copied
             raise AttributeError(name)
         return getattr(self._under, name)
 
 
 def _move_handlers(source: Any, target: Any) -> None:
-    """Have the handlers of logging that write to one stream write to another: they keep the one that they found when they were made."""
+    """Redirect logging handlers from one stream to another, because they keep the stream that was in `sys` when they were created."""
     known = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in [logging.getLogger(), *known]:
         for handler in logger.handlers:

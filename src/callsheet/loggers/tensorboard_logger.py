@@ -1,4 +1,4 @@
-"""Records, settings, images and tables in TensorBoard's event files."""
+"""Logging to TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from callsheet.loggers.file_names import folder_of, path_from
 from callsheet.loggers.pixels import as_pixels, png
 from callsheet.loggers.tracker import Opened, Tracker, plain
 
-_QUEUE = 1000  # events that wait for the disk before the lane does
+_QUEUE = 1000  # events that may wait for the disk before the lane blocks
 
 
 class TensorboardLogger(Tracker):
-    """Write event files, which `tensorboard --logdir runs` draws: each metric over the step.
+    """Log records, hyperparameters, images and tables to event files, which `tensorboard --logdir runs` shows.
 
-    A resume goes on in the same folder with a file of its own, which hides the steps after the checkpoint: they did not happen. A run
-    that begins anew in its old folder hides all that is there. (TensorBoard's fast loader hides a step only of metrics that come again;
-    with `--load_fast=false` it hides all.) What is measured a second time at the checkpoint's own step, such as an
-    evaluation that followed the save, stands twice. Numbers are kept with 32 bits, as TensorBoard does; NaN and infinite ones as such.
+    A resume writes a new file in the same folder, which hides the steps after the checkpoint. A run that starts over in its old folder
+    hides everything there. (TensorBoard's fast loader only hides steps of metrics that are logged again; `--load_fast=false` hides all.)
+    Values that are measured again at the checkpoint's own step, such as an evaluation after the save, appear twice. Numbers have 32
+    bits, as always in TensorBoard; NaN and infinite values are kept.
 
-    Settings are the text `hyperparameters`, and, as they are at the first record, what TensorBoard's HParams compares. Tables are text,
-    `outcome` and `exception` too. Files are not shown. It is written in a lane; all that was logged is on disk when a checkpoint has been
-    saved, soon after a signal or an exception, and at the run's end.
+    Hyperparameters are the text `hyperparameters`; as they are at the first record, they are also shown by TensorBoard's HParams. Tables,
+    `outcome` and `exception` are text. Files are not shown. The logger runs in a lane. Everything that was logged is on disk when a
+    checkpoint has been saved, soon after a signal or an exception, and at the run's end.
 
     Args:
-        folder: where runs stand side by side, each in the folder of its name; None: `tensorboard` in the run's own folder.
-        flush_seconds: the longest that something waits before it can be seen.
+        folder: the folder that holds several runs, each in a folder with its name; None means `tensorboard` in the run's own folder.
+        flush_seconds: the longest time until something is visible.
 
     Raises:
-        ConfigError: `flush_seconds` is not above 0, or, when a run begins, there is no folder.
+        ConfigError: `flush_seconds` is not above 0, or there is no folder.
         MissingPackage: tensorboard is not installed.
     """
 
     writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
-    state_is_ready = False  # a checkpoint knows of no more than the files
+    state_is_ready = False  # a checkpoint waits until the files have all records that it counts
 
     def __init__(self, *, folder: str | Path | None = None, flush_seconds: float = 10.0) -> None:
         if not flush_seconds > 0:
@@ -50,23 +50,23 @@ class TensorboardLogger(Tracker):
         self.folder = folder
         self.flush_seconds = flush_seconds
         self._writer: Any = None
-        self._told: dict[str, Any] = {}  # settings, by dotted name
-        self._is_compared = False  # HParams takes the first that it finds
+        self._hyperparameters: dict[str, Any] = {}  # by dotted name
+        self._has_hparams = False  # HParams uses the first event that it finds
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """A checkpoint should not know of more than the files."""
+        """Write everything, because the checkpoint counts the records so far."""
         self._flush()
 
     def on_preempt(self, ctx: Context) -> None:
-        """There may be no later."""
+        """Write everything, because the run may be killed soon."""
         self._flush()
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table as text."""
+        """Log a table as text."""
         self._text(name, _table(columns, rows), ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images; where there are several, as `<name>/<number>`."""
+        """Log images; several as `<name>/<number>`."""
         if self.is_open:
             summary = _summary_pb2().Summary()
             for i, image in enumerate(images):
@@ -76,7 +76,7 @@ class TensorboardLogger(Tracker):
                 shown.encoded_image_string = png(pixels)
             self._add(ctx.step, summary=summary)
 
-    # --- what a tracker is asked for ---
+    # --- methods that a tracker implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         self._module()
@@ -86,26 +86,26 @@ class TensorboardLogger(Tracker):
             int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*") if path.name.split(".")[3].isdigit()
         ]
         pause = max(begun, default=0) + 1 - time.time()
-        if 0 < pause <= 1:  # files are read in the order of their names, which begin with whole seconds
+        if 0 < pause <= 1:  # files are read in the order of their names, which contain whole seconds
             time.sleep(pause)
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
             str(folder), _QUEUE, self.flush_seconds
         )
-        goes_on = run_id is not None and ctx.checkpoint is not None
+        is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # TensorBoard hides later steps at a start, but not at the first that it sees: so the first process tells its own as well
-        self._add(ctx.checkpoint.step + 1 if goes_on and ctx.checkpoint else 0, session_log=log(status=log.START))
-        self._told, self._is_compared = {}, False
+        # TensorBoard hides later steps at each start event but the first, so the first process writes one as well.
+        self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
+        self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        self._compare(ctx)
+        self._write_hparams(ctx)
         kind = _summary_pb2().Summary
         self._add(ctx.record.step, summary=kind(value=[kind.Value(tag=name, simple_value=values[name]) for name in values]))
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        self._told |= values
-        self._text("hyperparameters", _table(["name", "value"], sorted(self._told.items())), ctx.step)
+        self._hyperparameters |= values
+        self._text("hyperparameters", _table(["name", "value"], sorted(self._hyperparameters.items())), ctx.step)
 
     def _fail(self, ctx: Context, error: str) -> None:
         self._text("exception", f"    {error}".replace("\n", "\n    "), ctx.step)
@@ -114,7 +114,7 @@ class TensorboardLogger(Tracker):
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         writer = self._writer
         try:
-            self._compare(ctx)
+            self._write_hparams(ctx)
             self._text("outcome", outcome.value, ctx.step)
         finally:
             self._writer = None
@@ -126,11 +126,12 @@ class TensorboardLogger(Tracker):
         place = Path(self.folder, path_from(ctx.run.name))
         return place / path_from(self.name) if self.name else place
 
-    def _compare(self, ctx: Context) -> None:
-        """Give HParams the settings, once."""
-        if self._told and not self._is_compared:
-            self._is_compared = True
-            known = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in self._told.items()}
+    def _write_hparams(self, ctx: Context) -> None:
+        """Write the hyperparameters for HParams, once."""
+        if self._hyperparameters and not self._has_hparams:
+            self._has_hparams = True
+            values = self._hyperparameters.items()
+            known = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in values}
             hparams_pb = import_module("tensorboard.plugins.hparams.summary_v2").hparams_pb
             self._add(ctx.step, summary=hparams_pb(known, trial_id=ctx.run.name))
 
@@ -152,7 +153,7 @@ def _summary_pb2() -> Any:
 
 
 def _table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *([plain(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
 

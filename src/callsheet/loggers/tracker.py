@@ -1,16 +1,16 @@
-"""What the loggers of trackers share: one run of the tracker, opened when training may begin and closed with the run's outcome.
+"""The base class of loggers for trackers: one run of the tracker, opened before training and closed with the run's outcome.
 
-A logger derives from `Tracker`, names its `package` and `extra`, and writes:
+A logger derives from `Tracker`, sets `package` and `extra`, and implements:
 
-    _open(ctx, run_id)      begin a run of the tracker, or go on with the one of that id; returns `Opened(run_id, is_ours)`
-    _write(ctx, values)     a record's values, by name
-    _settings(ctx, values)  hyperparameters, by dotted name (`flat`)
-    _fail(ctx, error)       an exception, in a line (may be left out)
-    _close(ctx, outcome)    end the run; only told where `is_ours`
+    _open(ctx, run_id)      create a run of the tracker, or resume the one with that id; return `Opened(run_id, is_ours)`
+    _write(ctx, values)     log a record's values, by name
+    _settings(ctx, values)  log hyperparameters, by dotted name (`flat`)
+    _fail(ctx, error)       log an exception, on one line (optional)
+    _close(ctx, outcome)    end the run; only called if `is_ours`
 
-They run in a lane, on one thread, while training goes on: what they read is a snapshot, and `deadline` of `lane_options` should leave
-`_close` the time that it may take. None of them is called where no run is open, so nothing has to ask; methods of `Logger` that the
-logger overrides itself, such as `log_images`, look at `self.is_open`. A `state_dict` of the logger's own adds to this one's.
+These methods run in a lane, on one thread, while training continues: the context is a snapshot, and the `deadline` of `lane_options`
+should allow for the time that `_close` may take. They are only called while a run is open. Methods of `Logger` that the logger
+overrides itself, such as `log_images`, check `self.is_open`. If the logger has its own `state_dict`, it extends this one's.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run of the tracker; `is_ours` where the logger opened it, and so closes it."""
+    """A run of the tracker. `is_ours` means that the logger opened it, and so closes it."""
 
     run_id: str
     is_ours: bool = True
 
 
 class Tracker(Logger):
-    """The base of loggers that write to a run of a tracker; see the module.
+    """The base class of loggers that write to a run of a tracker; see the module.
 
-    The run is opened at `on_checkpoint_load_end`. A resume under the same run name goes on in the tracker's run whose id the checkpoint
-    holds; under another name it is a fork, with a run of its own.
+    The run is opened at `on_checkpoint_load_end`. A resume under the same run name continues the tracker's run whose id is in the
+    checkpoint. A resume under another name is a fork, and gets a run of its own.
 
     Raises:
         MissingPackage: the tracker's package is not installed.
     """
 
     lane = "background"
-    """A tracker may be slow, or away, and training does not wait for it. Where a tracker has to be told at once, its class says `inline`."""
+    """A tracker may be slow or unavailable, and training does not wait for it. A subclass can choose `inline` if that is necessary."""
 
     package: ClassVar[str]
-    """What is imported."""
+    """The package that is imported."""
     extra: ClassVar[str]
-    """What `pip install 'callsheet[...]'` takes."""
+    """The name of the extra in `pip install 'callsheet[...]'`."""
 
     _opened: ClassVar[set[str]] = set()
-    """The ids of runs that loggers of this process have open: another logger finds them active, and they are not its own to join."""
+    """The ids of runs that loggers of this process have opened. Another logger may find them active, and must not use them."""
     _opening: ClassVar[dict[str, threading.Lock]] = {}
-    """By package: two loggers of one tracker, each in its lane, open one after the other, so that the second knows the first's run."""
+    """Locks by package. Two loggers of one tracker, each in its lane, open their runs one after the other, so that the second knows the first's."""
 
     def __init__(self) -> None:
-        self.run_id: str | None = None  # of the tracker's run; stays when it is closed
+        self.run_id: str | None = None  # the id of the tracker's run; stays when it is closed
         self.is_open = False
         self._is_ours = False
         self._saved: dict[str, Any] = {}
-        if find_spec(self.package) is None:  # to be known now; it is imported where a run is opened
+        if find_spec(self.package) is None:  # raise the error now; the import happens when a run is opened
             self._module()
 
     @property
     def state_is_ready(self) -> bool:
-        """The tracker's run is known, and is all of the state: no checkpoint has to wait for the lane. One with more state waits."""
+        """Whether the state is complete without waiting for the lane: the run is open, and the subclass adds no state."""
         return self.is_open and type(self).state_dict is Tracker.state_dict
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin, or go on where the checkpoint says."""
-        goes_on = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
-        self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if goes_on else None}
+        """Open a run, or the one of the checkpoint."""
+        is_resumed = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
+        self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if is_resumed else None}
         with self._opening.setdefault(self.package, threading.Lock()):
             self.run_id, self._is_ours = self._open(ctx, self._saved["run_id"])
             if self._is_ours:
@@ -90,17 +90,17 @@ class Tracker(Logger):
             self._write(ctx, ctx.record.values)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Write settings under dotted names."""
+        """Log hyperparameters under dotted names."""
         if self.is_open:
             self._settings(ctx, flat(values))
 
     def on_exception(self, ctx: Context) -> None:
-        """Say what was raised."""
+        """Log the exception."""
         if self.is_open:
             self._fail(ctx, f"{type(ctx.exception).__name__}: {ctx.exception}"[:5000])
 
     def on_run_end(self, ctx: Context) -> None:
-        """Close the run, if it was opened here."""
+        """Close the run if the logger opened it."""
         if self.is_open:
             self.is_open = False
             if self._is_ours:
@@ -108,14 +108,14 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The id of the tracker's run, and the name of ours."""
+        """Return the id of the tracker's run, and the name of ours."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._saved = dict(state)
 
-    # --- for the logger to write ---
+    # --- methods that a subclass implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         raise NotImplementedError
@@ -127,18 +127,18 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _fail(self, ctx: Context, error: str) -> None:
-        """An exception leaves the trainer."""
+        """Log an exception that leaves the trainer."""
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """The tracker's package; not kept, so that a logger can be copied."""
+        """Import the tracker's package. It is not stored, so that a logger can be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names (`optimizer.lr`, `callbacks.0.keep`); leaves are numbers, strings, None, or lists of these."""
+    """Flatten nested values to dotted names (`optimizer.lr`, `callbacks.0.keep`). The results are numbers, strings, None, or lists of these."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -156,7 +156,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flat` made flat: a dictionary in a dictionary for each dot."""
+    """Reverse `flat`: return nested dictionaries, one level per dot."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split(".")
@@ -170,18 +170,20 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_secret(what: str, url: str | None, environment: str) -> None:
-    """Refuse a URL that holds a password or a token: options are written to the run's folder; `environment` says what is not."""
+    """Reject a URL with a password or a token, since options are written to the run's folder. `environment` names the alternative."""
     parts = urlsplit(url or "")
     asked = any(secret in name for name, _ in parse_qsl(parts.query) for secret in _SECRETS)
     if asked or parts.password is not None or (parts.scheme.startswith("http") and parts.username is not None):
-        raise ConfigError(f"{what} holds a secret, and options are written to the run's folder; give it as {environment} instead")
+        raise ConfigError(
+            f"{what} contains a secret, and options are written to the run's folder; give it as {environment} instead"
+        )
 
 
 def plain(value: Any) -> Any:
-    """`value` as a number, a string or None: what trackers can show in a cell."""
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # numpy's numbers, and tensors
+    """Return `value` as a number, a string or None, which trackers can show in a cell."""
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # numpy scalars and tensors
         try:
             value = value.item()
-        except (RuntimeError, ValueError):  # several
+        except (RuntimeError, ValueError):  # more than one element
             return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,4 +1,4 @@
-"""Records, settings, images, tables and files in Trackio."""
+"""Logging to Trackio."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPT
 
 
 class TrackioLogger(Tracker):
-    """Log to Trackio: a database on this machine, a server, or a Space on the Hugging Face Hub.
+    """Log records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Hugging Face Space.
 
-    Without `space_id` and `server_url` it is SQLite in `TRACKIO_DIR`, or Trackio's cache folder; `trackio show` draws it. A thread of
-    Trackio's writes twice a second, and its end is waited for by at most 30 seconds.
+    Without `space_id` and `server_url` it is an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder; `trackio show` shows it.
+    A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.
 
-    A resume goes on in the run of the same name and id; steps that are done a second time stand twice. Where a Trackio run is open that
-    no logger opened, that one is used, and left open. How the run ended, and an exception, are alerts of Trackio: `run finished`,
+    A resume continues the run of the same name and id; steps that are trained again appear twice. If a Trackio run is open that no
+    logger opened, the logger uses it and leaves it open. The outcome and an exception are Trackio alerts: `run finished`,
     `run failed`. NaN and infinite values are kept. A file becomes an artifact of the run.
 
     Args:
-        project: of the runs.
-        run_name: what it is called there; the run's name where it is None.
-        group: of runs that belong together.
-        space_id: a Space, such as `user/space`, made where there is none.
-        private: of a Space that is made.
-        server_url: a Trackio server of your own; its token is read from `TRACKIO_WRITE_TOKEN`.
-        system_metrics: have Trackio log the machine's figures as well, from threads of its own.
+        project: the project of the runs.
+        run_name: the name in Trackio; None means the run's name.
+        group: a group of runs.
+        space_id: a Space, such as `user/space`, which is created if it does not exist.
+        private: whether a Space that is created is private.
+        server_url: your own Trackio server; its token is read from `TRACKIO_WRITE_TOKEN`.
+        system_metrics: let Trackio log the machine's metrics as well, from its own threads.
 
     Raises:
-        ConfigError: an empty project, or a token in the URL.
+        ConfigError: the project is empty, or the URL has a token.
         MissingPackage: trackio is not installed.
     """
 
-    lane = "inline"  # Trackio's current run is a thread's own; and what is logged goes into a queue of Trackio's as it is
+    lane = "inline"  # Trackio's current run belongs to a thread, and its logging only fills its own queue
     package = "trackio"
     extra = "trackio"
 
@@ -60,34 +60,34 @@ class TrackioLogger(Tracker):
     ) -> None:
         check_no_secret("server_url", server_url, "TRACKIO_WRITE_TOKEN in the environment")
         if not project.strip():
-            raise ConfigError("project must have a name")
+            raise ConfigError("project='' is empty; give it a name")
         super().__init__()
         self.project = project
         self.run_name = run_name
-        self.run: Any = None  # Trackio's, while it is open
+        self.run: Any = None  # Trackio's run, while it is open
         self._where = {"group": group, "space_id": space_id, "private": private, "server_url": server_url}
         self._system_metrics = system_metrics
-        self._has_news, self._news_at = False, 0.0  # settings that Trackio has not been told, and when it may be
+        self._has_unsent, self._send_at = False, 0.0  # whether hyperparameters are unsent, and when they may be sent
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of Trackio."""
+        """Log a Trackio table."""
         if self.is_open:
             cells = [[plain(cell) for cell in row] for row in rows]
             self._log({name: self._module().Table(columns=list(columns), data=cells)}, ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images; where there are several, as `<name>/<number>`."""
+        """Log images; several as `<name>/<number>`."""
         if self.is_open:
             image = self._module().Image
             named = {f"{name}/{i}" if len(images) > 1 else name: image(as_pixels(each)) for i, each in enumerate(images)}
             self._log(named, ctx.step)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """A file, as an artifact."""
+        """Log a file as an artifact."""
         if self.is_open:
             self.run.log_artifact(path, name=re.sub(r"[^A-Za-z0-9._-]", "_", name), type="file")
 
-    # --- what a tracker is asked for ---
+    # --- methods that a tracker implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         trackio = self._module()
@@ -96,7 +96,7 @@ class TrackioLogger(Tracker):
         if there is not None and there.id not in self._opened:
             self.run = there
             return Opened(there.id, is_ours=False)
-        current.set(None)  # `init` would end the other logger's
+        current.set(None)  # otherwise `init` would end the other logger's run
         try:
             self.run = trackio.init(
                 self.project,
@@ -110,30 +110,36 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        if run_id not in (None, self.run.id):  # Trackio finds runs by their names alone
-            logger.warning("Trackio's latest run %r is not %s, with which the checkpoint was saved", self.run.name, run_id)
+        if run_id not in (None, self.run.id):  # Trackio finds runs only by their names
+            logger.warning(
+                "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",
+                self.run.name,
+                run_id,
+            )
         return Opened(self.run.id)
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
         self._log(dict(values), ctx.record.step)
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        self.run.config.update({name.lstrip("_"): value for name, value in values.items()})  # others are Trackio's own
-        self._has_news = True
+        self.run.config.update(
+            {name.lstrip("_"): value for name, value in values.items()}
+        )  # names that begin with _ are reserved by Trackio
+        self._has_unsent = True
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Settings go with a record. Trackio sends them once, unless asked again; of those that it stores together it takes the first."""
-        if self._has_news and time.monotonic() >= self._news_at:
+        """Log values, with unsent hyperparameters. Trackio sends these once unless reset, and of those stored together it uses the first."""
+        if self._has_unsent and time.monotonic() >= self._send_at:
             self.run._config_logged = False
-            self._has_news, self._news_at = False, time.monotonic() + 1.0
+            self._has_unsent, self._send_at = False, time.monotonic() + 1.0
         self.run.log(values, step=step)
 
     def _fail(self, ctx: Context, error: str) -> None:
         self.run.alert("exception", error, level=self._module().AlertLevel.ERROR, step=ctx.step)
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
-        if self._has_news:
-            time.sleep(max(0.0, self._news_at - time.monotonic()))
+        if self._has_unsent:
+            time.sleep(max(0.0, self._send_at - time.monotonic()))
             self._log({}, ctx.step)
         run, self.run = self.run, None
         current = self._module().context_vars.current_run

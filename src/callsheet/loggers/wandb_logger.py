@@ -1,4 +1,4 @@
-"""Records, settings, images, tables and files in Weights & Biases."""
+"""Logging to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED:
 
 
 class WandBLogger(Tracker):
-    """Log to Weights & Biases; every metric is drawn over `step`, which is logged with each record.
+    """Log records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`, which each record has.
 
-    W&B is opened, told and closed in a lane: training does not wait for it, and `wandb.run` is there a moment after training may begin.
-    The run's end takes 5 seconds more than `timeout` at most.
+    All calls of W&B are made from a lane, so training does not wait for them, and `wandb.run` exists shortly after training has begun.
+    The end of the run takes at most 5 seconds more than `timeout`.
 
-    A resume goes on in the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are done a second time are kept: W&B
-    counts its rows by itself. NaN and infinite values are sent as such. Where `wandb.run` is a run that was not opened here, that one is
-    used, and left open. The run's summary holds `outcome`, and `exception` where there was one; W&B shows it as finished, failed,
-    killed (interrupted) or preempted. The key is read from where W&B looks for it: `WANDB_API_KEY`, or what `wandb login` wrote.
+    A resume continues the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are trained again are kept, because
+    W&B counts its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger opened, the logger uses
+    it and leaves it open. The run's summary has `outcome`, and `exception` if there was one; W&B shows the run as finished, failed,
+    killed (interrupted) or preempted. W&B reads the key from its usual places: `WANDB_API_KEY`, or what `wandb login` wrote.
 
     Args:
-        project, entity, group, job_type, tags: where the run stands in W&B; what is None is up to W&B's own settings.
-        run_name: what it is called there; the run's name where it is None.
+        project, entity, group, job_type, tags: the run's place in W&B; None leaves it to W&B's own settings.
+        run_name: the name in W&B; None means the run's name.
         mode: `online`, `offline`, `shared` or `disabled`; None: `WANDB_MODE`, or online.
-        folder: where W&B writes its folder `wandb`; the run's folder where it is None, and `WANDB_DIR` is not set.
-        timeout: seconds to wait for the server when the run is opened, and to upload what is left when it ends; what does not arrive in
-            time stays in the folder, for `wandb sync`. `WANDB_INIT_TIMEOUT`, `WANDB_LOGIN_TIMEOUT` and `WANDB_FINISH_TIMEOUT` count more.
-        settings: further ones of `wandb.Settings`, by name, such as `{"console": "off"}`.
+        folder: where W&B writes its folder `wandb`; None means `WANDB_DIR`, or else the run's folder.
+        timeout: seconds to wait for the server when the run is opened, and to upload the rest when it ends. What is not uploaded in time
+            stays in the folder, for `wandb sync`. `WANDB_INIT_TIMEOUT`, `WANDB_LOGIN_TIMEOUT` and `WANDB_FINISH_TIMEOUT` override it.
+        settings: further fields of `wandb.Settings`, by name, such as `{"console": "off"}`.
 
     Raises:
-        ConfigError: an unknown mode, a timeout that is not above zero, or a secret among the settings.
+        ConfigError: the mode is unknown, the timeout is not above zero, or the settings contain a secret.
         MissingPackage: wandb is not installed.
     """
 
@@ -66,7 +66,7 @@ class WandBLogger(Tracker):
         if mode is not None:
             one_of("mode", mode, _MODES)
         if not timeout > 0:
-            raise ConfigError(f"timeout={timeout!r} must be above zero: W&B takes 0 for no limit at all")
+            raise ConfigError(f"timeout={timeout!r} must be above zero, because W&B treats 0 as no limit")
         if secret := _SECRET_SETTINGS & (settings or {}).keys():
             raise ConfigError(
                 f"{secret.pop()} is a secret, and options are written to the run's folder; set it in the environment"
@@ -75,7 +75,7 @@ class WandBLogger(Tracker):
             if isinstance(value, str):
                 check_no_secret(f"settings[{name!r}]", value, f"WANDB_{name.upper()} in the environment")
         super().__init__()
-        self.run: Any = None  # W&B's, while it is open
+        self.run: Any = None  # W&B's run, while it is open
         self.timeout = timeout
         self.lane_options = LaneOptions(deadline=timeout + 5.0)
         self.folder = Path(folder) if folder is not None else None
@@ -83,35 +83,35 @@ class WandBLogger(Tracker):
         self.run_name = run_name
         self._where = {"project": project, "entity": entity, "group": group, "job_type": job_type, "mode": mode}
         self._tags = list(tags)
-        self._defined: set[str] = set()  # metrics that are drawn over our steps
-        self._told: dict[str, Any] = {}  # settings, by dotted name
+        self._defined: set[str] = set()  # metrics that are plotted over our steps
+        self._hyperparameters: dict[str, Any] = {}  # by dotted name
 
     def on_preempt(self, ctx: Context) -> None:
-        """Tell W&B at once: there may be no later."""
+        """Mark the run as preempted at once, because it may be killed soon."""
         if self.is_open and self._is_ours:
             self.run.mark_preempting()
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of W&B, which shows the latest of each name."""
+        """Log a W&B table. W&B shows the latest one of each name."""
         if self.is_open:
             cells = [[plain(cell) for cell in row] for row in rows]
             table = self._module().Table(columns=list(columns), data=cells, allow_mixed_types=True)
             self.run.log({name: table, "step": ctx.step})
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Images side by side."""
+        """Log images side by side."""
         if self.is_open:
             image = self._module().Image
             self.run.log({name: [image(as_pixels(each)) for each in images], "step": ctx.step})
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """A file, uploaded in the background as it is now."""
+        """Upload the file in the background, as it is now."""
         if self.is_open:
             path, parts = path.absolute(), Path(name).parts
             base = path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
             self.run.save(glob.escape(str(path)), base_path=base, policy="now")
 
-    # --- what a tracker is asked for ---
+    # --- methods that a tracker implements ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         wandb = self._module()
@@ -119,7 +119,7 @@ class WandBLogger(Tracker):
         self.run = self._begin(ctx, run_id) if is_ours else wandb.run
         if is_ours:
             self.run.define_metric("*", step_metric="step")
-        self._told = {}
+        self._hyperparameters = {}
         self._defined = {"*"} if is_ours else set()
         return Opened(self.run.id, is_ours)
 
@@ -127,14 +127,14 @@ class WandBLogger(Tracker):
         wandb = self._module()
         folder = self.folder or (ctx.run.folder if "WANDB_DIR" not in os.environ else None)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)  # W&B would write elsewhere
+            folder.mkdir(parents=True, exist_ok=True)  # if it does not exist, W&B writes elsewhere
         waits = {f"{what}_timeout": self.timeout for what in ("init", "login", "finish")}
         settings = {name: value for name, value in waits.items() if f"WANDB_{name.upper()}" not in os.environ} | self.settings
         hook = sys.excepthook
         try:
             return self._init(wandb, ctx, folder, run_id, settings)
         finally:
-            sys.excepthook = hook  # W&B puts its own there, to learn how a program ends: here it is told
+            sys.excepthook = hook  # W&B installs a hook to detect failures, but this logger passes the outcome itself
 
     def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
         return wandb.init(
@@ -144,20 +144,20 @@ class WandBLogger(Tracker):
             tags=self._tags or None,
             id=run_id,
             resume="allow" if run_id is not None else None,
-            reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,  # another logger's, say
+            reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,  # for example another logger's
             settings=wandb.Settings(**settings),
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # metrics of who opened it keep their own axis
+        if not self._is_ours:  # the program's own metrics keep their axis
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)
         self.run.log({**values, "step": ctx.record.step})
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        self._told |= values
-        self.run.config.update(nested(self._told), allow_val_change=True)
+        self._hyperparameters |= values
+        self.run.config.update(nested(self._hyperparameters), allow_val_change=True)
 
     def _fail(self, ctx: Context, error: str) -> None:
         self.run.summary["exception"] = error
