@@ -175,7 +175,7 @@ def test_recomputation_is_not_seen_twice(tmp_path: Path) -> None:
 def test_a_compiled_model_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         watch = fit(tmp_path, ActivationMonitor(batch_log_interval=2), compile={"backend": "eager"})
-    assert caplog.text.count("no module in the model ran its hooks") == 1
+    assert caplog.text.count("no module inside the model ran its hooks") == 1
     assert {name.rsplit("/", 1)[1] for name in watch.records[0]} == {"(model)"}
 
 

@@ -233,4 +233,4 @@ def test_two_ranks_stop_together_on_what_they_found_together(tmp_path: Path) -> 
 
 def test_a_run_without_evaluations_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FakeLoop(EarlyStopper(monitor="validation/loss"), [1.0, 1.0], folder=tmp_path).run()
-    assert "waited for 'validation/loss', and no evaluation was told in the whole run" in caplog.text
+    assert "no evaluation of the whole run had the metric 'validation/loss'" in caplog.text

@@ -317,7 +317,7 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_left(tmp_path: Path) ->
     with trainer(tmp_path, export, CheckpointSaver(), model=Untraceable(3, 3)) as trained:
         with pytest.raises(CheckpointError, match=r"not exported as torch_export: torch\.export cannot") as caught:
             trained.fit()
-    assert "training is done, and its checkpoints stand" in str(caught.value)
+    assert "training is complete, and its checkpoints are intact" in str(caught.value)
     assert caught.value.__cause__ is not None
     assert path.read_bytes() == b"an earlier one"
     assert [entry.name for entry in path.parent.iterdir()] == ["model.pt2"]
@@ -340,7 +340,7 @@ def test_what_onnx_has_no_words_for(tmp_path: Path) -> None:
         return model(batch[0]), lambda values: values.sum()
 
     with trainer(tmp_path, export, model=NoOnnx(3, 3), task=ForwardStepTask(step)) as trained:
-        with pytest.raises(CheckpointError, match=r"as onnx: ONNX cannot say what the model does: .*linalg_eig"):
+        with pytest.raises(CheckpointError, match=r"as onnx: the model cannot be expressed in ONNX: .*linalg_eig"):
             trained.fit()
     assert not list((tmp_path / "run" / "export").iterdir())
 
@@ -348,9 +348,9 @@ def test_what_onnx_has_no_words_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sample_input": inputs()[:, :2]}, "the model does not take the sample input: RuntimeError"),
-        ({"sample_input": (inputs(), 1.0, 2.0)}, "the model does not take the sample input: TypeError"),
-        ({"dynamic_shapes": {"other": None}}, "torch.export cannot follow the model"),
+        ({"sample_input": inputs()[:, :2]}, "the model does not accept the sample input: RuntimeError"),
+        ({"sample_input": (inputs(), 1.0, 2.0)}, "the model does not accept the sample input: TypeError"),
+        ({"dynamic_shapes": {"other": None}}, "torch.export cannot trace the model"),
     ],
 )
 def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -398,7 +398,7 @@ def test_a_run_that_was_complete_has_no_sample_and_says_so(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING, "callsheet"):
         with trainer(tmp_path, ExportForInferenceCallback(), resume="auto") as again:
             again.fit()
-    assert any("has seen no input" in message for message in caplog.messages)
+    assert any("no step was trained, so it has seen no input" in message for message in caplog.messages)
     with trainer(tmp_path, ExportForInferenceCallback(sample_input=inputs(2)), resume="auto") as given:
         given.fit()
     told = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
@@ -422,7 +422,7 @@ def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
 
 def test_another_model_is_no_huggingface_folder(tmp_path: Path) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(save_format="huggingface")) as trained:
-        with pytest.raises(ConfigError, match="Net is no model of transformers"):
+        with pytest.raises(ConfigError, match="Net is not a transformers model"):
             trained.fit()
     assert trained.state.timestamp.batch == 0
 
@@ -440,7 +440,7 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
     [
         ({"save_format": "torchscript"}, "unknown save_format 'torchscript'"),
         ({"dynamic_shapes": "some"}, "unknown dynamic_shapes"),
-        ({"input_names": ["x"]}, "are ONNX's"),
+        ({"input_names": ["x"]}, "are for save_format='onnx'"),
         ({"save_format": "onnx", "processor": object()}, "processor= is for"),
         ({"save_path": "s3://bucket/model.pt2"}, "a path of this machine"),
     ],
@@ -501,4 +501,4 @@ def failing(folder: str) -> str:
 def test_what_fails_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(failing, 2, str(tmp_path))
     assert first == second
-    assert "torch.export cannot follow the model" in first
+    assert "torch.export cannot trace the model" in first

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from callsheet.callbacks.flop_count import OperationCounter, StepFlops, numbers_in, said_by
+from callsheet.callbacks.flop_count import OperationCounter, StepFlops, numbers_in, flops_reported_by
 
 
 def counted(function: Any) -> OperationCounter:
@@ -98,9 +98,9 @@ class Says(nn.Linear):
 def test_a_wrapped_model_is_looked_through() -> None:
     model = Says(2, 1)
     wrapped = torch.compile(DataParallel(model), backend="eager")
-    assert said_by(model) == said_by(wrapped) == 7
-    assert said_by(nn.Linear(2, 1)) is None
-    assert said_by([model]) is None  # chunks of a pipeline: no one of them says it for all
+    assert flops_reported_by(model) == flops_reported_by(wrapped) == 7
+    assert flops_reported_by(nn.Linear(2, 1)) is None
+    assert flops_reported_by([model]) is None  # chunks of a pipeline: no one of them says it for all
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def test_without_prompts_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptu
             trained.fit()
             trained.fit("2ep")
     assert [message for message in caplog.messages if "no prompts" in message] == [
-        "Generate has no prompts, and writes nothing; give it prompts="
+        "Generate has no prompts and generates nothing; give it prompts="
     ]
     assert not tables.tables
 
@@ -394,7 +394,7 @@ def test_what_fails_leaves_the_model_training(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"prompts": "text"}, "give a list"),
-        ({"interval": None}, "would never write"),
+        ({"interval": None}, "would never generate anything"),
         ({"interval": "0ba"}, "more than 0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"batch_size": 0}, "batch_size=0"),

@@ -92,8 +92,8 @@ def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path,
     text = file.read_text()
     assert "in stuck_here" in text
     assert "callsheet-hangs" in text or "in _watch" in text  # all threads
-    assert caplog.text.count("no sign of life") == 1
-    assert caplog.text.count("rank 0 goes on, after") == 1
+    assert caplog.text.count("made no progress") == 1
+    assert caplog.text.count("rank 0 continues after") == 1
 
 
 @pytest.mark.parametrize("where", ["evaluation", "save"])
@@ -130,7 +130,7 @@ def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest
     resumed = detector()
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, resumed, Hangs(at=AT + 6), resume="auto")  # too soon to have learned anew
-    assert "no sign of life" in caplog.text
+    assert "made no progress" in caplog.text
     assert f"around step {AT + 6}" in caplog.text
 
 
@@ -149,7 +149,7 @@ def test_does_nothing_where_a_step_came_after_all(
     monkeypatch.setattr(hang_detector, "_OTHERS_LOOK", 60.0)
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert fit(tmp_path, detector(action="raise"), Hangs()).run.outcome == "finished"
-    assert caplog.text.count("no sign of life") == 1
+    assert caplog.text.count("made no progress") == 1
 
 
 def test_raises_off_the_main_thread_where_python_runs(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_raises_though_nothing_can_be_logged(tmp_path: Path, monkeypatch: pytest
         fit(tmp_path, detector(action="raise"), HoldsTheLog())
     assert time.monotonic() - began < 60
     for thread in threading.enumerate():
-        if thread.name == "callsheet-hangs-word":
+        if thread.name == "callsheet-hangs-report":
             thread.join(60)  # it has its word after all
 
 

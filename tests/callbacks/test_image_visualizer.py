@@ -375,7 +375,7 @@ def test_a_key_that_the_batch_does_not_have_is_rejected(options: dict[str, Any],
 
 
 def test_what_is_no_image_at_a_key_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"input_key=0: a Tensor of \(5,\) holds no images"):
+    with pytest.raises(ConfigError, match=r"input_key=0: a Tensor of \(5,\) is not images"):
         fit(tmp_path, ImageVisualizer(input_key=0), data=[(torch.ones(5), FIRST)], images=lambda batch: batch[1])
 
 

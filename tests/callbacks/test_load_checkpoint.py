@@ -135,9 +135,9 @@ def test_a_run_that_is_resumed_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: Net(width=5), r"head.weight is of the size \[4, 4\] there and \[5, 4\] here"),
-        (lambda: nn.Sequential(Net(), nn.Linear(1, 1)), r"0.body.0.weight is not there, .* and \d+ more"),
-        (lambda: Net().body, r"0.weight is not there"),
+        (lambda: Net(width=5), r"head.weight has the size \[4, 4\] in the checkpoint and \[5, 4\] in the model"),
+        (lambda: nn.Sequential(Net(), nn.Linear(1, 1)), r"0.body.0.weight is not in the checkpoint, .* and \d+ more"),
+        (lambda: Net().body, r"0.weight is not in the checkpoint"),
     ],
 )
 def test_what_does_not_fit_is_an_error(tmp_path: Path, model: Any, message: str) -> None:
@@ -150,7 +150,7 @@ def test_what_is_not_here_is_an_error_too(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     model = Net()
     del model.head
-    with pytest.raises(CheckpointError, match=r"head\.weight is not here"):
+    with pytest.raises(CheckpointError, match=r"head\.weight is not in the model"):
         trainer(tmp_path, LoadCheckpoint(path=path), model=model)
     trainer(tmp_path, LoadCheckpoint(path=path, leave_out="head.*"), model=model).close()
 
@@ -162,7 +162,7 @@ def test_if_not_strict_what_fits_is_loaded_and_the_rest_named(tmp_path: Path, ca
     assert {name for name in found if name in old and torch.equal(found[name], old[name])} == EVERY - {"head.weight", "head.bias"}
     (message,) = [message for message in caplog.messages if "LoadCheckpoint" in message]
     assert "loaded 11 weights" in message
-    assert "head.bias is of the size [4] there and [5] here" in message
+    assert "head.bias has the size [4] in the checkpoint and [5] in the model" in message
     with pytest.raises(CheckpointError, match="nothing in"):
         trainer(tmp_path, LoadCheckpoint(path=path, strict=False), model=nn.Linear(3, 1))
 
@@ -180,7 +180,7 @@ def test_tied_weights(tmp_path: Path, there: bool, here: bool) -> None:
 
 def test_a_tied_weight_whose_other_name_is_left_out_is_named(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, model=Net(tied=True))
-    with pytest.raises(CheckpointError, match=r"again\.weight stands there under a name that is left out"):
+    with pytest.raises(CheckpointError, match=r"again\.weight shares its weights in the checkpoint with a name that is left out"):
         trainer(tmp_path, LoadCheckpoint(path=path, weights="again.*"))
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_does_not_hold_is_an_error(tmp_path: Path, harm: str) 
 
 def test_no_weight_of_that_name_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(CheckpointError, match="no weight of the model is called boddy"):
+    with pytest.raises(CheckpointError, match="no weight of the model matches boddy"):
         trainer(tmp_path, LoadCheckpoint(path=path, weights="boddy.*"))
 
 

@@ -93,7 +93,7 @@ def test_names_a_loss_far_above_those_before_it(
     with caplog.at_level(logging.WARNING, "callsheet"):
         records, trained = fit(tmp_path, Losses(losses), LossSpikeDetector(window=10))
     assert spikes(records) == expected
-    assert [message for message in caplog.messages if "leapt to" in message] == caplog.messages
+    assert [message for message in caplog.messages if "jumped to" in message] == caplog.messages
     assert [f"at step {step}" in message for step, message in zip(expected, caplog.messages, strict=True)] == [True] * len(
         expected
     )

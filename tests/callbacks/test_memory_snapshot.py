@@ -35,8 +35,8 @@ def test_without_a_device_it_says_so_once_and_does_nothing(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert fit(tmp_path, MemorySnapshot(), other) == plain
     assert [record.getMessage() for record in caplog.records if "no CUDA device" in record.getMessage()] == [
-        "MemorySnapshot: there is no CUDA device whose memory could be recorded",
-        "later: there is no CUDA device whose memory could be recorded",
+        "MemorySnapshot: there is no CUDA device, so nothing is recorded",
+        "later: there is no CUDA device, so nothing is recorded",
     ]
     assert not (tmp_path / "run").exists()
 

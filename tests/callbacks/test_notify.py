@@ -37,7 +37,7 @@ from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 
 SECRET = "T0K3N-of-ours"  # part of an address
-NONE_OF_OURS = "the URL to notify is none of http or https with a host; give one such as https://example.org/hook"
+NONE_OF_OURS = "the URL to notify is not an http or https URL with a host; give one such as https://example.org/hook"
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_its_set_up(hook: Hook, tmp_path: Path) -> None:
 def test_a_run_that_makes_way(hook: Hook, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url), Does(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert hook.events == ["start", "preemption"]
-    assert hook.posts[1]["text"] == "my-run makes way at step 2: a signal asked for it"
+    assert hook.posts[1]["text"] == "my-run is preempted by a signal at step 2"
 
 
 def test_an_interruption_is_an_end(hook: Hook, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_metric_that_nobody_told_is_named(hook: Hook, tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=hook.url, when=["some/numbers < 1", "some/number < 1"]), Tells(NUMBERS))
     assert [message for message in caplog.messages if "waited" in message] == [
-        "Notify waited for 'some/numbers', which no record has told"
+        "Notify: no record of the run had the metric 'some/numbers' of a rule"
     ]
 
 
@@ -302,7 +302,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
             assert told(hook) == told(whole, each.step)
     with hook_of() as hook:
         fit(tmp_path, Notify(to=hook.url), Tells(NUMBERS), run_name="again", resume=sorted(found, key=lambda c: c.step)[0].path)
-    assert hook.posts[0]["text"] == "again goes on from step 1, to 2ep (cpu)"
+    assert hook.posts[0]["text"] == "again resumes at step 1, to 2ep (cpu)"
 
 
 def test_a_new_run_begins_anew(hook: Hook, tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_recipient_who_is_rejected_is_spoken_of(tmp_path: Path, caplog: pytest
         fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{sink.port}", on="end"))
     assert len(sink.mails) == 1  # those who have it do not get it again
     assert [message for message in caplog.messages if "did not reach" in message] == [
-        "Notify: 'end' did not reach mail by localhost: it refused 1 of 3 recipients"
+        "Notify: 'end' did not reach mail by localhost: it rejected 1 of 3 recipients"
     ]
 
 
@@ -584,7 +584,7 @@ def test_what_is_final_is_not_tried_again() -> None:
 def test_without_a_destination_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(every="1ba"))
-    assert caplog.messages == ["Notify has nowhere to send to; give it to= or url_env="]
+    assert caplog.messages == ["Notify has no address to send to; give it to= or url_env="]
 
 
 @pytest.mark.parametrize(
@@ -623,7 +623,7 @@ def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path
     notify = Notify(to=f"{kind}http://user:{SECRET}@127.0.0.1/services/{SECRET}?key={SECRET}", on=["start"])
     spec = CallbackSpec.of(notify)
     assert spec.init_args == {"to": f"{kind}http://127.0.0.1/...", "on": ["start"]}
-    with pytest.raises(ConfigError, match=r"the address at 127\.0\.0\.1 was left out of the run's records") as caught:
+    with pytest.raises(ConfigError, match=r"the address at 127\.0\.0\.1 was removed from the run's records") as caught:
         spec.build()
     assert SECRET.lower() not in str(caught.value).lower()
     monkeypatch.setenv("HOOK_URL", f"{hook.url}/{SECRET}")
@@ -650,8 +650,8 @@ def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path
         ({"to": "mailto:nobody"}, "give addresses"),
         ({"to": "mailto:a@b.org\nBcc: c@d.org"}, "give addresses"),
         ({"to": "mailto:a@b.org", "server": "smtp://me@localhost", "password_env": "X"}, "in the clear"),
-        ({"to": "mailto:a@b.org", "server": "smtps://me@localhost"}, "go together"),
-        ({"to": "mailto:a@b.org", "password_env": "X"}, "go together"),
+        ({"to": "mailto:a@b.org", "server": "smtps://me@localhost"}, "give both a user and"),
+        ({"to": "mailto:a@b.org", "password_env": "X"}, "give both a user and"),
         ({"to": "mailto:a@b.org", "server": f"smtps://me:{SECRET}@localhost"}, "name its variable in password_env"),
         ({"to": "mailto:a@b.org", "server": "http://localhost"}, "unknown scheme of a mail server"),
         ({"to": "mailto:a@b.org", "server": "smtp://localhost:mail"}, "server='smtp://localhost:mail'"),

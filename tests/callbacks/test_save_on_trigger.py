@@ -102,7 +102,7 @@ def test_what_is_no_wish_is_named_and_removed(tmp_path: Path, caplog: pytest.Log
     writes = Writes(tmp_path / "trigger", "sav\n__import__('os').abort()\n\x1b[31m\n" + "x" * 100_000 + "\n", age=5)
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
-    assert "'sav' is no wish; did you mean 'save'?" in caplog.text
+    assert "unknown request 'sav'; did you mean 'save'?" in caplog.text
     assert "\x1b" not in caplog.text
     assert writes.told == [("end", 8)]
     assert not writes.file.exists()
@@ -185,7 +185,7 @@ def test_who_cannot_say_where_it_looks_looks_all_the_same(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Hinders(), SaveOnTrigger(seconds=0), writes)
     assert writes.told == [("end", 3)]
-    assert "SaveOnTrigger: cannot tell others which file it looks at: " in caplog.text
+    assert "SaveOnTrigger: cannot write the run's list of trigger files" in caplog.text
 
 
 def on_ranks(folder: str) -> tuple[list[tuple[str, int]], int]:

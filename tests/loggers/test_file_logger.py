@@ -149,7 +149,7 @@ def test_two_need_two_names(tmp_path: Path, caplog: pytest.LogCaptureFixture, ca
     other.name = "other"
     fit(tmp_path, Talks(), loggers=[FileLogger(), other, third])
     assert lines(tmp_path / "run")[1:] == lines(tmp_path / "run" / "other")[1:]
-    assert "is written by another FileLogger; give this one a name" in caplog.text
+    assert "is already written by another FileLogger; give this one its own name" in caplog.text
     assert sys.stdout is stdout
 
 

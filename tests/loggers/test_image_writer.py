@@ -46,7 +46,7 @@ def test_images_are_written_on_another_thread_in_order_as_they_were(writer: Imag
 def test_what_fails_is_said_once_and_the_rest_is_written(writer: ImageWriter, tmp_path: Path) -> None:
     told: list[str] = []
     writer.write(["odd.png"], [torch.zeros(2, 2, 2, 2)], lambda: told.append("odd"))
-    with pytest.raises(ConfigError, match="an image of shape"):
+    with pytest.raises(ConfigError, match="an image has the shape"):
         writer.flush()
     writer.write(["fine.png"], [torch.zeros(2, 2)], lambda: told.append("fine"))
     writer.flush()

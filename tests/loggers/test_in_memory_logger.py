@@ -104,7 +104,7 @@ def test_a_run_begins_with_nothing_also_a_resumed_one(tmp_path: Path) -> None:
 
 def test_a_name_that_nothing_told_is_an_error(tmp_path: Path) -> None:
     logger = InMemoryLogger()
-    with pytest.raises(KeyError, match="told: nothing"):
+    with pytest.raises(KeyError, match="logged: nothing"):
         logger.history("train/loss")
     fit(tmp_path, logger)
     with pytest.raises(KeyError, match="did you mean 'train/loss'"):

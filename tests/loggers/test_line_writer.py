@@ -74,7 +74,7 @@ def test_a_failure_is_told_once_and_the_lines_wait(tmp_path: Path) -> None:
     writer.append("b", b"2")
     with pytest.raises(OSError, match="deep") as caught:
         writer.flush()
-    assert "the lines wait" in caught.value.__notes__[0]
+    assert "the lines are kept" in caught.value.__notes__[0]
     writer.append("deep/a", b"3")
     writer.flush()
     assert (tmp_path / "b").read_bytes() == b"2\n"

@@ -480,7 +480,7 @@ def test_of_two_who_are_patient_the_last_puts_it_back() -> None:
 
 def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
-    assert "an image of shape (7,)" in caplog.text
+    assert "an image has the shape (7,)" in caplog.text
     assert len(curve(tmp_path, logger, "train/loss")) == 6
 
 

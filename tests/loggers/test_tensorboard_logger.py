@@ -233,7 +233,7 @@ def test_images_and_tables(tmp_path: Path) -> None:
 
 def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
-    assert "an image of shape (7,)" in caplog.text
+    assert "an image has the shape (7,)" in caplog.text
     assert len(curve(tmp_path / "run" / "tensorboard", "train/loss")) == 6
 
 

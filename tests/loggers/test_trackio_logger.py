@@ -168,7 +168,7 @@ def test_another_run_of_the_same_name_is_told_of(tmp_path: Path, caplog: pytest.
     other = fit(tmp_path / "b")
     again = fit(tmp_path / "a", resume=tmp_path / "a" / "run" / "checkpoints" / "ep0-ba2")
     assert first.run_id != other.run_id == again.run_id
-    assert f"is not {first.run_id}" in caplog.text
+    assert f"does not have the id {first.run_id}" in caplog.text
 
 
 # --- how it ended ---
@@ -278,7 +278,7 @@ def test_what_cannot_be_opened_does_not_end_training(tmp_path: Path, caplog: pyt
 
 def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
-    assert "an image of shape (7,)" in caplog.text
+    assert "an image has the shape (7,)" in caplog.text
     assert len(curve(logger, "train/loss")) == 6
 
 
@@ -296,7 +296,7 @@ def test_nothing_is_imported_before_a_run_is_opened() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"project": " "}, "must have a name"),
+        ({"project": " "}, "give it a name"),
         ({"server_url": "https://host?write_token=word"}, "TRACKIO_WRITE_TOKEN"),
     ],
 )

@@ -339,7 +339,7 @@ def test_a_run_that_could_not_be_opened_is_not_forgotten(tmp_path: Path, monkeyp
 
 def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
-    assert "an image of shape (7,)" in caplog.text
+    assert "an image has the shape (7,)" in caplog.text
     (run,) = written(tmp_path)
     assert len(run.curve("train/loss")) == 6
 

@@ -180,7 +180,7 @@ def test_what_a_person_stopped_is_trained_on(tmp_path: Path) -> None:
     (tmp_path / "ask").write_text("stop\n")
     stopper = SaveOnTrigger(file=tmp_path / "ask", seconds=0.0)
     watch = fit(tmp_path, stopper, CheckpointSaver())
-    assert watch.run.outcome_reason == "stopped by SaveOnTrigger: asked for in the file ask"
+    assert watch.run.outcome_reason == "stopped by SaveOnTrigger: requested in the file ask"
     stopped_at = watch.steps[-1]
     assert stopped_at < 20
     assert fit(tmp_path, stopper, CheckpointSaver(), resume="auto").steps[0] == stopped_at + 1

@@ -14,7 +14,7 @@ from callsheet.checkpoint import find_checkpoints
 
 
 class Leaves(Callback):
-    """Leaves wishes at a step, as a program beside the job would."""
+    """Leaves requests at a step, as another program would."""
 
     def on_train_step_start(self, ctx: Context) -> None:
         assert ctx.run.folder is not None
@@ -77,7 +77,7 @@ def test_a_wish_can_be_withdrawn_alone(tmp_path: Path) -> None:
 
 
 def test_a_wish_is_rejected_where_it_would_do_harm(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown wish 'stopp'; did you mean 'stop'"):
+    with pytest.raises(ConfigError, match="unknown request 'stopp'; did you mean 'stop'"):
         leave_request(tmp_path / "trigger", "stopp")
     (tmp_path / "target").write_text("a secret\n")
     (tmp_path / "trigger").symlink_to(tmp_path / "target")
