@@ -315,7 +315,7 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_left(tmp_path: Path) ->
     path.write_bytes(b"an earlier one")
     export = ExportForInferenceCallback(save_path=path)
     with trainer(tmp_path, export, CheckpointSaver(), model=Untraceable(3, 3)) as trained:
-        with pytest.raises(CheckpointError, match=r"not exported as torch_export: torch\.export cannot") as caught:
+        with pytest.raises(CheckpointError, match=r"could not be exported as torch_export: torch\.export cannot") as caught:
             trained.fit()
     assert "training is complete, and its checkpoints are intact" in str(caught.value)
     assert caught.value.__cause__ is not None
@@ -361,7 +361,7 @@ def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], sai
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     export = ExportForInferenceCallback(save_path=tmp_path / "file" / "model.pt2")
-    with trainer(tmp_path, export) as trained, pytest.raises(CheckpointError, match=r"not exported .*(NotADirectory|FileExists)"):
+    with trainer(tmp_path, export) as trained, pytest.raises(CheckpointError, match=r"could not be exported .*(NotADirectory|FileExists)"):
         trained.fit()
 
 
@@ -442,7 +442,7 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
         ({"dynamic_shapes": "some"}, "unknown dynamic_shapes"),
         ({"input_names": ["x"]}, "are for save_format='onnx'"),
         ({"save_format": "onnx", "processor": object()}, "processor= is for"),
-        ({"save_path": "s3://bucket/model.pt2"}, "a path of this machine"),
+        ({"save_path": "s3://bucket/model.pt2"}, "give a local path"),
     ],
 )
 def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:

@@ -319,9 +319,9 @@ def test_every_class_has_a_colour_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "data", "why"),
     [
-        ({}, [torch.ones(4, 3)] * 4, "no images in the batch"),
-        ({}, [torch.ones(4, 7, 3, dtype=torch.long)] * 4, "no images in the batch"),
-        ({"mode": "segmentation"}, [(FIRST,)] * 4, "no labels of the images' size"),
+        ({}, [torch.ones(4, 3)] * 4, "the batch has no images"),
+        ({}, [torch.ones(4, 7, 3, dtype=torch.long)] * 4, "the batch has no images"),
+        ({"mode": "segmentation"}, [(FIRST,)] * 4, "the batch has no labels of the images' size"),
     ],
 )
 def test_it_says_once_why_there_is_nothing_to_show(

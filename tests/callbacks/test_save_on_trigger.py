@@ -113,7 +113,7 @@ def test_a_link_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (tmp_path / "trigger").symlink_to(tmp_path / "target")
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0))
-    assert caplog.text.count("no plain file") == 1
+    assert caplog.text.count("not a regular file") == 1
     assert (tmp_path / "target").exists()
 
 

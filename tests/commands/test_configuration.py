@@ -318,4 +318,4 @@ def test_help_tells_classes_by_name_and_how_to_ask_for_more(place: Path, capsys:
     assert "Namespace(" not in printed
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--callbacks.help", "callsheet.callbacks.EMA"])
-    assert "after so many steps a weight counts half" in capsys.readouterr().out
+    assert "after this many steps a weight counts half" in capsys.readouterr().out
