@@ -361,7 +361,10 @@ def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], sai
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     export = ExportForInferenceCallback(save_path=tmp_path / "file" / "model.pt2")
-    with trainer(tmp_path, export) as trained, pytest.raises(CheckpointError, match=r"could not be exported .*(NotADirectory|FileExists)"):
+    with (
+        trainer(tmp_path, export) as trained,
+        pytest.raises(CheckpointError, match=r"could not be exported .*(NotADirectory|FileExists)"),
+    ):
         trained.fit()
 
 
