@@ -1,4 +1,4 @@
-"""AutoModel's configurations: the part of them that our recipes can carry out. Whatever else stands in one is refused by name."""
+"""Convert AutoModel's configurations to those of our recipes. Keys that our recipes do not support are rejected by name."""
 
 from __future__ import annotations
 

@@ -118,14 +118,14 @@ class _Facade(RecipeFacade):
 class BaseRecipe:
     """What the four have in common.
 
-    Callbacks are AutoModel's, or ours; AutoModel's are told the six hooks with this recipe. An exception is told to them wherever it
-    comes from: in `setup`, in the loop, or with Ctrl-C. Checkpoints stand in `checkpoint.checkpoint_dir/checkpoints`; a run that is
-    there goes on.
+    Callbacks are AutoModel's, or ours. AutoModel's six hooks are called with this recipe. The exception hook is called wherever an
+    exception comes from: in `setup`, in the loop, or with Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
+    existing run is resumed.
 
     Args:
         cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML, of which the page on this bridge says what
             is carried; or the configuration of our own recipe.
-        callbacks: to be told, in this order.
+        callbacks: the callbacks, called in this order.
 
     Attributes:
         recipe: our own, after `setup`.
@@ -159,7 +159,7 @@ class BaseRecipe:
         self._callbacks += [callback for callback in given if isinstance(callback, Callback)]
 
     def setup(self) -> None:
-        """Make everything, and find out what there is to go on from."""
+        """Set up the recipe, and find a checkpoint to resume from."""
         try:
             self.recipe = self.OURS(self._config, self._callbacks)
             self.recipe.setup()
@@ -217,7 +217,7 @@ class BaseRecipe:
 
 
 class _TellsRecipe(AutoModelGuest):
-    """The recipe's callbacks, told with the recipe itself."""
+    """Calls the recipe's callbacks with the recipe itself."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled

@@ -1,4 +1,4 @@
-"""A part of a configuration, from which keys are taken; what nobody takes is refused by name."""
+"""A part of a configuration from which keys are read. Keys that are never read are rejected by name."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class HuggingFaceModel(ComposerModel):
         return (self.train_metrics if is_train else self.val_metrics) or {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update one of them with the outputs and the labels."""
+        """Update a metric with the outputs and the labels."""
         labels = self.labels
         if labels is not None and metric.device.type == "cpu":
             labels = labels.cpu()

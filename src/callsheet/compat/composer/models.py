@@ -52,7 +52,7 @@ class ComposerModel(nn.Module):
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update one of them with a batch; unless overridden, with the outputs and the second of the batch's parts."""
+        """Update a metric with a batch; unless overridden, with the outputs and the second of the batch's parts."""
         metric.update(outputs, batch[1])
 
 
@@ -114,7 +114,7 @@ class ModelMetric:
 class TrainMetrics(Callback):
     """The model's metrics of training, over each batch: logged as `train/<name>`, and there for `state.train_metrics`."""
 
-    phase = "change"  # they are there for all who hear the same event
+    phase = "change"  # so that the metrics are available to all other callbacks of the same event
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)
@@ -157,7 +157,7 @@ class EpochScheduler(LRScheduler):
             self.step_all()
 
     def step_all(self) -> None:
-        """Step each of them."""
+        """Step each scheduler."""
         for scheduler in self.schedulers:
             scheduler.step()
 
@@ -167,7 +167,7 @@ class EpochScheduler(LRScheduler):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all of them."""
+        """Return the states of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class EpochScheduler(LRScheduler):
 
 
 class StepsSchedulers(Callback):
-    """Steps schedulers at the end of every whole epoch, before anybody else hears of it."""
+    """Steps schedulers at the end of every whole epoch, before the other callbacks of that event."""
 
     phase = "change"
 

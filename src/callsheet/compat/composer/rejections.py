@@ -1,4 +1,4 @@
-"""What cannot be given here, said by name."""
+"""Reject unsupported arguments by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
     """Refuse arguments that differ from Composer's own defaults: by name the value, the default, and what to do instead.
 
     Raises:
-        NotSupported: the message names the argument, and the mend.
+        NotSupported: the message names the argument, and has a hint.
     """
     for name, (value, default, hint) in given.items():
         if value is not default and value != default:

@@ -106,16 +106,16 @@ class Evaluator:
 
 
 class Trainer:
-    """Composer's Trainer, as far as callsheet's can stand for it.
+    """Composer's Trainer, as far as callsheet's Trainer supports it.
 
     The model takes whole batches: `model(batch)`, `model.loss(outputs, batch)`, and, where it has them, `eval_forward`, `get_metrics` and
-    `update_metric`. Callbacks and loggers may be Composer's own, those of `callsheet.compat.composer`, and callsheet's. They hear what
-    Composer tells, in its order. `state` and `logger` are what callbacks are given.
+    `update_metric`. Callbacks and loggers may be Composer's own, those of `callsheet.compat.composer`, and callsheet's. Composer's
+    events are fired in its order. `state` and `logger` are the objects that callbacks receive.
 
-    Algorithms are refused, and so is everything else that has nothing here to stand for it: see the page "Composer".
+    Algorithms are rejected, and so is everything else without a counterpart here: see the page "Composer".
 
     Raises:
-        NotSupported: an argument that is not carried over; the message names it, and the mend.
+        NotSupported: an argument is not supported; the message names it, and has a hint.
         ConfigError: one that cannot work.
     """
 
@@ -179,11 +179,11 @@ class Trainer:
             own.append(CheckpointSaver(save_interval=_interval("save_interval", save_interval), keep=keep))
         if load_path is not None and load_weights_only:
             own.append(LoadCheckpoint(path=load_path, strict=load_strict_model_weights))
-        told = [self._ours(each) for each in _several(loggers)]
+        all_loggers = [self._ours(each) for each in _several(loggers)]
         if log_to_console:
-            told.append(ConsoleLogger(stream="stderr", interval=_interval("console_log_interval", console_log_interval)))
+            all_loggers.append(ConsoleLogger(stream="stderr", interval=_interval("console_log_interval", console_log_interval)))
         elif progress_bar:
-            told.append(ProgressBarLogger())
+            all_loggers.append(ProgressBarLogger())
         self._evaluators = self._named(eval_dataloader, eval_subset_num_batches)
         self._trainer = callsheet_trainer.Trainer(
             model,
@@ -199,7 +199,7 @@ class Trainer:
             log_interval=1,  # Composer's loggers are given every batch
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
-            loggers=told,
+            loggers=all_loggers,
             progress=False,
             run_name=run_name,
             checkpoints_folder=save_folder,

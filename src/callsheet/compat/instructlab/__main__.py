@@ -1,4 +1,4 @@
-"""What InstructLab starts on its ranks has a command line, with `--callbacks`; here there is none."""
+"""Reject the command line with `--callbacks` that InstructLab starts on its ranks; there is none here."""
 
 import sys
 

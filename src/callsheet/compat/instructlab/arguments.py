@@ -1,4 +1,4 @@
-"""InstructLab's arguments: what of them is carried, and what can only be left as it is."""
+"""InstructLab's arguments: the supported ones, and those that accept only their default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 
 
 class DistributedBackend(Enum):
-    """What shards the model. The recipe finds out by itself: DDP, or FSDP where `parallel` says so."""
+    """What shards the model. The recipe decides: DDP, or FSDP if `parallel` says so."""
 
     FSDP = "fsdp"
     DEEPSPEED = "deepspeed"
@@ -67,7 +67,7 @@ class TorchrunArgs(HasModelFields):
         """How many.
 
         Raises:
-            ConfigError: one for each GPU, and there is none.
+            ConfigError: `gpu` is given, and there is no GPU.
         """
         if isinstance(self.nproc_per_node, int):
             return self.nproc_per_node
@@ -128,7 +128,7 @@ class TrainingArgs(HasModelFields):
 
     Raises:
         ConfigError: a field that cannot work, or is not carried; the message names it.
-        TypeError: an unknown field, or a callback that is none.
+        TypeError: an unknown field, or something that is not a callback.
     """
 
     model_path: str

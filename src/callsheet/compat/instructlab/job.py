@@ -72,7 +72,7 @@ class Training(Finetune):
 
 
 class _Guest(InstructLabGuest):
-    """A guest that is told InstructLab's places."""
+    """A guest that receives InstructLab's paths."""
 
     def __init__(self, foreign: Any, args: TrainingArgs) -> None:
         super().__init__(foreign)
@@ -88,7 +88,7 @@ class _Guest(InstructLabGuest):
 
 
 class _Exports(Callback):
-    """Writes the model of every checkpoint for transformers, where InstructLab does. A run that makes way has no time for it."""
+    """Writes the model of every checkpoint for transformers, where InstructLab does. A preempted run has no time for it."""
 
     phase = "save"
     collective = True

@@ -33,13 +33,13 @@ def __getattr__(name: str) -> Any:
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
     """Fine-tune a model on the ranks that `torch_args` names; returns the last losses, by the dataset's name.
 
-    Callbacks are sent to the ranks with their constructors' arguments, and made anew there; what would arrive otherwise is refused
-    before anything starts. Those in this process hear nothing. A script may call this at its top level: where the ranks import it for the
-    classes that it defines, it does nothing.
+    Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would arrive changed is
+    rejected before anything starts. The callbacks in this process are never called. A script may call this at its top level: when the
+    ranks import the script for the classes that it defines, the call does nothing.
 
     Raises:
         ConfigError: arguments that cannot work.
-        TransportError: a callback that cannot be sent; the message says what, and the mend.
+        TransportError: a callback that cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; a RuntimeError.
     """
     from callsheet.launcher import launch  # with torch, which callbacks alone do without
@@ -76,7 +76,7 @@ class Carried(Callback):
 
     @classmethod
     def of(cls, foreign: Any) -> Carried:
-        """Around one that is there: the trial compares it, as it is now, with the one that is made anew."""
+        """Wrap an existing callback: the preflight check compares its current state with the rebuilt one."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         carried.foreign, carried.name = foreign, type(foreign).__name__

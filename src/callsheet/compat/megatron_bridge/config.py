@@ -1,4 +1,4 @@
-"""Megatron Bridge's configuration, as far as the recipe carries it out; a setting that it does not have is refused by its name."""
+"""Megatron Bridge's configuration, as far as the recipe supports it. Unknown settings are rejected by name."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TokenizerConfig:
 
 @_section
 class CheckpointConfig:
-    """Where to save, and what to go on from; None is not at all. A folder named `checkpoints` stands in the run's."""
+    """Where to save checkpoints, and what to resume from; None means never. A folder named `checkpoints` belongs to the run's folder."""
 
     save: str | None = "nemo_experiments/default/checkpoints"
     load: str | None = "nemo_experiments/default/checkpoints"

@@ -20,7 +20,7 @@ IGNORED = -100
 class GPTModel(nn.Module):
     """A causal language model of transformers, called as Megatron's is: with labels it gives each token's loss, without them the logits.
 
-    Labels stand where their tokens are predicted; nothing is shifted here.
+    Labels are aligned with the logits that predict them; nothing is shifted here.
     """
 
     def __init__(self, module: nn.Module) -> None:

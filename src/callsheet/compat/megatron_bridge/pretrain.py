@@ -38,7 +38,7 @@ def pretrain(
     forward_step_func: Callable[..., Any],
     callbacks: list[Callback] | CallbackManager | None = None,
 ) -> Pretrain:
-    """Train, validate and test as `config` says, and tell the callbacks as Megatron Bridge does.
+    """Train, validate and test as `config` says, and call the callbacks as Megatron Bridge does.
 
     At an interval there is a validation, then a checkpoint; training over, `on_train_end`, another validation, and the test. On one
     process without a process group one is made for the time being, so that `torch.distributed.get_rank()` answers.
@@ -54,7 +54,7 @@ def pretrain(
     Raises:
         NotSupported: a setting that nothing here carries out.
         ConfigError: settings that do not go together.
-        BaseException: what a callback raised, as it was; the callbacks behind it were not told.
+        BaseException: the exception of a callback, unchanged; the callbacks after it are not called.
     """
     state = GlobalState(config)
     step = as_recipe_step(forward_step_func, state)
@@ -240,7 +240,7 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """The folder of runs, and the run's name in it: its checkpoints stand in its folder `checkpoints`."""
+    """The folder of runs, and the run's name in it: its checkpoints are in its folder `checkpoints`."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name
