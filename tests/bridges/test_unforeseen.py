@@ -65,7 +65,7 @@ STEP = (
 OUTER = ("train", "round", "epoch")
 JUDGED = ("eval_all", "eval", "eval_step", "eval_forward", "test", "test_step", "predict_step")
 WORDS = (
-    *((word, name) for word in ("start", "end", "tell") for name in STEP * 2 + OUTER),
+    *((word, name) for word in ("start", "end", "start_and_end") for name in STEP * 2 + OUTER),
     *((word, name) for word in ("judge", "judged") for name in JUDGED),
     *(
         ("host", what)
@@ -111,7 +111,7 @@ class Loop:
 
     def say(self, word: str, name: str) -> None:
         run = self.run
-        if word in ("start", "end", "tell"):
+        if word in ("start", "end", "start_and_end"):
             getattr(run.driver, word)(name)
         elif word in ("judge", "judged"):
             (run.eval_driver.start if word == "judge" else run.eval_driver.end)(name)

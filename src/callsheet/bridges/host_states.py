@@ -20,7 +20,7 @@ def own_state(run: HostedRun) -> dict[str, Any]:
     return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
 
 
-def take_back(run: HostedRun, own: Mapping[str, Any]) -> None:
+def restore_states(run: HostedRun, own: Mapping[str, Any]) -> None:
     """Restore what `own_state` returned."""
     run.state.load_state_dict(own["state"])
     run.manager.load_state_dict(own["callbacks"])
@@ -28,7 +28,7 @@ def take_back(run: HostedRun, own: Mapping[str, Any]) -> None:
     run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
 
 
-def go_on_without(run: HostedRun, step: int, epoch: int) -> None:
+def resume_without_states(run: HostedRun, step: int, epoch: int) -> None:
     """Set the run's step and epoch for a host that resumes from a checkpoint without callbacks' states."""
     run.state.timestamp = run.state.baseline = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
     run.ctx.step, run.ctx.epoch = step, epoch
@@ -54,6 +54,6 @@ def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
             f"{checkpoint / STATE} is of step {loaded.info.get('step')}, and {run.host} resumes from step {step}; resume from the checkpoint "
             "of that step, or remove the folder to resume without the callbacks' states"
         )
-    take_back(run, {"state": loaded.shared["state"], **loaded.local})
+    restore_states(run, {"state": loaded.shared["state"], **loaded.local})
     info = loaded.info
     return CheckpointInfo(str(checkpoint), step, info["epoch"], info["kind"], size_bytes=loaded.seal.size_bytes)

@@ -207,7 +207,7 @@ class LifecycleDriver:
             elif part is self._step:
                 if not parent.done and not self._fetch.has_no_listeners:
                     self.synthesized.add("fetch")
-                    self.tell("fetch")
+                    self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
                 parent.done = 1  # the epoch's next step has a batch
@@ -251,7 +251,7 @@ class LifecycleDriver:
             self._open.pop()
             step.is_open = False
 
-    def tell(self, name: str) -> None:
+    def start_and_end(self, name: str) -> None:
         """Enter a span and leave it at once: the loop has already left it, or does nothing in it."""
         part = self.parts[name]
         if part.has_no_listeners:
@@ -299,5 +299,5 @@ class LifecycleDriver:
         for part in parent.sequence[parent.done : until]:
             if not part.has_no_listeners:
                 self.synthesized.add(part.name)
-            self.tell(part.name)
+            self.start_and_end(part.name)
             parent.done = part.index + 1

@@ -56,21 +56,21 @@ class Hook:
     def __init__(self, register: Callable[..., Any]) -> None:
         self._register = register
         self._remove: Callable[[], None] = lambda: None
-        self.stands = False
+        self.is_registered = False
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
         """Register the hook or remove it, if that is not done yet. Keep no reference to `function`: its owner refers to this object."""
-        if is_wanted and not self.stands:
-            self._remove, self.stands = add_hook(self._register, function), True
+        if is_wanted and not self.is_registered:
+            self._remove, self.is_registered = add_hook(self._register, function), True
         elif not is_wanted:
             self.remove()
 
     def remove(self) -> None:
         """Remove the hook, if it is registered."""
-        if self.stands:
+        if self.is_registered:
             self._remove()
-            self.stands = False
+            self.is_registered = False
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
@@ -137,7 +137,7 @@ class ModelHooks(NotCopied):
         self.listen(False)
 
 
-class JudgingHooks(NotCopied):
+class EvaluationHooks(NotCopied):
     """Report the forward of a model in evaluation, test or prediction and its outputs, which a callback may replace.
 
     The hooks are registered only between `listen(True)` and `listen(False)`.
@@ -243,7 +243,7 @@ class OptimizerHooks:
 
     def _begin(self) -> None:
         if not self._clip.has_no_listeners:
-            self._driver.tell("clip_gradients")  # also if the loop has not clipped them
+            self._driver.start_and_end("clip_gradients")  # also if the loop has not clipped them
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")

@@ -23,7 +23,7 @@ from callsheet.bridges.accelerate.guests import TrackerGuest, guest, numbers
 from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates
-from callsheet.bridges.host_states import own_state, take_back
+from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Context
@@ -437,7 +437,7 @@ class AcceleratedRun(AttachedRun):
                     "no states of callbacks were loaded from %s: accelerator.register_for_checkpointing(run) does", self._resume
                 )
             return None
-        take_back(run, loaded)
+        restore_states(run, loaded)
         self._to_skip, self._is_resumed = loaded["taken"], True
         now = run.state.timestamp
         return CheckpointInfo(self._resume or "", now.batch, now.epoch, "periodic")

@@ -22,7 +22,7 @@ from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.giving_up import GivesUp, observing
-from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
+from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.callback import Callback
@@ -360,7 +360,7 @@ def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo 
     step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
     if found is None:
         logger.warning("%s resumes from step %d, but no state of callbacks was found in its checkpoint", run.host, step)
-        go_on_without(run, step, scheduler.epoch)
+        resume_without_states(run, step, scheduler.epoch)
         return None
     return read_states(run, found, step)
 

@@ -83,7 +83,7 @@ class CalledModel(NotCopied):
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
-            run.driver.tell("fetch")
+            run.driver.start_and_end("fetch")
             run.driver.synthesized.add("fetch")
             run.driver.start_step()
         self._is_in_step = self._watch.is_on = False
@@ -116,7 +116,7 @@ class CalledModel(NotCopied):
         ctx.batch = batch
         if is_first:
             if not driver.parts["fetch"].has_no_listeners:
-                driver.tell("fetch")
+                driver.start_and_end("fetch")
             driver.start_step()
         if self._listens_to_forward:
             driver.end("microbatch")  # the previous one; its fields become unavailable
@@ -151,7 +151,7 @@ class CalledModel(NotCopied):
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True
-        if self._listens_to_forward is not self._after.stands:
+        if self._listens_to_forward is not self._after.is_registered:
             self._after.install(self._listens_to_forward, self._ends)
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:

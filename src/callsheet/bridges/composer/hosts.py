@@ -15,7 +15,7 @@ from torch import Tensor
 from callsheet.bridges.composer import NOT_FIRED
 from callsheet.bridges.composer.host_parts import EvaluationRequests, Listener, is_one_number, trained_on
 from callsheet.bridges.giving_up import GivesUp, is_for_user
-from callsheet.bridges.host_states import own_state, take_back
+from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook
 from callsheet.callback import Callback
@@ -136,7 +136,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         if saved is not None:
             own = saved["hosts"][self._hosts.index(self)] if self in self._hosts[: len(saved["hosts"])] else None
             if own:
-                take_back(run, own)
+                restore_states(run, own)
         if run.state.timestamp.batch != int(at.batch):
             logger.warning("%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch))
             run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
@@ -215,7 +215,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         run.counted = counts_of(state.batch)
 
     def _batch_start(self, state: Any) -> None:
-        self._has_stepped = self._hook is not None and not self._hook.stands  # without the hook it is not observed
+        self._has_stepped = self._hook is not None and not self._hook.is_registered  # without the hook it is not observed
         self._run.driver.start_step()
 
     def _before_train_batch(self, state: Any) -> None:
@@ -283,7 +283,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
         if not parts["forward_backward"].has_no_listeners:
             driver.end("forward_backward")
         if not parts["clip_gradients"].has_no_listeners:
-            driver.tell("clip_gradients")  # whether or not an algorithm has clipped them
+            driver.start_and_end("clip_gradients")  # whether or not an algorithm has clipped them
         driver.start("optimizer_step")
 
     def _stepped(self, *_: Any) -> None:

@@ -17,7 +17,7 @@ with needed_by(__name__):
     from torch.nn import Module
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    from callsheet.bridges.host_states import STATE, go_on_without, read_states, write_states
+    from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.epoch_position import length_of
@@ -326,7 +326,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         if not driver.parts["train_step"].is_open:
             self._begin_step(run)
         if not driver.parts["clip_gradients"].has_no_listeners:
-            driver.tell("clip_gradients")
+            driver.start_and_end("clip_gradients")
         driver.start("optimizer_step")
 
     @_in_a_run
@@ -347,7 +347,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         """Start a step in which the model was not called."""
         run.counted, run.ctx.batch = (0, 0), None
         if not run.driver.parts["fetch"].has_no_listeners:
-            run.driver.tell("fetch")
+            run.driver.start_and_end("fetch")
             run.driver.synthesized.add("fetch")
         run.driver.start_step()
 
@@ -533,7 +533,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         logger.warning(
             "%s resumes from step %d, and no callbacks' states were found in %s", run.host, state.global_step, paths[-1]
         )
-        go_on_without(run, state.global_step, int(state.epoch or 0))
+        resume_without_states(run, state.global_step, int(state.epoch or 0))
 
 
 def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:

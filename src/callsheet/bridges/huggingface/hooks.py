@@ -124,7 +124,7 @@ class ForwardHooks(NotCopied):
             samples, tokens = samples + run.counted[0], tokens + run.counted[1]
         else:
             if not parts["fetch"].has_no_listeners:
-                driver.tell("fetch")
+                driver.start_and_end("fetch")
             driver.start_step()
         run.counted = samples, tokens
         if not driver.has_listeners:
@@ -146,7 +146,7 @@ class ForwardHooks(NotCopied):
         driver.end("eval_step")
         run.eval_ctx.batch = batch
         driver.start("eval_forward")
-        if not self._after.stands and run.listens_to_outputs("eval"):
+        if not self._after.is_registered and run.listens_to_outputs("eval"):
             self.listen(True)
         return run.eval_ctx.batch
 

@@ -14,11 +14,11 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
 from callsheet.bridges.giving_up import GivesUp, observing
-from callsheet.bridges.host_states import go_on_without, own_state, take_back
+from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
-from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
 from callsheet.callback import Callback
 from callsheet.context import CheckpointInfo, Outcome
 from callsheet.control import Request
@@ -129,7 +129,7 @@ class IgniteHost(GivesUp):
         run.signals.__enter__()
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, model)
-        self._eval_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, model)
+        self._eval_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
         self._ends = weakref.finalize(self, _end, run, hooks)
@@ -478,9 +478,9 @@ class IgniteHost(GivesUp):
         if loaded is None:
             if step:
                 logger.warning("%s resumes from step %d, and no callbacks' states were loaded", run.host, step)
-                go_on_without(run, step, epoch)
+                resume_without_states(run, step, epoch)
             return None
-        take_back(run, loaded)
+        restore_states(run, loaded)
         if run.state.timestamp.batch != step:
             raise CheckpointError(
                 f"the callbacks' states are of step {run.state.timestamp.batch}, and the engine resumes from step {step}: load both from one"

@@ -236,7 +236,7 @@ class InstructLabHost(GivesUp):
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
         run.listen()
         driver = run.driver
-        driver.tell("fetch")
+        driver.start_and_end("fetch")
         driver.start_step()
 
     @_in_a_run
@@ -261,7 +261,7 @@ class InstructLabHost(GivesUp):
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """End clipping, and fire the events of the optimizer's step, which is over."""
         run.driver.end("clip_gradients")
-        run.driver.tell("optimizer_step")
+        run.driver.start_and_end("optimizer_step")
 
     @_in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:

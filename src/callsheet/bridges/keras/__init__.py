@@ -30,7 +30,7 @@ from callsheet.bridges.giving_up import GivesUp, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import KerasGuest, check_backend, guest
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
-from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks
 from callsheet.callback import Callback
 from callsheet.context import Outcome
 from callsheet.manager import CallbackManager, normalize_callbacks
@@ -176,8 +176,8 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, module)
-        self._predict_hooks = JudgingHooks(run.driver, run.ctx, module, kind="predict")
+        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
         self._hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)

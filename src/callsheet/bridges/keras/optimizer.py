@@ -26,7 +26,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.tell("clip_gradients")  # Keras clips within `apply`
+                    driver.start_and_end("clip_gradients")  # Keras clips within `apply`
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:

@@ -15,7 +15,7 @@ with needed_by(__name__):
 
 from callsheet import distributed
 from callsheet.bridges.giving_up import GivesUp, is_for_user, observing
-from callsheet.bridges.host_states import go_on_without, own_state, take_back
+from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.fabric_run import fabric
 from callsheet.bridges.lightning.guests import LightningGuest, guest
@@ -267,7 +267,7 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
                     self._forward.listen("training_step", self._listens_to_microbatch or driver.listens_to("fetch"))
                     self._clip.listen(driver.listens_to("clip_gradients") and pl_module.automatic_optimization)
                 if not parts["fetch"].has_no_listeners:
-                    driver.tell("fetch")
+                    driver.start_and_end("fetch")
                 driver.start_step()
                 watch.total, run.step_skipped = None, True
                 self._has_begun_optimizer_step, self._may_fire_save = False, False
@@ -578,8 +578,8 @@ class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightn
         if loaded is not None:
             ranks = loaded["ranks"]
             own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
-            take_back(run, {"state": loaded["state"], **own})
+            restore_states(run, {"state": loaded["state"], **own})
         elif trainer.global_step:
             if trainer.ckpt_path is not None:
                 logger.warning("%s resumes from %s, in which no callbacks' states were found", run.host, trainer.ckpt_path)
-            go_on_without(run, trainer.global_step, trainer.current_epoch)
+            resume_without_states(run, trainer.global_step, trainer.current_epoch)

@@ -285,13 +285,13 @@ class MegatronBridgeHost(GivesUp):
         self._forward.in_step = False
         if not driver.parts["train_step"].is_open:
             driver.synthesized.add("fetch")
-            driver.tell("fetch")
+            driver.start_and_end("fetch")
             driver.start_step()
         settings.loss, run.other_losses = _losses(context.loss_dict or {})
         run.step_skipped = bool(context.skipped_iter)
         if run.step_skipped and driver.is_read:  # torch's optimizer was not called
-            driver.tell("clip_gradients")
-            driver.tell("optimizer_step")
+            driver.start_and_end("clip_gradients")
+            driver.start_and_end("optimizer_step")
         norm = context.grad_norm
         if run.spans.train_step.ends is not None:  # a callback listens to it
             run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)

@@ -75,7 +75,7 @@ class ForwardHooks(NotCopied):
         driver, ctx = run.driver, run.ctx
         ctx.batch = batch
         if not driver.is_open("train_step"):
-            driver.tell("fetch")
+            driver.start_and_end("fetch")
             driver.start_step()
         if not driver.listens_to("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)

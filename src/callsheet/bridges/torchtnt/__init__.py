@@ -20,9 +20,9 @@ with needed_by(__name__):
 
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.giving_up import GivesUp, observing
-from callsheet.bridges.host_states import own_state, take_back
+from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, JudgingHooks, ModelHooks, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
 from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
 from callsheet.callback import Callback
@@ -161,8 +161,8 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         }
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._judging_hooks = JudgingHooks(run.eval_driver, run.eval_ctx, module)
-        self._predict_hooks = JudgingHooks(run.driver, run.ctx, module, kind="predict")
+        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
         hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks, Fetches(unit, self._fetchers())]
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
         if self._optimizer_hooks is not None:
@@ -491,7 +491,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
                 f"the callbacks' states are of step {restored['steps']}, but torchtnt resumes from step "
                 f"{progress.num_steps_completed}; put the host before the checkpointer in callbacks=[...]"
             )
-        take_back(run, restored)
+        restore_states(run, restored)
         self._steps_fired = restored["steps"]
 
 
