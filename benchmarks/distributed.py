@@ -21,13 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from callsheet import Trainer
-from callsheet.control import Control
-from callsheet.distributed import read_ranks
-from callsheet.metrics import MetricLog
-from callsheet.signals import SignalWatch
+from callsheet.core.control import Control
+from callsheet.core.ranks import read_ranks
+from callsheet.run.agreement import Agreement
+from callsheet.run.metrics import MetricLog
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.signals import SignalWatch
 from callsheet.testing import run_ranks
-from callsheet.trainer.agreement import Agreement
-from callsheet.trainer.process_groups import ProcessGroups
 from timing import machine
 
 STEPS = 40

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainer as peers
 from callsheet import Callback, CallbackManager, Context, Trainer, callbacks
-from callsheet.costs import PATH_EVENTS
-from callsheet.lifecycle import EVENTS
+from callsheet.core.costs import PATH_EVENTS
+from callsheet.core.lifecycle import EVENTS
 from timing import held_mean, machine
 
 STRETCH = 10

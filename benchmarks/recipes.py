@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from callsheet.commands.recipe import prepared
-from callsheet.commands.shipped import RECIPES
+from callsheet.cli.recipe import prepared
+from callsheet.cli.shipped import RECIPES
 from callsheet.recipes import Recipe
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.rows import Rows
+from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.trainer.tasks import resolve_task
 from timing import in_turns, machine
 

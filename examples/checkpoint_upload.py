@@ -22,8 +22,8 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import read_manifest
 from callsheet.checkpoint.seal import MANIFEST
 from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 
 logger = logging.getLogger("upload")
 

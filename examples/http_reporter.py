@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 
 from callsheet import Callback, Context
 from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 
 
 class HTTPReporter(Callback):

@@ -13,8 +13,8 @@ import sys
 
 from callsheet.callbacks import Notify
 from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 
 
 def main(folder: str = "runs") -> None:

@@ -15,8 +15,8 @@ import torch
 from callsheet import Callback, Context, rank_zero_only
 from callsheet.callbacks import LRMonitor
 from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 
 
 class ReduceOnPlateau(Callback):

@@ -6,7 +6,8 @@
 import logging
 import sys
 
-from callsheet import RunInUseError, RunLockLostError, run_lock
+from callsheet import RunInUseError, RunLockLostError
+from callsheet.run import run_lock
 
 
 def main(folder: str, timeout: str, heartbeat: str, stale: str, machine: str = "") -> None:

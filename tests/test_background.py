@@ -17,9 +17,9 @@ import pytest
 
 import callsheet
 from callsheet import Background, Callback, CallbackManager, Context, RunInfo
-from callsheet.costs import CostReport
-from callsheet.lifetime import Lifetime
+from callsheet.core.costs import CostReport
 from callsheet.loggers import Logger
+from callsheet.run.lifetime import Lifetime
 
 SOURCE = Path(callsheet.__file__).parents[1]
 
@@ -258,7 +258,7 @@ def train():
         manager.fire("on_train_step_end", ctx)
 
 if "late" in sys.argv:
-    import atexit, callsheet.lanes
+    import atexit, callsheet.lanes.queue
     atexit.register(train)
 else:
     train()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackSpec, Context, RunInfo, at, every, local_rank_zero_only, rank_zero_only
-from callsheet.callback import Marks, import_path, label_of, marks, ungated
+from callsheet.core.callback import Marks, import_path, label_of, marks, ungated
+from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError
-from callsheet.time import Interval, Time
 
 
 class Plain(Callback):
@@ -307,7 +307,7 @@ def test_positional_only_arguments_are_rejected() -> None:
 
 
 def test_import_path_finds_classes_functions_and_what_is_nested() -> None:
-    assert import_path("callsheet.callback.Callback") is Callback
+    assert import_path("callsheet.core.callback.Callback") is Callback
     assert import_path("asyncio.run") is asyncio.run
     assert import_path("callsheet.Callback.on_log") is Callback.on_log
 
@@ -315,8 +315,8 @@ def test_import_path_finds_classes_functions_and_what_is_nested() -> None:
 def test_import_path_names_the_part_that_is_missing_and_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"^callsheet has no 'Calback'; did you mean 'Callback'\? \(in 'callsheet.Calback'\)$"):
         import_path("callsheet.Calback")
-    with pytest.raises(ConfigError, match=r"^callsheet.callback.Callback has no 'on_lgo'"):
-        import_path("callsheet.callback.Callback.on_lgo")
+    with pytest.raises(ConfigError, match=r"^callsheet.core.callback.Callback has no 'on_lgo'"):
+        import_path("callsheet.core.callback.Callback.on_lgo")
 
 
 @pytest.mark.parametrize("path", ["nowhere_at_all.Thing", "Thing"])

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from callsheet import Callback, Context, __version__, lifecycle
-from callsheet.cli import main
+from callsheet import Callback, Context, __version__
+from callsheet.cli.main import main
+from callsheet.core import lifecycle
 from callsheet.loggers import read_metrics
-from callsheet.run_marker import mark_run
+from callsheet.run.run_marker import mark_run
 
 TINY = """
 recipe: pretrain
@@ -42,7 +43,11 @@ def test_a_callback_is_found_in_the_current_folder(recipe: Path, capsys: pytest.
     Path("shouting.py").write_text(
         "from callsheet import Callback\nclass Shout(Callback):\n    def on_run_end(self, ctx):\n        print('LOUD', ctx.run.outcome)\n"
     )
-    command = [sys.executable, "-c", "import sys; del sys.path[0]; from callsheet.cli import main; sys.exit(main(sys.argv[1:]))"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; del sys.path[0]; from callsheet.cli.main import main; sys.exit(main(sys.argv[1:]))",
+    ]
     arguments = ["train", "tiny.yaml", "--data.folder", "texts", "--callbacks", '[{"class_path": "shouting.Shout"}]']
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     assert "LOUD finished" in done.stdout, done.stderr

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotAvailable, RequestRejected, RunInfo, TrainState
-from callsheet.distributed import Ranks
-from callsheet.events import Event
-from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS
-from callsheet.metrics import MetricLog
-from callsheet.time import Time, Timestamp
+from callsheet.core.events import Event
+from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS
+from callsheet.core.ranks import Ranks
+from callsheet.core.time import Time, Timestamp
+from callsheet.run.metrics import MetricLog
 
 WINDOWED = [name for name in FIELDS if name not in ALWAYS]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.control import SAVE_KINDS, Control
+from callsheet.core.control import SAVE_KINDS, Control
 from callsheet.errors import ConfigError, RequestRejected
 
 ALL = frozenset({"stop", "save", "evaluate", "set_gradient_accumulation", "load"})

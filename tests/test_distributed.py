@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet.distributed import Ranks, check_gate, gather, initialised_distributed, read_ranks
+from callsheet.core.ranks import Ranks, check_gate, gather, initialised_distributed, read_ranks
 from callsheet.errors import ConfigError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
@@ -100,7 +100,7 @@ def test_alone_nothing_communicates() -> None:
 
 PROGRAM = """
 import sys, torch.distributed as dist
-from callsheet.distributed import gather, initialised_distributed, read_ranks
+from callsheet.core.ranks import gather, initialised_distributed, read_ranks
 rank = int(sys.argv[1])
 before = read_ranks()
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)

@@ -48,7 +48,13 @@ def test_every_public_name_has_a_docstring(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["callsheet.callback", "callsheet.manager", "callsheet.testing.grammar", "callsheet.time", "callsheet.trainer.trainer"],
+    [
+        "callsheet.core.callback",
+        "callsheet.core.manager",
+        "callsheet.testing.grammar",
+        "callsheet.core.time",
+        "callsheet.trainer.trainer",
+    ],
 )
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

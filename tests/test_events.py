@@ -2,9 +2,9 @@
 
 import pytest
 
+from callsheet.core.events import Event, as_event
+from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import CallsheetError, UnknownEventError
-from callsheet.events import Event, as_event
-from callsheet.lifecycle import EVENTS
 
 
 def test_the_members_are_the_lifecycles_events_in_its_order() -> None:

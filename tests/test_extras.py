@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from callsheet.core.optional import load
 from callsheet.errors import MissingPackage
-from callsheet.extras import load
 
 
 def test_a_package_that_is_there() -> None:

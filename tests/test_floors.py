@@ -145,12 +145,12 @@ def test_the_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
     file.write_text(
         "from typing import TYPE_CHECKING\n"
-        "import callsheet.manager\n"
+        "import callsheet.core.manager\n"
         "try:\n    from callsheet import control\nexcept ImportError:\n    import torch.nn\n"
-        "if TYPE_CHECKING:\n    from callsheet.context import Context\nelse:\n    import json\n"
+        "if TYPE_CHECKING:\n    from callsheet.core.context import Context\nelse:\n    import json\n"
         "def later():\n    import numpy\n"
     )
-    assert imports(file) == {"typing", "callsheet.manager", "callsheet.control", "torch.nn", "json"}
+    assert imports(file) == {"typing", "callsheet.core.manager", "callsheet.core.control", "torch.nn", "json"}
     assert imports(file, inside_functions=True) >= {"numpy"}
     assert own(imports(file)) == {"manager", "control"}
     assert place_of("manager") > place_of("context") > place_of("control") > place_of("time") > place_of("errors")

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from callsheet.callback import Callback
-from callsheet.context import Context
-from callsheet.events import Event
-from callsheet.hooks import Hooks
-from callsheet.lifecycle import EVENTS, FIELDS, SPANS, description, fields_available
-from callsheet.spans import HasListeners, Spans
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.events import Event
+from callsheet.core.hooks import Hooks
+from callsheet.core.lifecycle import EVENTS, FIELDS, SPANS, description, fields_available
+from callsheet.core.spans import HasListeners, Spans
 
 ROOT = Path(__file__).resolve().parent.parent
 

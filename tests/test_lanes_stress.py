@@ -15,7 +15,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from callsheet import Background, Callback, CallbackManager, Context, RunInfo
-from callsheet.costs import Failures
+from callsheet.core.costs import Failures
 
 EVENTS = ("on_train_step_start", "on_train_step_end")
 FAILING = ("raise", "exit", "cancelled", "cancel")

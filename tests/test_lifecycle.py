@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet.lifecycle import (
+from callsheet.core.lifecycle import (
     ALWAYS,
     ANYWHERE,
     BOUNDARY,

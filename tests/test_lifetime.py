@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Outcome, RunEndedError, RunInfo
-from callsheet.lifecycle import ALWAYS, FIELDS
-from callsheet.lifetime import Lifetime
+from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.run.lifetime import Lifetime
 
 
 class Diary(Callback):

@@ -15,9 +15,9 @@ from torch import distributed, nn
 from torch.nn.functional import mse_loss
 
 from callsheet import Callback, Context, Trainer
-from callsheet.distributed import Ranks
+from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError
-from callsheet.log_ranks import LogRanks
+from callsheet.run.log_ranks import LogRanks
 from callsheet.testing.ranks import run_ranks
 
 PLACES = ("root", "callsheet", "mine.deep", "lastResort")

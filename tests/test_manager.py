@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, Context, Event, RunInfo, normalize_callbacks, rank_zero_only, should_fire
-from callsheet.callback import label_of
-from callsheet.distributed import Ranks
+from callsheet.core.callback import label_of
+from callsheet.core.lifecycle import EVENTS
+from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected, UnknownEventError
-from callsheet.lifecycle import EVENTS
 
 
 def context(ranks: Ranks | None = None) -> Context:

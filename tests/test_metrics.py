@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet.errors import ConfigError
-from callsheet.metrics import MetricLog
+from callsheet.run.metrics import MetricLog
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -325,7 +325,7 @@ def test_a_tensor_is_not_copied_what_it_holds_at_the_boundary_counts() -> None:
 def test_without_torch() -> None:
     code = (
         "import sys\n"
-        "from callsheet.metrics import MetricLog\n"
+        "from callsheet.run.metrics import MetricLog\n"
         "log = MetricLog(); log.log({'a/x': 1, 'a/y': 2.5}, over='mean'); log.log({'a/x': 2}, over='mean')\n"
         "print(log.take(), 'torch' in sys.modules)"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import callsheet
-from callsheet.extras import _EXTRAS, _INSTALLED_BY
+from callsheet.core.optional import _EXTRAS, _INSTALLED_BY
 
 SOURCE = Path(callsheet.__file__).parent
 
@@ -35,7 +35,7 @@ class Hiding(importlib.machinery.PathFinder):
 HIDDEN = set(sys.argv[1].split(",")) - {""}
 sys.meta_path[:] = [Hiding if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
 import callsheet
-from callsheet.cli import main
+from callsheet.cli.main import main
 
 told = {}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from callsheet.randomness import random_state, restore_random_state, same_random_state
+from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,
@@ -66,8 +66,8 @@ def test_what_was_not_read_is_left_alone() -> None:
 def test_without_numpy_and_torch_only_pythons_state_is_read_and_nothing_is_imported() -> None:
     code = (
         "import sys, random\n"
-        "from callsheet.randomness import *\n"
-        "from callsheet.randomness import random_state, restore_random_state\n"
+        "from callsheet.core.randomness import *\n"
+        "from callsheet.core.randomness import random_state, restore_random_state\n"
         "s = random_state(); a = random.random(); restore_random_state(s)\n"
         "print(sorted(s), a == random.random(), 'numpy' in sys.modules, 'torch' in sys.modules)"
     )

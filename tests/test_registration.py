@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, Context, at, every, rank_zero_only
+from callsheet.core.lifecycle import EVENTS, FIELDS
+from callsheet.core.registration import handlers_of, is_inherited
 from callsheet.errors import CallsheetError, NotACallbackError, RegistrationError, UnknownEventError
-from callsheet.lifecycle import EVENTS, FIELDS
-from callsheet.registration import handlers_of, is_inherited
 
 LINES = Path(__file__).read_text().splitlines()
 

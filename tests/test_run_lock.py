@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 from callsheet import RunInUseError, RunLockLostError
-from callsheet.run_lock import RunLock
+from callsheet.run.run_lock import RunLock
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
 
@@ -189,7 +189,7 @@ def test_a_deleted_lock_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_half_written_claim_is_respected_and_then_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.run_lock.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("callsheet.run.run_lock.HEARTBEAT_SECONDS", 0.1)
     (tmp_path / ".x.lock").mkdir()
     (tmp_path / ".x.lock" / "7").touch()  # its writer was killed before it wrote
     lock = RunLock(tmp_path / "x")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import Callback, CallbackManager, CallsheetError, ConfigError, Context, Interval, RunInfo, TrainState, at, every
-from callsheet.callback import PHASES
-from callsheet.distributed import Ranks
-from callsheet.sheet import FAILURES_ALLOWED, CallSheet, InTurn
-from callsheet.time import Time, Timestamp
+from callsheet.core.call_sheet import FAILURES_ALLOWED, CallSheet, InTurn
+from callsheet.core.callback import PHASES
+from callsheet.core.ranks import Ranks
+from callsheet.core.time import Time, Timestamp
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,

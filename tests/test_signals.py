@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from callsheet.errors import ConfigError
-from callsheet.signals import GRACE_SECONDS, SignalWatch
+from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="signals of POSIX")
 
@@ -40,7 +40,7 @@ def send(number: signal.Signals) -> None:
 
 
 def program(code: str, *, patience: float = PATIENCE) -> "subprocess.CompletedProcess[str]":
-    head = "import os, signal, sys, threading, time\nfrom callsheet.signals import SignalWatch\n"
+    head = "import os, signal, sys, threading, time\nfrom callsheet.run.signals import SignalWatch\n"
     return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=False, timeout=patience)
 
 

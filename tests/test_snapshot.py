@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRejected, RunInfo
-from callsheet.context import TrainState
-from callsheet.control import Control, Request
+from callsheet.core.context import TrainState
+from callsheet.core.control import Control, Request
+from callsheet.core.time import Timestamp
 from callsheet.errors import FieldNotAvailable
-from callsheet.time import Timestamp
 
 READ = (
     "able",

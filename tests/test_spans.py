@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, Context, Event, RunInfo
-from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.spans import HasListeners, Span, take_noted_span
+from callsheet.core.lifecycle import EVENTS, SPANS
+from callsheet.core.spans import HasListeners, Span, take_noted_span
 
 
 def context() -> Context:

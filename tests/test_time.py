@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import callsheet.time
+import callsheet.core.time
+from callsheet.core.time import Interval, Time, Timestamp, TimeUnit, elapsed_fraction
 from callsheet.errors import ConfigError, MixedUnitsError
-from callsheet.time import Interval, Time, Timestamp, TimeUnit, elapsed_fraction
 
 FRACTIONAL = (TimeUnit.DURATION, TimeUnit.SECOND)
 WHOLE = tuple(unit for unit in TimeUnit if unit not in FRACTIONAL)
@@ -499,7 +499,7 @@ def test_a_duration_that_has_no_fractions_is_rejected(duration: str) -> None:
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    failed, tried = doctest.testmod(callsheet.time)
+    failed, tried = doctest.testmod(callsheet.core.time)
     assert (failed, tried) == (0, 2)
 
 

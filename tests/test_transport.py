@@ -36,10 +36,10 @@ from hypothesis import strategies as st
 from callsheet import Background, Callback, RunInfo, Time, Timestamp
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, SystemMetricsMonitor
 from callsheet.checkpoint.tensors import DTYPES
-from callsheet.control import Request
-from callsheet.distributed import Ranks
+from callsheet.core.control import Request
+from callsheet.core.ranks import Ranks
+from callsheet.lanes.snapshot import LaneMessage
 from callsheet.launcher import worker
-from callsheet.snapshot import LaneMessage
 from callsheet.transport import Payload, TransportError, pack, unpack
 from callsheet.transport.data import decode, encode
 from callsheet.transport.fingerprint import differences, fingerprint

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from callsheet import working as module
-from callsheet.working import working
+from callsheet.core import working as module
+from callsheet.core.working import working
 
 
 class Stream(io.StringIO):

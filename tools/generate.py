@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from callsheet import lifecycle
 from callsheet.bridges import matrix
-from callsheet.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
+from callsheet.core import lifecycle
+from callsheet.core.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,10 +5,13 @@ A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires 
 
 from typing import TYPE_CHECKING
 
-from callsheet.background import Background
-from callsheet.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
-from callsheet.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
-from callsheet.control import Control
+from callsheet.core.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
+from callsheet.core.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
+from callsheet.core.control import Control
+from callsheet.core.events import Event
+from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
+from callsheet.core.on_demand import attributes
+from callsheet.core.time import Interval, Time, Timestamp, TimeUnit
 from callsheet.errors import (
     CallsheetError,
     CheckpointError,
@@ -29,15 +32,12 @@ from callsheet.errors import (
     UnknownArgument,
     UnknownEventError,
 )
-from callsheet.events import Event
-from callsheet.manager import CallbackManager, normalize_callbacks, should_fire
-from callsheet.on_demand import attributes
-from callsheet.time import Interval, Time, Timestamp, TimeUnit
+from callsheet.lanes.background import Background
 
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
+    from callsheet.lanes.process import Process
     from callsheet.launcher import launch
-    from callsheet.process import Process
     from callsheet.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -92,7 +92,7 @@ __all__ = [
 __getattr__ = attributes(  # imported at first use, since these modules import torch or start processes
     __name__,
     {
-        "Process": "callsheet.process",
+        "Process": "callsheet.lanes.process",
         "Trainer": "callsheet.trainer",
         "attach": "callsheet.bridges.bare",
         "launch": "callsheet.launcher",

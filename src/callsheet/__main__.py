@@ -2,6 +2,6 @@
 
 import sys
 
-from callsheet.cli import main
+from callsheet.cli.main import main
 
 sys.exit(main())

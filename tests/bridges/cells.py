@@ -17,7 +17,7 @@ import torch
 from callsheet import Callback, CallsheetError, Context, NotSupported, RequestRejected
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import DiskSpaceGuard, EarlyStopper, LossSpikeDetector, SaveOnTrigger, ThresholdStopper, TimeLimit
-from callsheet.run_marker import MARKER
+from callsheet.run.run_marker import MARKER
 from callsheet.testing import Subject
 
 from .homes.job import IMAGES, POINTS, TOKENS, Job

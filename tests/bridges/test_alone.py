@@ -13,7 +13,7 @@ from torch import nn
 from callsheet import Callback, Context
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch
-from callsheet.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 from .cells import home
 from .homes.job import POINTS

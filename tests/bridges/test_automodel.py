@@ -19,8 +19,8 @@ from callsheet.bridges.automodel import EVENTS, HOST_EVENTS, NOT_FIRED, guest, h
 from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSample
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.core.lifecycle import EVENTS as OURS
 from callsheet.errors import RegistrationError
-from callsheet.lifecycle import EVENTS as OURS
 from callsheet.testing import FakeLoop, Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 

@@ -21,8 +21,8 @@ from callsheet import Callback, CallbackManager, ConfigError, Context, NotSuppor
 from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger
+from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
-from callsheet.trainer.agreement import LONGEST_PERIOD
 
 BATCHES = 5
 

@@ -15,7 +15,7 @@ from torch import nn
 from callsheet import NotSupported, RegistrationError, Trainer
 from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest
 from callsheet.bridges.composer.names import Callback, Event
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-composer" / ("Scripts" if sys.platform == "win32" else "bin") / "python"

@@ -18,7 +18,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from callsheet import Callback, Context, NotSupported
 from callsheet.bridges.huggingface import FIRED_AT, GUEST_EVENTS, NOT_FIRED, guest, host
 from callsheet.callbacks import EMA, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 

@@ -24,10 +24,10 @@ from callsheet.bridges.instructlab import EVENT_MAP, NOT_FIRED, NOT_SEEN, guest,
 from callsheet.bridges.instructlab import names as instructlab_names
 from callsheet.bridges.instructlab.names import HOOK_NAMES
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, Heartbeat, History, NaNMonitor, RuntimeEstimator
+from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import RunInUseError
-from callsheet.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
-from callsheet.run_lock import RunLock
+from callsheet.run.run_lock import RunLock
 from callsheet.testing import Recorder, Subject, check_events, run_ranks
 
 from .homes import instructlab as home

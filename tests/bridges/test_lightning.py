@@ -31,7 +31,7 @@ from callsheet.callbacks import (
     OptimizerMonitor,
     SpeedMonitor,
 )
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 

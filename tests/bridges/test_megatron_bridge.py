@@ -31,7 +31,7 @@ from callsheet.callbacks import (
     SpeedMonitor,
     ThresholdStopper,
 )
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .homes.job import POINTS

@@ -31,7 +31,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, T
 
 from callsheet.bridges.huggingface import host
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, SpeedMonitor
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 from callsheet.testing import Recorder, check_events
 
 pytestmark = [

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from callsheet import Callback
 from callsheet.bridges.huggingface import STATE, host
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, NaNMonitor, SpeedMonitor
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 from callsheet.testing import Recorder, check_events
 
 ROWS = 12

@@ -34,8 +34,8 @@ from callsheet.bridges.megatron_bridge import host as megatron_host
 from callsheet.bridges.megatron_bridge import names as megatron_names
 from callsheet.bridges.torchtnt import host as torchtnt_host
 from callsheet.callbacks import EMA, History, NaNMonitor
+from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import HostError
-from callsheet.lifecycle import FIELDS, is_available
 from callsheet.testing import Recorder, check_events
 
 from .homes import automodel as automodel_home

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from callsheet.callbacks.flop_count import OperationCounter, StepFlops, flops_reported_by, numbers_in
+from callsheet.callbacks.support.flop_count import OperationCounter, StepFlops, flops_reported_by, numbers_in
 
 
 def counted(function: Any) -> OperationCounter:

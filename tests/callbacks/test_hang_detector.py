@@ -16,7 +16,7 @@ from torch import nn
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.callbacks import hang_detector
 from callsheet.callbacks.hang_detector import HangDetector
-from callsheet.costs import PATH_EVENTS
+from callsheet.core.costs import PATH_EVENTS
 from callsheet.errors import HangError
 from callsheet.testing import RankProcesses, run_ranks
 

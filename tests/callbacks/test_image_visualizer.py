@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from callsheet import Callback, ConfigError, Context, Trainer
 from callsheet.callbacks.image_visualizer import ImageVisualizer
-from callsheet.callbacks.pictures import PALETTE
+from callsheet.callbacks.support.pictures import PALETTE
 from callsheet.loggers import Logger
-from callsheet.loggers.pixels import as_pixels
+from callsheet.loggers.support.pixels import as_pixels
 from callsheet.testing import run_ranks
 from callsheet.trainer import Task
 

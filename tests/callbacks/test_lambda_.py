@@ -20,8 +20,8 @@ from callsheet import (
     every,
     rank_zero_only,
 )
-from callsheet.callback import CallbackSpec
 from callsheet.callbacks.lambda_ import Lambda
+from callsheet.core.callback import CallbackSpec
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from callsheet import Callback, Context, Trainer
-from callsheet.callbacks import memory_pages
-from callsheet.callbacks.memory_pages import Drawing, render_memory
+from callsheet.callbacks.support import memory_pages
+from callsheet.callbacks.support.memory_pages import Drawing, render_memory
 from callsheet.loggers import Logger
 
 FRAME = {"filename": "train.py", "line": 12, "name": "forward"}

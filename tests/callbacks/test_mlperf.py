@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from callsheet import Callback, CallbackManager, ConfigError, Context, RunInfo, Trainer
 from callsheet.callbacks.checkpoint_saver import CheckpointSaver
 from callsheet.callbacks.mlperf import MLPerfCallback
-from callsheet.callbacks.mlperf_result import ResultFile, found, now_ms, samples
+from callsheet.callbacks.support.mlperf_result import ResultFile, found, now_ms, samples
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(4, 2), torch.ones(4, 1))] * 4
@@ -218,7 +218,7 @@ def test_what_the_checker_would_reject_ends_the_run_after_its_first_step(
 def test_the_checker_leaves_no_trace_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "import logging, pathlib, sys\n"
-        "from callsheet.callbacks.mlperf_result import ResultFile\n"
+        "from callsheet.callbacks.support.mlperf_result import ResultFile\n"
         "said = ResultFile(pathlib.Path(sys.argv[1])).complaints([('submission_org', 'me')], '6.1.0')\n"
         "assert 'submission_org' not in str(said) and 'submission_platform' in str(said), said\n"
         "assert logging.getLogger().handlers == []\n"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from callsheet import Callback, CallbackManager, Context, Control, MetricsRecord, NonFiniteError, RunInfo, Trainer
 from callsheet.callbacks import NaNMonitor
-from callsheet.distributed import Ranks
-from callsheet.events import Event
+from callsheet.core.events import Event
+from callsheet.core.ranks import Ranks
 
 
 class Losses:

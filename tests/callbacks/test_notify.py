@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
-from callsheet.callback import CallbackSpec
 from callsheet.callbacks import CheckpointSaver
-from callsheet.callbacks.delivery import why_not_delivered
-from callsheet.callbacks.destinations import NotDelivered, Notification
 from callsheet.callbacks.notify import Notify
+from callsheet.callbacks.support.delivery import why_not_delivered
+from callsheet.callbacks.support.destinations import NotDelivered, Notification
 from callsheet.checkpoint import find_checkpoints
-from callsheet.lanes import LaneOptions
+from callsheet.core.callback import CallbackSpec
+from callsheet.lanes.queue import LaneOptions
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 

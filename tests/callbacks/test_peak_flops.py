@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from callsheet.callbacks.peak_flops import PRECISIONS, device_name, peak_flops
+from callsheet.callbacks.support.peak_flops import PRECISIONS, device_name, peak_flops
 
 
 @pytest.mark.parametrize(

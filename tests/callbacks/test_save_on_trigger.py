@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from callsheet import Callback, ConfigError, Context, Trainer
-from callsheet.callbacks.listeners import LISTENERS, listeners_in
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
+from callsheet.callbacks.support.listeners import LISTENERS, listeners_in
 from callsheet.checkpoint import find_checkpoints
 from callsheet.testing import run_ranks
 

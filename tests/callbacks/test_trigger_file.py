@@ -9,7 +9,7 @@ from torch import nn
 
 from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
-from callsheet.callbacks.trigger_file import leave_request, withdraw_request
+from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
 from callsheet.checkpoint import find_checkpoints
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.cli import main
+from callsheet.cli.main import main
 
 RECIPE = """
 recipe: commands.sample.Asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from callsheet.bridges.matrix import Cell, Framework, about, frameworks, markdown, markdown_of, overview, read
-from callsheet.cli import main
+from callsheet.cli.main import main
 
 
 def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

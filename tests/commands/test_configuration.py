@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from callsheet import Callback, ConfigError
-from callsheet.cli import main
-from callsheet.commands.names import with_calls, with_names
-from callsheet.commands.recipe import Prepared, prepared
+from callsheet.cli.main import main
+from callsheet.cli.names import with_calls, with_names
+from callsheet.cli.recipe import Prepared, prepared
 
 SHOWN = ["show", "tiny.yaml"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.cli import main
+from callsheet.cli.main import main
 from callsheet.loggers import read_metrics
 
 from .sample import contents

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from callsheet.cli import main
+from callsheet.cli.main import main
 
 from .sample import contents
 

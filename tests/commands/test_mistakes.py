@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.cli import main
+from callsheet.cli.main import main
 from callsheet.errors import ConfigError
 from callsheet.recipes.existing_run import reject_another_job
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.models.language_model import LanguageModel
 
 BASE = "recipe: pretrain\nrun_name: mine\nmax_duration: 4ba\n"
 SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_path: callsheet.callbacks.CheckpointSaver\n"

@@ -17,8 +17,8 @@ from callsheet import ConfigError
 from callsheet.callbacks import LRMonitor
 from callsheet.loggers import read_metrics
 from callsheet.recipes import PretrainConfig
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 
 from .sample import Asked, contents
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.cli import main
-from callsheet.commands.opened import opened
+from callsheet.cli.main import main
+from callsheet.cli.opened import opened
 
 TEXTS = ["def f(x):", "import os", "class Long:\n    pass"]
 

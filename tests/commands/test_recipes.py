@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from callsheet.cli import main
-from callsheet.commands.shipped import RECIPES, recipe_path
+from callsheet.cli.main import main
+from callsheet.cli.shipped import RECIPES, recipe_path
 
 
 def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

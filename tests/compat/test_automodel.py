@@ -30,10 +30,10 @@ from callsheet.compat.automodel import (
     TrainFinetuneRecipeForSequenceClassification,
     rank_zero_only,
 )
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.finetune import FinetuneConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.rows import Rows
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import LanguageModel
 
 torch.set_num_threads(1)
 

@@ -192,7 +192,7 @@ def test_arguments_are_rejected_in_the_package_s_words(tmp_path: Path) -> None:
 def test_events_are_delivered_without_waiting_for_a_look(manager: CallbackManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fire` wakes the thread: with a minute between two looks an event still arrives, also while the thread sleeps."""
     for name in ("_LOOK_SECONDS", "_IDLE_LOOK_SECONDS"):
-        monkeypatch.setattr(f"callsheet.lanes.{name}", 60.0)
+        monkeypatch.setattr(f"callsheet.lanes.queue.{name}", 60.0)
     arrived = threading.Semaphore(0)
 
     class Listens(TrainerCallback):
@@ -481,8 +481,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder, and rows to learn from."""
     from transformers import AutoModelForCausalLM
 
-    from callsheet.recipes.byte_tokenizer import byte_tokenizer
-    from callsheet.recipes.language_model import LanguageModel
+    from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+    from callsheet.recipes.models.language_model import LanguageModel
 
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(3)

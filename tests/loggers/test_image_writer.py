@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from callsheet import ConfigError
-from callsheet.loggers.image_writer import ImageWriter
+from callsheet.loggers.support.image_writer import ImageWriter
 
 
 @pytest.fixture

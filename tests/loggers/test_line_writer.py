@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.loggers.line_writer import LineWriter
+from callsheet.loggers.support.line_writer import LineWriter
 
 NEVER = 3600.0
 
@@ -138,7 +138,7 @@ def test_a_forked_process_writes_nothing_of_its_parents(tmp_path: Path) -> None:
 
 
 def test_what_waits_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.loggers.line_writer._KEPT_BYTES", 20)
+    monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
     (tmp_path / "deep").write_text("no folder")
     writer = LineWriter(tmp_path, NEVER)
     for number in range(30):
@@ -152,7 +152,7 @@ def test_what_waits_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_disk_that_writes_has_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.loggers.line_writer._KEPT_BYTES", 20)
+    monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
     writer = LineWriter(tmp_path, NEVER)
     for line in (b"x" * 100, *[b"y" * 7] * 30, b"z" * 100):
         writer.append("a", line)

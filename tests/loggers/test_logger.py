@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from callsheet import CallbackManager, Context, RunInfo
+from callsheet.core.manager import CallbackManager as Manager
 from callsheet.loggers import Logger
-from callsheet.manager import CallbackManager as Manager
 
 
 class Keeps(Logger):

@@ -30,7 +30,7 @@ from torch import nn
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
 from callsheet.errors import MissingPackage
 from callsheet.loggers.mlflow_logger import MLflowLogger
-from callsheet.loggers.mlflow_runs import active_run, patience
+from callsheet.loggers.support.mlflow_runs import active_run, patience
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3

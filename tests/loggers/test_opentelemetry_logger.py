@@ -27,8 +27,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from torch import nn
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet.core.registration import handlers_of
 from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger
-from callsheet.registration import handlers_of
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.loggers.output_log import OutputLog
+from callsheet.loggers.support.output_log import OutputLog
 
 
 def written(path: Path, *texts: str, max_bytes: int | None = None) -> str:

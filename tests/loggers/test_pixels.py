@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from callsheet import ConfigError
-from callsheet.loggers.pixels import as_pixels, png
+from callsheet.loggers.support.pixels import as_pixels, png
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (1, 5, 7), (5, 7, 3), (3, 5, 7)])

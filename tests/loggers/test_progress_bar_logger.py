@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import callsheet.loggers.progress_bar_logger
-import callsheet.loggers.silence_watch
+import callsheet.loggers.support.silence_watch
 from callsheet import Callback, ConfigError, Context, Trainer
 from callsheet.loggers import ProgressBarLogger
-from callsheet.loggers.silence_watch import SilenceWatch
+from callsheet.loggers.support.silence_watch import SilenceWatch
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
 
@@ -219,7 +219,7 @@ class Watched(io.StringIO):
 def test_a_handler_that_takes_long_is_named_on_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Watched("(in Acts.on_train_step_end for 0 s)")
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(callsheet.loggers.silence_watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(callsheet.loggers.support.silence_watch, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
     was_named = []
     fit(tmp_path, ProgressBarLogger(bar=True), Acts(5, lambda ctx: was_named.append(terminal.is_there.wait(30))))
@@ -230,7 +230,7 @@ def test_a_handler_that_takes_long_is_named_on_the_bar(tmp_path: Path, monkeypat
 def test_an_evaluation_batch_that_takes_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Watched("(no news for 0 s)")
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(callsheet.loggers.silence_watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(callsheet.loggers.support.silence_watch, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
 
     class Slow(nn.Linear):

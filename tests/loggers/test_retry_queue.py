@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from callsheet.loggers.retry_queue import RetryQueue
+from callsheet.loggers.support.retry_queue import RetryQueue
 
 
 class Line:

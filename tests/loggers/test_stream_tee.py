@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from callsheet.loggers.stream_tee import StreamTee
+from callsheet.loggers.support.stream_tee import StreamTee
 
 
 def there() -> Any:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from callsheet import Background, ConfigError, Context, Trainer
-from callsheet.context import Outcome
-from callsheet.lanes import LaneOptions
-from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
+from callsheet.core.context import Outcome
+from callsheet.lanes.queue import LaneOptions
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
 
 HANGS = ("open", "write", "close")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet import Callback, Context
-from callsheet.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 
 class Story(Callback):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from callsheet import ConfigError
-from callsheet.recipes.byte_files import ByteFiles
+from callsheet.recipes.data.byte_files import ByteFiles
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from torch.nn.functional import cross_entropy
 
 from callsheet import Callback, ConfigError, Context
 from callsheet.callbacks import CheckpointSaver
-from callsheet.cli import main
+from callsheet.cli.main import main
+from callsheet.core.randomness import seed_all
 from callsheet.loggers import JSONLLogger
-from callsheet.randomness import seed_all
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
-from callsheet.recipes.class_baselines import ByteCounts
-from callsheet.recipes.class_labels import ClassLabels, class_weights
 from callsheet.recipes.classify import Classify, ClassifyConfig, classify
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.package_pieces import PackagePieces
-from callsheet.recipes.rows import Rows
+from callsheet.recipes.data.class_labels import ClassLabels, class_weights
+from callsheet.recipes.data.package_pieces import PackagePieces
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.tasks.class_baselines import ByteCounts
 from callsheet.testing import run_ranks
 
 SMALL = LanguageModel(hidden_size=16, layers=1, heads=2, intermediate_size=32)

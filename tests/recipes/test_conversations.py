@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from callsheet import ConfigError
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
-from callsheet.recipes.conversations import Conversations
+from callsheet.recipes.data.conversations import Conversations
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 
 CHATML = (
     "{{ bos_token or '' }}{% for message in messages %}"

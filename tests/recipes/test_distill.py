@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from callsheet import Callback, CheckpointError, ConfigError, Context
 from callsheet.callbacks import CheckpointSaver
-from callsheet.cli import main
+from callsheet.cli.main import main
+from callsheet.core.randomness import seed_all
 from callsheet.loggers import JSONLLogger
-from callsheet.randomness import seed_all
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.distill import Distill, DistillConfig, distill
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.rows import Rows
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.testing import run_ranks
 
 STUDENT = LanguageModel(hidden_size=16, layers=1, heads=2, intermediate_size=32)

@@ -16,7 +16,7 @@ from callsheet.recipes.existing_run import reject_another_job
 
 PROGRAM = """
 import json, sys, time
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.recipes.existing_run import of_rank_zero
 
 def decide():

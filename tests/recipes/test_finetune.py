@@ -14,14 +14,14 @@ from torch import Tensor
 
 from callsheet import Callback, ConfigError, Context
 from callsheet.callbacks import CheckpointSaver
-from callsheet.cli import main
+from callsheet.cli.main import main
+from callsheet.core.randomness import seed_all
 from callsheet.loggers import JSONLLogger
-from callsheet.randomness import seed_all
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.finetune import Finetune, FinetuneConfig, finetune
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.lora import Lora
-from callsheet.recipes.rows import Rows
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.lora import Lora
 from callsheet.testing import run_ranks
 
 SMALL = LanguageModel(hidden_size=16, layers=2, heads=2, intermediate_size=32)

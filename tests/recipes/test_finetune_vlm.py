@@ -13,16 +13,16 @@ from PIL import Image
 
 from callsheet import Callback, ConfigError
 from callsheet.callbacks import CheckpointSaver
-from callsheet.cli import main
-from callsheet.context import Context
-from callsheet.randomness import seed_all
+from callsheet.cli.main import main
+from callsheet.core.context import Context
+from callsheet.core.randomness import seed_all
 from callsheet.recipes import FinetuneVLM, FinetuneVLMConfig, finetune_vlm
-from callsheet.recipes.byte_processor import CHAT_TEMPLATE, byte_processor
-from callsheet.recipes.image_batches import ImageBatches
-from callsheet.recipes.image_text import ImageText
-from callsheet.recipes.images import opened
-from callsheet.recipes.rows import Rows
-from callsheet.recipes.vision_language_model import VisionLanguageModel, check_images
+from callsheet.recipes.data.image_batches import ImageBatches
+from callsheet.recipes.data.image_text import ImageText
+from callsheet.recipes.data.images import opened
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.models.byte_processor import CHAT_TEMPLATE, byte_processor
+from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
 from callsheet.testing import run_ranks
 from callsheet.trainer.tasks import IGNORED_LABEL
 

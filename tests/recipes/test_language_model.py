@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from callsheet import ConfigError
-from callsheet.recipes.byte_processor import byte_processor
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.vision_language_model import VisionLanguageModel
+from callsheet.recipes.models.byte_processor import byte_processor
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.vision_language_model import VisionLanguageModel
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 

@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import load_file
 
 from callsheet import CheckpointError
-from callsheet.cli import main
-from callsheet.commands.export import export
+from callsheet.cli.export import export
+from callsheet.cli.main import main
 from callsheet.testing import run_ranks
 
 from .tiny import sums

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from callsheet.callback import import_path
 from callsheet.callbacks import CheckpointSaver
-from callsheet.commands.shipped import RECIPES
+from callsheet.cli.shipped import RECIPES
+from callsheet.core.callback import import_path
 from callsheet.testing import check_events
 
 from . import tiny

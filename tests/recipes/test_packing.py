@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import ConfigError
-from callsheet.recipes.packing import Pack, check_kept_apart, packed, plan
-from callsheet.recipes.padding import Padding
+from callsheet.recipes.data.packing import Pack, check_kept_apart, packed, plan
+from callsheet.recipes.data.padding import Padding
 
 SHAPE = {
     "vocab_size": 64,

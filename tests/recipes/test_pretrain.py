@@ -13,12 +13,12 @@ import torch
 
 from callsheet import Callback, Context
 from callsheet.callbacks import CheckpointSaver, History
-from callsheet.cli import main
+from callsheet.cli.main import main
 from callsheet.errors import ConfigError
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.data.text_rows import TextRows
+from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.pretrain import Pretrain, PretrainConfig, pretrain
-from callsheet.recipes.rows import Rows
-from callsheet.recipes.text_rows import TextRows
 from callsheet.testing import run_ranks
 
 LENGTH = 16

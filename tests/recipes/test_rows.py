@@ -10,9 +10,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
-from callsheet.recipes.rows import Rows, Table
-from callsheet.recipes.text_rows import TextRows
+from callsheet.recipes.data.rows import Rows, Table
+from callsheet.recipes.data.text_rows import TextRows
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 
 
 def write(path: Path, texts: list[str]) -> str:

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from callsheet.recipes.conversations import Example
-from callsheet.recipes.docstrings import Docstrings
-from callsheet.recipes.examples import Examples, Fit
-from callsheet.recipes.rows import Row, Table
-from callsheet.recipes.token_counts import TokenCounts
+from callsheet.recipes.data.conversations import Example
+from callsheet.recipes.data.docstrings import Docstrings
+from callsheet.recipes.data.examples import Examples, Fit
+from callsheet.recipes.data.rows import Row, Table
+from callsheet.recipes.tasks.token_counts import TokenCounts
 
 
 class Given(Table):

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from PIL import Image
 
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
 from callsheet.recipes.classify import ClassifyConfig
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.distill import DistillConfig
 from callsheet.recipes.finetune import FinetuneConfig
 from callsheet.recipes.finetune_vlm import FinetuneVLMConfig
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.vision_language_model import VisionLanguageModel
 from callsheet.recipes.pretrain import PretrainConfig
-from callsheet.recipes.rows import Rows
-from callsheet.recipes.vision_language_model import VisionLanguageModel
 
 SIZES = {"train": 24, "validation": 6, "test": 6}
 

@@ -23,7 +23,7 @@ from torch.profiler import profile
 
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import ImageVisualizer
-from callsheet.callbacks.memory_pages import render_memory
+from callsheet.callbacks.support.memory_pages import render_memory
 from callsheet.loggers import JSONLLogger
 
 SIDE, ZOOM = 48, 3

@@ -14,7 +14,7 @@ from torch import nn
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver, LRMonitor, MemoryMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.loggers import JSONLLogger, Logger
-from callsheet.loggers.json_text import json_text
+from callsheet.loggers.support.json_text import json_text
 
 HOSTILE = '<img src=x onerror="window.hostile=1"><script>window.hostile=1</script>'
 

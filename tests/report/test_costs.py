@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from callsheet.costs import Cost, CostReport
+from callsheet.core.costs import Cost, CostReport
 from callsheet.report.costs import cost_rows, costs_table
 
 

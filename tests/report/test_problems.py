@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from callsheet import MetricsRecord
-from callsheet.context import Outcome
-from callsheet.costs import CostReport, Failures
+from callsheet.core.context import Outcome
+from callsheet.core.costs import CostReport, Failures
 from callsheet.report import RunFolder
 from callsheet.report.problems import problems
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from callsheet import Callback, ConfigError, Context, RequestRejected, Trainer
 from callsheet.callbacks import SaveOnTrigger
-from callsheet.callbacks.listeners import LISTENERS, announce, withdraw
+from callsheet.callbacks.support.listeners import LISTENERS, announce, withdraw
 from callsheet.checkpoint import find_checkpoints
 from callsheet.loggers import JSONLLogger
 from callsheet.report import live_run, watch

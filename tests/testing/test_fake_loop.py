@@ -21,7 +21,7 @@ from callsheet.callbacks import (
     OptimizerMonitor,
     ThresholdStopper,
 )
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.testing import FakeLoop, Recorder, check_events
 
 NEVER = {"on_exception", "on_preempt", "on_checkpoint_published", "on_checkpoint_save_start", "on_checkpoint_save_end"}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import Callback, CallsheetError, ConfigError, Context, RunInfo, UnknownEventError
-from callsheet.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_available
-from callsheet.manager import CallbackManager
+from callsheet.core.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_available
+from callsheet.core.manager import CallbackManager
 from callsheet.testing import GrammarChecker, GrammarError, Recorder, check_events
 from callsheet.testing.grammar import NONE, read_order
 

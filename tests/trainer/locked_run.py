@@ -11,9 +11,10 @@ import time
 
 import torch
 
-from callsheet import Callback, CallsheetError, Context, Trainer, run_lock
+from callsheet import Callback, CallsheetError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.loggers import JSONLLogger
+from callsheet.run import run_lock
 
 
 class Says(Callback):

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from callsheet.checkpoint import flatten, unflatten
+from callsheet.core.randomness import seed_all
 from callsheet.errors import ConfigError
-from callsheet.randomness import seed_all
 from callsheet.trainer.batches import TrainBatches
 from callsheet.trainer.data import SeededDataset
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from callsheet import Callback, Context, Trainer
-from callsheet.control import Control
-from callsheet.distributed import read_ranks
+from callsheet.core.control import Control
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import DistributedError
-from callsheet.signals import SignalWatch
+from callsheet.run.agreement import Agreement
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.signals import SignalWatch
 from callsheet.testing.ranks import RankProcesses, run_ranks
-from callsheet.trainer.agreement import Agreement
-from callsheet.trainer.process_groups import ProcessGroups
 
 HERE = socket.gethostname()
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, CallsheetError, ConfigError, Context, NotACallbackError, Outcome, RequestRejected, Trainer
 from callsheet.callbacks import Lambda
-from callsheet.familiar_names import TRAINER_ARGUMENTS
+from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.loggers import JSONLLogger
 from callsheet.testing import Recorder, check_events
 from callsheet.trainer import Task

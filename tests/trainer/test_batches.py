@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from callsheet.checkpoint import flatten, unflatten
-from callsheet.distributed import read_ranks
+from callsheet.core.randomness import seed_all
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
-from callsheet.randomness import seed_all
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer.batches import TrainBatches
 from callsheet.trainer.data import SeededDataset, SharedBatches
-from callsheet.trainer.process_groups import ProcessGroups
 
 from .small_run import Noisy
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, ConfigError, Context, every
-from callsheet.costs import PATH_EVENTS, WINDOW_STEPS, CostReport, Window
-from callsheet.lifecycle import POINTS, SPANS
+from callsheet.core.costs import PATH_EVENTS, WINDOW_STEPS, CostReport, Window
+from callsheet.core.lifecycle import POINTS, SPANS
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events
 
@@ -227,7 +227,7 @@ def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None
 def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CallbackManager()
     now = [0.0]
-    monkeypatch.setattr("callsheet.costs.perf_counter", lambda: now[0])
+    monkeypatch.setattr("callsheet.core.costs.perf_counter", lambda: now[0])
     manager.costs.reset()
     told = []
     for second in range(100_000):

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, Context, Outcome, Trainer
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.testing import Recorder, check_events
 from callsheet.testing.ranks import run_ranks

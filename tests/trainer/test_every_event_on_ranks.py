@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Background, Callback, Context, MetricsRecord, Trainer
-from callsheet.lifecycle import ALWAYS, EVENTS, FIELDS, fields_available
+from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS, fields_available
 from callsheet.testing import run_ranks
 
 RANKS = 4

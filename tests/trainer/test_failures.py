@@ -12,9 +12,9 @@ from torch.nn.functional import mse_loss
 
 from callsheet import Callback, Context, Trainer
 from callsheet.errors import ConfigError
+from callsheet.run.failures import is_of_collective, is_out_of_memory
 from callsheet.testing import Recorder
 from callsheet.testing.ranks import run_ranks
-from callsheet.trainer.failures import is_of_collective, is_out_of_memory
 
 DATA = [(torch.ones(4, 1), torch.ones(4, 1))] * 4
 

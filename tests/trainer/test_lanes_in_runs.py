@@ -31,7 +31,7 @@ from callsheet import (
     Trainer,
     every,
 )
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, run_ranks
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from callsheet import Callback, ConfigError, Context, FieldNotAvailable, Outcome, RunEndedError, Trainer
-from callsheet.lifecycle import EVENTS, FIELDS, POINTS, SPAN_OF, SPANS
+from callsheet.core.lifecycle import EVENTS, FIELDS, POINTS, SPAN_OF, SPANS
 from callsheet.testing import GrammarChecker
 
 ERRORS: tuple[type[BaseException], ...] = (RuntimeError, StopIteration, KeyboardInterrupt, SystemExit)

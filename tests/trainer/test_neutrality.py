@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from callsheet import Callback, CallbackManager, CallsheetError, Context, Trainer
-from callsheet.lifecycle import EVENTS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.testing import Recorder
 
 from .small_run import Noisy, SavesAt, run_small, small_trainer

@@ -16,11 +16,11 @@ from torch.nn.functional import mse_loss
 
 from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, SaveOnTrigger
-from callsheet.cli import main
-from callsheet.context import RunInfo
+from callsheet.cli.main import main
+from callsheet.core.context import RunInfo
 from callsheet.loggers import ConsoleLogger, JSONLLogger
-from callsheet.reasons import one_line
 from callsheet.report import RunFolder
+from callsheet.run.reasons import one_line
 from callsheet.testing import run_ranks
 
 

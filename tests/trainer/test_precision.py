@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 from callsheet import Callback, Context, Trainer
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.testing import Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 

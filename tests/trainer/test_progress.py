@@ -13,7 +13,7 @@ from torch import nn
 
 from callsheet import Background, Callback, CallbackManager, Trainer
 from callsheet.bridges.guest_base import Guest
-from callsheet.distributed import Ranks
+from callsheet.core.ranks import Ranks
 from callsheet.loggers import ConsoleLogger, InMemoryLogger, ProgressBarLogger
 from callsheet.trainer.arguments import progress_shown
 

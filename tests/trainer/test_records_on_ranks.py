@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
-from callsheet.metrics import ACROSS, OVER, MetricLog
+from callsheet.run.metrics import ACROSS, OVER, MetricLog
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.testing.ranks import run_ranks
-from callsheet.trainer.process_groups import ProcessGroups
 
 WAYS = [(over, across) for over in OVER for across in ACROSS]
 BOUNDARIES, STEPS = 3, 5

@@ -17,7 +17,7 @@ from callsheet import Callback, CheckpointError, ConfigError, Context, RunInUseE
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
 from callsheet.loggers import JSONLLogger
-from callsheet.run_lock import RunLock
+from callsheet.run.run_lock import RunLock
 
 SCRIPT = Path(__file__).parent / "locked_run.py"
 

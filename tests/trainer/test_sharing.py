@@ -28,14 +28,14 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from callsheet.distributed import read_ranks
+from callsheet.core.randomness import random_state, same_random_state
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
-from callsheet.randomness import random_state, same_random_state
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer.data import SeededDataset, shared
 from callsheet.trainer.data.seeded import mixed, seeded
 from callsheet.trainer.data.splitting import Split, drawn_order
-from callsheet.trainer.process_groups import ProcessGroups
 
 SMALL = st.integers(1, 5)
 RANKS = 3

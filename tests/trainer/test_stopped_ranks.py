@@ -15,11 +15,11 @@ from torch import nn
 
 from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import DistributedError
 from callsheet.recipes.existing_run import of_rank_zero
+from callsheet.run.store import attempt_store
 from callsheet.testing.ranks import RankProcesses
-from callsheet.trainer.store import attempt_store
 
 from .restarts import free_port
 

@@ -15,7 +15,7 @@ from torchmetrics.text import Perplexity
 
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import History
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer import ForwardStepTask, HuggingFaceTask, SupervisedTask, Task

@@ -11,7 +11,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by("callsheet.attach"):
     from torch import nn
@@ -22,14 +22,14 @@ from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
-from callsheet.callback import Callback
-from callsheet.context import Context, Outcome
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context, Outcome
+from callsheet.core.familiar_names import TRAINER_ARGUMENTS
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.randomness import random_state, restore_random_state
+from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, NotSupported, RequestRejected, mark_as_users, names_unknown
-from callsheet.familiar_names import TRAINER_ARGUMENTS
-from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.randomness import random_state, restore_random_state
-from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
-from callsheet.time import Time, TimeUnit
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.randomness import random_state, restore_random_state
+from callsheet.core.randomness import random_state, restore_random_state
 
 
 def length_of(loader: Any) -> int | None:

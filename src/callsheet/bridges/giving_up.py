@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from callsheet.context import TrainState
+from callsheet.core.context import TrainState
 from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users
-from callsheet.lifetime import Lifetime
+from callsheet.run.lifetime import Lifetime
 
 logger = logging.getLogger("callsheet")
 

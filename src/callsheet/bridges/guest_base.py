@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler, InTurn
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.lifecycle import EVENTS as OURS
+from callsheet.core.registration import bridge_of
 from callsheet.errors import NotSupported, RegistrationError
-from callsheet.lifecycle import EVENTS as OURS
-from callsheet.registration import bridge_of
-from callsheet.sheet import Handler, InTurn
 
 logger = logging.getLogger("callsheet")
 

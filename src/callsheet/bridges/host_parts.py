@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from callsheet.context import CheckpointInfo, Context
-from callsheet.control import Request
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.control import Request
+from callsheet.core.spans import Spans
 from callsheet.errors import mark_as_users
-from callsheet.spans import Spans
-from callsheet.trainer.checkpoints import Stateful
+from callsheet.run.checkpoints import Stateful
 from callsheet.trainer.evaluation import Undone
 
 Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]

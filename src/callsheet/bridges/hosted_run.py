@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.background import inner
 from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import reads_of, writes_to_run_folder
-from callsheet.callback import Callback, label_of
-from callsheet.context import CheckpointInfo, Context, RunInfo, TrainState
-from callsheet.control import SAVE_KINDS, Control, Request
-from callsheet.distributed import read_ranks
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import CheckpointInfo, Context, RunInfo, TrainState
+from callsheet.core.control import SAVE_KINDS, Control, Request
+from callsheet.core.lifecycle import EVENTS, SPANS
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.ranks import read_ranks
+from callsheet.core.time import Time
 from callsheet.errors import NotSupported, mark_as_users
-from callsheet.lifecycle import EVENTS, SPANS
-from callsheet.lifetime import Lifetime
-from callsheet.log_ranks import LogRanks
-from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.signals import GRACE_SECONDS, SignalWatch
-from callsheet.time import Time
-from callsheet.trainer.agreement import Agreement
+from callsheet.lanes.background import inner
+from callsheet.run.agreement import Agreement
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.run.lifetime import Lifetime
+from callsheet.run.log_ranks import LogRanks
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.records import Records
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
+from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import check_run_name, duration, log_boundary, new_name
-from callsheet.trainer.boundaries import Boundaries
-from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
-from callsheet.trainer.process_groups import ProcessGroups
-from callsheet.trainer.records import Records
-from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 
 
 class HostedRun:

@@ -11,9 +11,9 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from callsheet.context import Context
-from callsheet.lifecycle import FIELDS, SPANS, names_in
-from callsheet.spans import Span, Spans
+from callsheet.core.context import Context
+from callsheet.core.lifecycle import FIELDS, SPANS, names_in
+from callsheet.core.spans import Span, Spans
 
 logger = logging.getLogger("callsheet")
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.copies import add_hook
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.context import Context
+from callsheet.core.context import Context
 
 logger = logging.getLogger("callsheet")
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from callsheet.on_demand import attributes
+from callsheet.core.on_demand import attributes
 
 if TYPE_CHECKING:
     from callsheet.callbacks.activation_monitor import ActivationMonitor

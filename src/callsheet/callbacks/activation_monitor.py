@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet.callback import Callback, label_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

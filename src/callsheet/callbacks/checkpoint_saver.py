@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
 from callsheet.checkpoint.rotation import forget, held_by, is_of_run, rotate
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
-from callsheet.time import Interval, Time
 
 
 class CheckpointSaver(Callback):

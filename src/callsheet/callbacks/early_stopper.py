@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
+from callsheet.core.time import Time, Timestamp, TimeUnit, elapsed_fraction
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.time import Time, Timestamp, TimeUnit, elapsed_fraction
 
 logger = logging.getLogger("callsheet")
 

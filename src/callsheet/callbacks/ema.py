@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet.callback import Callback, at, label_of
 from callsheet.checkpoint.tensors import all_finite, local_part
-from callsheet.context import Context
+from callsheet.core.callback import Callback, at, label_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CheckpointError, ConfigError
-from callsheet.time import Interval, Time, TimeUnit
 
 _OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
 """The EMA that may change a model, for the duration of a run."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.callback import Callback, at, label_of, one_of
-from callsheet.callbacks.inference_files import FORMATS, Call, exported_program, publish, reason, write_onnx
+from callsheet.callbacks.support.inference_files import FORMATS, Call, exported_program, publish, reason, write_onnx
 from callsheet.checkpoint import export_huggingface
 from callsheet.checkpoint.whole_copy import whole_copy
-from callsheet.context import Context
+from callsheet.core.callback import Callback, at, label_of, one_of
+from callsheet.core.context import Context
+from callsheet.core.optional import load
+from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.errors import CheckpointError, ConfigError
-from callsheet.extras import load
-from callsheet.randomness import random_state, restore_random_state
 
 logger = logging.getLogger("callsheet")
 

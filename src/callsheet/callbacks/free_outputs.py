@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from callsheet.callback import Callback, label_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 
 logger = logging.getLogger("callsheet")
 

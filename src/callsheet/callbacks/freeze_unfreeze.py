@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from callsheet.callback import Callback, label_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.time import Interval, Time
 
 logger = logging.getLogger("callsheet")
 

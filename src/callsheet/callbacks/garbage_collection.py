@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 

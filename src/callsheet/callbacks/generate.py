@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callsheet.callback import Callback, label_of
-from callsheet.callbacks.continuations import Prompt, Prompts, written
-from callsheet.context import Context
+from callsheet.callbacks.support.continuations import Prompt, Prompts, written
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
 from callsheet.errors import ConfigError
-from callsheet.time import Interval, Time, Timestamp, elapsed_fraction
 
 logger = logging.getLogger("callsheet")
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.context import Context, TrainState
-from callsheet.distributed import initialised_distributed
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context, TrainState
+from callsheet.core.ranks import initialised_distributed
 from callsheet.errors import ConfigError, HangError
 
 logger = logging.getLogger("callsheet")

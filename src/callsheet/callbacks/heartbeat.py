@@ -8,9 +8,9 @@ import socket
 import time
 from pathlib import Path
 
-from callsheet.callback import Callback
-from callsheet.context import Context
-from callsheet.distributed import RankGate
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 

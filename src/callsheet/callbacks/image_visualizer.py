@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.callbacks.pictures import Key, Pictures, images_in, labels_in, predictions_in
-from callsheet.context import Context
+from callsheet.callbacks.support.pictures import Key, Pictures, images_in, labels_in, predictions_in
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time, TimeUnit, elapsed_fraction
 from callsheet.errors import ConfigError
-from callsheet.time import Interval, Time, TimeUnit, elapsed_fraction
 
 logger = logging.getLogger("callsheet")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from callsheet.callback import Callback, import_path
-from callsheet.context import Context
-from callsheet.distributed import RankGate
+from callsheet.core.callback import Callback, import_path
+from callsheet.core.context import Context
+from callsheet.core.events import as_event
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
-from callsheet.events import as_event
 
 Function = Callable[[Context], Any]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.callback import Callback, label_of
 from callsheet.checkpoint import Loaded, read_checkpoint
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("callsheet")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 
 _RECORDED = "train/learning_rate"  # the first group's rate, which is in every training record
 

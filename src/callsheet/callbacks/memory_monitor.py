@@ -7,8 +7,8 @@ import sys
 import psutil
 import torch
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 
 if sys.platform != "win32":
     import resource

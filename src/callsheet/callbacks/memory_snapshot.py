@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from callsheet.callback import Callback, label_of
-from callsheet.callbacks.memory_pages import Drawing
-from callsheet.context import Context
-from callsheet.distributed import RankGate
+from callsheet.callbacks.support.memory_pages import Drawing
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

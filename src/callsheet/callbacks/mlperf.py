@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
 from callsheet.callbacks.early_stopper import evaluated
-from callsheet.callbacks.mlperf_result import (
+from callsheet.callbacks.support.mlperf_result import (
     ResultFile,
     accuracy_keys,
     checked_hyperparameters,
@@ -23,7 +22,8 @@ from callsheet.callbacks.mlperf_result import (
     now_ms,
     samples,
 )
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

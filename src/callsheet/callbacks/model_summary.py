@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from callsheet.callback import Callback
-from callsheet.callbacks.flop_count import has_compiled
-from callsheet.context import Context
+from callsheet.callbacks.support.flop_count import has_compiled
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

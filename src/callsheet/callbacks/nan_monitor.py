@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.errors import NonFiniteError
 
 _FOLD = 256  # losses to keep before they are stacked into one tensor, because each separate tensor takes a block of device memory

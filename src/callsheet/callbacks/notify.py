@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.callbacks.delivery import longest, why_not_delivered
-from callsheet.callbacks.destinations import Address, Destination, Notification
-from callsheet.context import Context, Outcome
+from callsheet.callbacks.support.delivery import longest, why_not_delivered
+from callsheet.callbacks.support.destinations import Address, Destination, Notification
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context, Outcome
+from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
 from callsheet.errors import ConfigError
-from callsheet.lanes import LaneOptions
-from callsheet.time import Interval, Time, Timestamp, elapsed_fraction
+from callsheet.lanes.queue import LaneOptions
 
 logger = logging.getLogger("callsheet")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from callsheet.callback import Callback, label_of
-from callsheet.callbacks.memory_pages import Drawing
 from callsheet.callbacks.memory_snapshot import memory_folder
-from callsheet.context import Context
+from callsheet.callbacks.support.memory_pages import Drawing
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 _REPORT_METHOD = "report_per_parameter_metrics"  # Composer's name

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, one_of
-from callsheet.context import Context, TrainState
+from callsheet.core.callback import Callback, one_of
+from callsheet.core.context import Context, TrainState
+from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
-from callsheet.time import TimeUnit
 
 _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 

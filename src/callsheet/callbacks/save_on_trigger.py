@@ -8,10 +8,10 @@ import stat
 import time
 from pathlib import Path
 
-from callsheet.callback import Callback, label_of
-from callsheet.callbacks.listeners import announce, withdraw
-from callsheet.callbacks.trigger_file import MAX_BYTES, MAX_REASON_CHARACTERS, WORDS, claimed_lines, printable
-from callsheet.context import Context
+from callsheet.callbacks.support.listeners import announce, withdraw
+from callsheet.callbacks.support.trigger_file import MAX_BYTES, MAX_REASON_CHARACTERS, WORDS, claimed_lines, printable
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")

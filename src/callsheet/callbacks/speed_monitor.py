@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
-from callsheet.callbacks.flop_count import StepFlops
-from callsheet.callbacks.peak_flops import PRECISIONS, device_name, peak_flops
-from callsheet.callbacks.speed_window import SpeedWindow
-from callsheet.context import Context
+from callsheet.callbacks.support.flop_count import StepFlops
+from callsheet.callbacks.support.peak_flops import PRECISIONS, device_name, peak_flops
+from callsheet.callbacks.support.speed_window import SpeedWindow
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
@@ -44,7 +44,7 @@ class SpeedMonitor(Callback):
         window_size: the number of batches in the window; if records are rarer, it covers the batches since the last record.
         count_flops: False leaves FLOPs and MFU out.
         peak_flops: the peak of a rank's device in FLOP/s; None uses the vendor's figure for dense arithmetic if it is known
-            (`callsheet.callbacks.peak_flops`).
+            (`callsheet.callbacks.support.peak_flops`).
         precision: the precision of that figure: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`. `auto` uses the precision of most operations
             in the counted step (which is also measured if the model reports its FLOPs); with `torch.compile`, the 16-bit type of outputs
             or parameters, or else fp32.

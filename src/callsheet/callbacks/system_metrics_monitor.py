@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from callsheet.callback import Callback, label_of
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

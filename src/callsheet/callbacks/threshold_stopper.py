@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback, label_of, one_of
 from callsheet.callbacks.early_stopper import evaluated
-from callsheet.context import Context
+from callsheet.core.callback import Callback, label_of, one_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("callsheet")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError
-from callsheet.time import Time, TimeUnit
 
 
 class TimeLimit(Callback):

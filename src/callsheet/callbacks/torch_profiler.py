@@ -10,9 +10,9 @@ from weakref import WeakSet
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from callsheet.callback import Callback, label_of
-from callsheet.context import Context
-from callsheet.distributed import RankGate
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")

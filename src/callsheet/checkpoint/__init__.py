@@ -1,6 +1,6 @@
 """Checkpoints: sealed folders of JSON and safetensors. Many ranks write one, any number can read it, and reading runs no code."""
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.checkpoint.background import AsyncWriter

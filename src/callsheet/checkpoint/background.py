@@ -16,8 +16,8 @@ from callsheet.checkpoint.ranks import RankGroup
 from callsheet.checkpoint.seal import Seal
 from callsheet.checkpoint.tensors import local_part
 from callsheet.checkpoint.write import Check, Writing
-from callsheet.disk_thread import disk_thread
 from callsheet.errors import CheckpointError
+from callsheet.run.disk_thread import disk_thread
 
 
 class AsyncWriter:

@@ -13,8 +13,8 @@ from callsheet.checkpoint.local import LocalFolder
 from callsheet.checkpoint.remote import RemoteFolder
 from callsheet.checkpoint.seal import MANIFEST, Seal, Unsealed, manifest_of, seal_of
 from callsheet.checkpoint.storage import Folder
-from callsheet.disk_thread import begin_deletion, finish_deletions
 from callsheet.errors import CheckpointError
+from callsheet.run.disk_thread import begin_deletion, finish_deletions
 
 logger = logging.getLogger("callsheet")
 

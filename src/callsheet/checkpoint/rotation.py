@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.checkpoint.folder import delete_later, open_folder
-from callsheet.context import Context
+from callsheet.core.context import Context
 
 _CLAIMS = "checkpoint_claims"  # in `ctx.user_state`: for each checkpoint, oldest first, the names with a claim on it, and whether it is finite
 

@@ -1,6 +1,6 @@
 """`callsheet.launch`: start training on several ranks of one machine, from a script or a notebook."""
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.launcher.failures import LaunchError, RankFailure

@@ -20,12 +20,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from callsheet.callback import Callback
+from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
 from callsheet.launcher.failures import LaunchError, RankFailure, failure_of
 from callsheet.launcher.recipe_job import Launchable, job_of
 from callsheet.launcher.worker import PID, result_name
-from callsheet.signals import GRACE_SECONDS
+from callsheet.run.signals import GRACE_SECONDS
 from callsheet.transport import payload
 from callsheet.transport.data import decode
 from callsheet.transport.payload import KEY, PAYLOAD, pack

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from callsheet.callback import Callback
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
 
 Job = tuple[Callable[..., Any], tuple[Any, ...], list[Callback]]
 """The function, its arguments, and its callbacks."""
@@ -45,7 +45,7 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
         ConfigError: there is no such recipe, a value is invalid, or the recipe is set up already.
     """
     if isinstance(recipe, (str, os.PathLike)):
-        from callsheet.commands.recipe import prepared
+        from callsheet.cli.recipe import prepared
 
         what = prepared(os.fspath(recipe), overrides, command="launch")
         return run_resolved, (what.resolved, os.fspath(recipe)), list(callbacks)
@@ -61,7 +61,7 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
     """On a rank: make the recipe from its resolved configuration, regardless of environment variables, and run it."""
-    from callsheet.commands.recipe import values_of
+    from callsheet.cli.recipe import values_of
 
     with tempfile.TemporaryDirectory(prefix="callsheet-recipe-") as folder:
         path = Path(folder) / "config.yaml"

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from callsheet.core.on_demand import attributes
 from callsheet.loggers.console_logger import ConsoleLogger
 from callsheet.loggers.csv_logger import CSVLogger
 from callsheet.loggers.file_logger import FileLogger
 from callsheet.loggers.in_memory_logger import InMemoryLogger
 from callsheet.loggers.jsonl_logger import JSONLLogger
-from callsheet.loggers.jsonl_reader import read_metrics
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.progress_bar_logger import ProgressBarLogger
-from callsheet.on_demand import attributes
+from callsheet.loggers.support.jsonl_reader import read_metrics
 
 if TYPE_CHECKING:
     from callsheet.loggers.mlflow_logger import MLflowLogger

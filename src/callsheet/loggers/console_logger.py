@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from callsheet.callback import one_of
-from callsheet.context import Context
+from callsheet.core.callback import one_of
+from callsheet.core.context import Context
+from callsheet.core.time import Interval, Time, Timestamp
 from callsheet.errors import ConfigError
-from callsheet.loggers.figures import outcome, place, results, speeds
 from callsheet.loggers.logger import Logger
-from callsheet.time import Interval, Time, Timestamp
+from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
 _CELL = 60  # characters of a table cell

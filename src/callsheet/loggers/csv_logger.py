@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, MetricsRecord
-from callsheet.loggers.file_names import folder_of, replace_file
+from callsheet.core.context import Context, MetricsRecord
 from callsheet.loggers.logger import Logger
-from callsheet.loggers.resumption import records_before
+from callsheet.loggers.support.file_names import folder_of, replace_file
+from callsheet.loggers.support.resumption import records_before
 
 _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if field.name not in ("step", "values")))
 

@@ -11,14 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import at, one_of
-from callsheet.context import Context
+from callsheet.core.callback import at, one_of
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
-from callsheet.loggers.descriptor_capture import DESCRIPTORS, DescriptorCapture
-from callsheet.loggers.file_names import folder_of
 from callsheet.loggers.logger import Logger
-from callsheet.loggers.output_log import OutputLog
-from callsheet.loggers.stream_tee import StreamTee
+from callsheet.loggers.support.descriptor_capture import DESCRIPTORS, DescriptorCapture
+from callsheet.loggers.support.file_names import folder_of
+from callsheet.loggers.support.output_log import OutputLog
+from callsheet.loggers.support.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 

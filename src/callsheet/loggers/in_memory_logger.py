@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, MetricsRecord
-from callsheet.costs import CostReport
+from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.costs import CostReport
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.logger import Logger
 
@@ -78,7 +78,7 @@ class InMemoryLogger(Logger):
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Keep the images if `images` is True."""
         if self._keeps_images:
-            from callsheet.loggers.pixels import as_pixels  # needs numpy
+            from callsheet.loggers.support.pixels import as_pixels  # needs numpy
 
             self._keep(self.images.setdefault(name, []), (ctx.step, [as_pixels(image) for image in images]))
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import callsheet
-from callsheet.callback import label_of
-from callsheet.context import Context, MetricsRecord
-from callsheet.costs import CostReport, Window
+from callsheet.core.callback import label_of
+from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.costs import CostReport, Window
 from callsheet.errors import ConfigError
-from callsheet.loggers.file_names import folder_of, path_from, replace_file
-from callsheet.loggers.image_writer import ImageWriter
-from callsheet.loggers.json_text import json_text
-from callsheet.loggers.jsonl_reader import METRICS, read_metrics
-from callsheet.loggers.line_writer import LineWriter
 from callsheet.loggers.logger import Logger
-from callsheet.loggers.resumption import records_before
+from callsheet.loggers.support.file_names import folder_of, path_from, replace_file
+from callsheet.loggers.support.image_writer import ImageWriter
+from callsheet.loggers.support.json_text import json_text
+from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
+from callsheet.loggers.support.line_writer import LineWriter
+from callsheet.loggers.support.resumption import records_before
 
 _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 

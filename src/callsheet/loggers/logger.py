@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import Callback
-from callsheet.context import Context
-from callsheet.costs import CostReport, Window
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.costs import CostReport, Window
 
 
 class Logger(Callback):

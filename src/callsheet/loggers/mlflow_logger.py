@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, Outcome
+from callsheet.core.context import Context, Outcome
 from callsheet.errors import ConfigError
-from callsheet.lanes import LaneOptions
-from callsheet.loggers.mlflow_runs import (
+from callsheet.lanes.queue import LaneOptions
+from callsheet.loggers.support.mlflow_runs import (
     LONGEST_NAME,
     LONGEST_PARAM,
     LONGEST_TAG,
@@ -23,9 +23,9 @@ from callsheet.loggers.mlflow_runs import (
     patience,
     run_of_before,
 )
-from callsheet.loggers.pixels import as_pixels
-from callsheet.loggers.retry_queue import RetryQueue
-from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, plain
+from callsheet.loggers.support.pixels import as_pixels
+from callsheet.loggers.support.retry_queue import RetryQueue
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
 _REQUESTS_AT_END = 4  # requests that may time out when the run ends: the last records and the end, each tried twice

@@ -9,14 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import one_of
-from callsheet.context import Context, Outcome
-from callsheet.costs import Window
+from callsheet.core.callback import one_of
+from callsheet.core.context import Context, Outcome
+from callsheet.core.costs import Window
+from callsheet.core.lifecycle import SPANS
+from callsheet.core.optional import load
 from callsheet.errors import ConfigError
-from callsheet.extras import load
-from callsheet.lifecycle import SPANS
-from callsheet.loggers.opentelemetry_facts import about, attribute, instrument
-from callsheet.loggers.tracker import Opened, Tracker, check_no_secret
+from callsheet.loggers.support.opentelemetry_facts import about, attribute, instrument
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret
 
 STEPS = ("none", "sampled", "all")
 
@@ -137,7 +137,7 @@ class OpenTelemetryLogger(Tracker):
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        from callsheet.loggers.opentelemetry_provider import provider_for, tracer_of
+        from callsheet.loggers.support.opentelemetry_provider import provider_for, tracer_of
 
         provider, self._own = provider_for(self.endpoint, self.service_name, self.timeout)
         self._tracer, self._open_spans, self._gauges = tracer_of(provider), [], {}

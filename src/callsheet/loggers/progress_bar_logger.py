@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from callsheet.context import Context
+from callsheet.core.context import Context
+from callsheet.core.optional import load
 from callsheet.errors import ConfigError
-from callsheet.extras import load
-from callsheet.loggers.figures import clock, outcome, place, results, speeds
 from callsheet.loggers.logger import Logger
-from callsheet.loggers.silence_watch import SilenceWatch
+from callsheet.loggers.support.figures import clock, outcome, place, results, speeds
+from callsheet.loggers.support.silence_watch import SilenceWatch
 
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 5.0

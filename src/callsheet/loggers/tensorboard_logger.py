@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, Outcome
+from callsheet.core.context import Context, Outcome
 from callsheet.errors import ConfigError
-from callsheet.loggers.file_names import folder_of, path_from
-from callsheet.loggers.pixels import as_pixels, png
-from callsheet.loggers.tracker import Opened, Tracker, plain
+from callsheet.loggers.support.file_names import folder_of, path_from
+from callsheet.loggers.support.pixels import as_pixels, png
+from callsheet.loggers.support.tracker import Opened, Tracker, plain
 
 _QUEUE = 1000  # events that may wait for the disk before the lane blocks
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.context import Context, Outcome
+from callsheet.core.context import Context, Outcome
 from callsheet.errors import ConfigError
-from callsheet.loggers.pixels import as_pixels
-from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, plain
+from callsheet.loggers.support.pixels import as_pixels
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 logger = logging.getLogger("callsheet")
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import one_of
-from callsheet.context import Context, Outcome
+from callsheet.core.callback import one_of
+from callsheet.core.context import Context, Outcome
 from callsheet.errors import ConfigError
-from callsheet.lanes import LaneOptions
-from callsheet.loggers.pixels import as_pixels
-from callsheet.loggers.tracker import Opened, Tracker, check_no_secret, nested, plain
+from callsheet.lanes.queue import LaneOptions
+from callsheet.loggers.support.pixels import as_pixels
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, nested, plain
 
 _MODES = ("online", "offline", "shared", "disabled")
 _SECRET_SETTINGS = {"api_key", "x_extra_http_headers", "x_stats_open_metrics_http_headers"}

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.callback import Callback, one_of
+from callsheet.core.callback import Callback, one_of
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
-from callsheet.recipes.class_baselines import ByteCounts
-from callsheet.recipes.class_labels import WEIGHTS, ClassLabels, agreed_with_head, class_weights
-from callsheet.recipes.classification_task import ClassificationTask
+from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, agreed_with_head, class_weights
+from callsheet.recipes.data.labelled_texts import TOO_LONG, LabelledTexts
+from callsheet.recipes.data.package_pieces import PackagePieces
+from callsheet.recipes.data.padding import Padding
+from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
 from callsheet.recipes.job import JobConfig
-from callsheet.recipes.labelled_texts import TOO_LONG, LabelledTexts
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.package_pieces import PackagePieces
-from callsheet.recipes.padding import Padding
+from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.recipe import Recipe
-from callsheet.recipes.rows import Rows, Stream, Table, prepared
+from callsheet.recipes.tasks.class_baselines import ByteCounts
+from callsheet.recipes.tasks.classification_task import ClassificationTask
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import Task
 

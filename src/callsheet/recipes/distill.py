@@ -12,23 +12,23 @@ from typing import Any, ClassVar
 import yaml
 from torch import nn
 
-from callsheet.callback import Callback
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger, ProgressBarLogger
-from callsheet.manager import CallbackManager
-from callsheet.recipes.distillation_task import DistillationTask
+from callsheet.recipes.data.packing import check_kept_apart
 from callsheet.recipes.existing_run import of_rank_zero
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.lora import Lora
-from callsheet.recipes.packing import check_kept_apart
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.lora import Lora
 from callsheet.recipes.settings import as_file
-from callsheet.time import Time, TimeUnit
+from callsheet.recipes.tasks.distillation_task import DistillationTask
+from callsheet.run.checkpoints import AUTO
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, positive
-from callsheet.trainer.checkpoints import AUTO
 from callsheet.trainer.tasks import Task
 
 logger = logging.getLogger("callsheet")

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from callsheet.checkpoint import find_checkpoints
-from callsheet.distributed import Ranks
+from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, DistributedError
-from callsheet.run_marker import MARKER, is_marked
-from callsheet.trainer.checkpoints import AUTO
-from callsheet.trainer.store import attempt_store, keeper_of_store, within
+from callsheet.run.checkpoints import AUTO
+from callsheet.run.run_marker import MARKER, is_marked
+from callsheet.run.store import attempt_store, keeper_of_store, within
 
 logger = logging.getLogger("callsheet")
 

@@ -10,21 +10,21 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from callsheet.callback import Callback, one_of
+from callsheet.core.callback import Callback, one_of
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
-from callsheet.recipes.conversations import Conversations
-from callsheet.recipes.docstrings import Docstrings
-from callsheet.recipes.example_sets import ExampleSets
-from callsheet.recipes.examples import TOO_LONG, Examples
-from callsheet.recipes.generation import continuations, log_continuations
+from callsheet.recipes.data.conversations import Conversations
+from callsheet.recipes.data.docstrings import Docstrings
+from callsheet.recipes.data.example_sets import ExampleSets
+from callsheet.recipes.data.examples import TOO_LONG, Examples
+from callsheet.recipes.data.packing import check_kept_apart
+from callsheet.recipes.data.rows import Rows, Stream, Table, reject
 from callsheet.recipes.job import JobConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.lora import Lora
-from callsheet.recipes.packing import check_kept_apart
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.lora import Lora
 from callsheet.recipes.recipe import Recipe
-from callsheet.recipes.rows import Rows, Stream, Table, reject
-from callsheet.recipes.token_counts import TokenCounts
+from callsheet.recipes.tasks.generation import continuations, log_continuations
+from callsheet.recipes.tasks.token_counts import TokenCounts
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 

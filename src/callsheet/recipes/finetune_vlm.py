@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from callsheet.callback import Callback, one_of
+from callsheet.core.callback import Callback, one_of
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
-from callsheet.recipes.digits import PARTS, Digits
-from callsheet.recipes.generation import FINAL_TABLE
-from callsheet.recipes.image_answers import answered
-from callsheet.recipes.image_batches import TOO_LONG, ImageBatches
-from callsheet.recipes.image_text import Example, ImageText, looked_at
+from callsheet.recipes.data.digits import PARTS, Digits
+from callsheet.recipes.data.image_answers import answered
+from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches
+from callsheet.recipes.data.image_text import Example, ImageText, looked_at
+from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
 from callsheet.recipes.job import JobConfig
+from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
 from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
-from callsheet.recipes.rows import Rows, Stream, Table, prepared
-from callsheet.recipes.vision_language_model import VisionLanguageModel, check_images
+from callsheet.recipes.tasks.generation import FINAL_TABLE
 from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"

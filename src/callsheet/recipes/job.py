@@ -10,12 +10,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from callsheet.callback import one_of
-from callsheet.time import Interval
+from callsheet.core.callback import one_of
+from callsheet.core.time import Interval
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
 from callsheet.trainer.parallel import KINDS
 from callsheet.trainer.precision import PRECISIONS
-from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
 MakesScheduler = Callable[[Optimizer], LRScheduler]

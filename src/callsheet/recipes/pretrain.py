@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from callsheet.callback import Callback
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.byte_tokenizer import byte_tokenizer
-from callsheet.recipes.generation import log_continuations, passages
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.data.text_rows import TextRows
 from callsheet.recipes.job import JobConfig
-from callsheet.recipes.language_model import BYTE_TOKENIZER, LanguageModel
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.language_model import BYTE_TOKENIZER, LanguageModel
 from callsheet.recipes.recipe import Recipe
-from callsheet.recipes.text_rows import TextRows
+from callsheet.recipes.tasks.generation import log_continuations, passages
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import ForwardStepTask, Task
 

@@ -14,25 +14,25 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from callsheet.background import inner
-from callsheet.callback import Callback
 from callsheet.callbacks import NaNMonitor
 from callsheet.checkpoint import find_checkpoints
-from callsheet.distributed import read_ranks
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.randomness import seed_all
+from callsheet.core.ranks import read_ranks
+from callsheet.core.time import TimeUnit
+from callsheet.core.working import working
 from callsheet.errors import ConfigError, NonFiniteError, RunInUseError
-from callsheet.loggers.file_names import replace_file
-from callsheet.loggers.json_text import json_text
-from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.randomness import seed_all
+from callsheet.lanes.background import inner
+from callsheet.loggers.support.file_names import replace_file
+from callsheet.loggers.support.json_text import json_text
 from callsheet.recipes.existing_run import NEW, of_rank_zero, reject_another_job, resumable, set_aside
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
-from callsheet.run_lock import RunLock
-from callsheet.time import TimeUnit
+from callsheet.run.run_lock import RunLock
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, resolved_device
 from callsheet.trainer.tasks import Task
-from callsheet.working import working
 
 logger = logging.getLogger("callsheet")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from callsheet.costs import Window
+from callsheet.core.costs import Window
 from callsheet.report.costs import costs_table
 from callsheet.report.curves import curves, memory, rates
 from callsheet.report.lines import number, whole

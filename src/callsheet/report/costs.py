@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from callsheet.costs import CostReport
+from callsheet.core.costs import CostReport
 
 
 def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.report.run_folder import RUNNING, RunFolder, RunReader
-from callsheet.run_marker import MARKER
+from callsheet.run.run_marker import MARKER
 
 logger = logging.getLogger("callsheet")
 

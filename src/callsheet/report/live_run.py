@@ -9,9 +9,9 @@ import time
 import zlib
 from pathlib import Path
 
-from callsheet.callback import one_of
-from callsheet.callbacks.listeners import listeners_in
-from callsheet.callbacks.trigger_file import WORDS, leave_request, withdraw_request
+from callsheet.callbacks.support.listeners import listeners_in
+from callsheet.callbacks.support.trigger_file import WORDS, leave_request, withdraw_request
+from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError, RequestRejected
 from callsheet.report.lines import text_of
 from callsheet.report.page import Live, data, page

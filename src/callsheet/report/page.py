@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from callsheet.extras import load
+from callsheet.core.optional import load
 from callsheet.report.contents import contents
 from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from callsheet.costs import Window
+from callsheet.core.costs import Window
 from callsheet.report.curves import thinned
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder

@@ -1,7 +1,7 @@
 """Tools for tests: check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's
 grammar, fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks."""
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.testing.conformance import CONFORMANCE, Check, check_callback

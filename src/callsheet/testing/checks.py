@@ -18,11 +18,11 @@ from unittest import SkipTest
 
 from torch import Tensor
 
-from callsheet.callback import Callback, CallbackSpec, label_of
 from callsheet.checkpoint import flatten, unflatten
-from callsheet.context import Context
+from callsheet.core.callback import Callback, CallbackSpec, label_of
+from callsheet.core.context import Context
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import CheckpointError, ConfigError, RegistrationError
-from callsheet.manager import CallbackManager
 from callsheet.testing.leftovers import Surroundings, model_things, more_left, settings_left
 from callsheet.testing.scene import (
     ACTS,

@@ -16,7 +16,7 @@ from unittest import SkipTest
 
 import torch
 
-from callsheet.randomness import random_state, restore_random_state
+from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.testing import checks
 from callsheet.testing.conformance_on_ranks import find_on_ranks
 from callsheet.testing.scene import ConformanceError, Factory, Found, Subject

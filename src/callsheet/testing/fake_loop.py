@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.callback import Callback
-from callsheet.context import CheckpointInfo, Context, Outcome
-from callsheet.control import Request
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Context, Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
 
 ROWS, INPUTS = 4, 2
 """The shape of each batch."""

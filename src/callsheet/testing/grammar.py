@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from callsheet.core.events import as_event
+from callsheet.core.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
-from callsheet.events import as_event
-from callsheet.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
 
 
 class GrammarError(CallsheetError, AssertionError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from callsheet.callback import Callback, one_of
-from callsheet.context import Context
-from callsheet.lifecycle import ALWAYS, FIELDS
+from callsheet.core.callback import Callback, one_of
+from callsheet.core.context import Context
+from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from callsheet.callback import Callback
-from callsheet.context import Context
-from callsheet.manager import CallbackManager
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.manager import CallbackManager
 from callsheet.testing.grammar import check_events
 from callsheet.testing.small_run import Moments, Watch, small_trainer, weights_of
 from callsheet.trainer import Trainer

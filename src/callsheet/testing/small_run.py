@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet.context import Context
-from callsheet.manager import CallbackManager
+from callsheet.core.context import Context
+from callsheet.core.manager import CallbackManager
 from callsheet.trainer import Trainer
 
 STEPS = 10

@@ -1,6 +1,6 @@
 """callsheet's own training loop."""
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.trainer.data import SeededDataset

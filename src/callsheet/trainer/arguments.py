@@ -15,15 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from callsheet.background import inner
-from callsheet.callback import Callback, label_of
-from callsheet.distributed import Ranks
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.ranks import Ranks
+from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError
+from callsheet.lanes.background import inner
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
-from callsheet.time import Interval, Time, TimeUnit
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
-from callsheet.trainer.process_groups import ProcessGroups
 
 _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
 """Arguments that may differ between ranks. Callbacks are compared only if they need all ranks."""

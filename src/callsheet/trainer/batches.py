@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.distributed import Ranks
+from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data import Sharing, sharing_of
 from callsheet.trainer.data.loaders import Loader as Loader
 from callsheet.trainer.data.loaders import made as made
 from callsheet.trainer.data.loaders import random_state_of, restore_random_state_of
 from callsheet.trainer.data.strategies import CountSamples
-from callsheet.trainer.process_groups import ProcessGroups
 
 
 class TrainBatches:

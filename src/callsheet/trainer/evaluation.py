@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.context import Context, TrainState
+from callsheet.core.context import Context, TrainState
+from callsheet.core.lifecycle import SPANS
+from callsheet.core.manager import CallbackManager
+from callsheet.core.randomness import random_state, restore_random_state
+from callsheet.core.spans import Span
+from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
-from callsheet.lifecycle import SPANS
-from callsheet.manager import CallbackManager
-from callsheet.metrics import MetricLog
-from callsheet.randomness import random_state, restore_random_state
-from callsheet.spans import Span
-from callsheet.time import Interval, Time
-from callsheet.trainer.agreement import Agreement
+from callsheet.run.agreement import Agreement
+from callsheet.run.metrics import MetricLog
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
 from callsheet.trainer.data.loaders import generators_of, restore_generators_of
 from callsheet.trainer.eval_metrics import EvalMetrics
 from callsheet.trainer.precision import Precision
-from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.tasks import Task
 
 

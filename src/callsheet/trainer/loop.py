@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callsheet.context import Context
+from callsheet.core.context import Context
+from callsheet.core.spans import HasListeners, Spans
 from callsheet.errors import ConfigError
-from callsheet.signals import SignalWatch
-from callsheet.spans import HasListeners, Spans
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.records import Records
+from callsheet.run.signals import SignalWatch
 from callsheet.trainer.batches import TrainBatches, to_device
-from callsheet.trainer.boundaries import Boundaries
 from callsheet.trainer.data import SharedBatches
 from callsheet.trainer.microbatches import Fetched, MicrobatchPlan, added, trained_on
 from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
-from callsheet.trainer.process_groups import ProcessGroups
-from callsheet.trainer.records import Records
 from callsheet.trainer.tasks import Task
 
 _END: Any = object()  # the end of the data

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.errors import ConfigError
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import like
-from callsheet.trainer.process_groups import ProcessGroups
 from callsheet.trainer.tasks import Losses, Task
 
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from callsheet.callback import one_of
+from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
-from callsheet.trainer.process_groups import ProcessGroups
+from callsheet.run.process_groups import ProcessGroups
 
 KINDS = ("auto", "single", "ddp", "fsdp")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callsheet.callback import one_of
+from callsheet.core.callback import one_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

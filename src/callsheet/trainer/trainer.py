@@ -17,20 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callsheet.callback import Callback
 from callsheet.checkpoint import export_huggingface, export_weights
-from callsheet.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
-from callsheet.control import Control, Request
-from callsheet.distributed import read_ranks
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
+from callsheet.core.control import Control, Request
+from callsheet.core.familiar_names import TRAINER_ARGUMENTS
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.randomness import seed_all
+from callsheet.core.ranks import read_ranks
+from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
-from callsheet.familiar_names import TRAINER_ARGUMENTS
-from callsheet.lifetime import Lifetime
-from callsheet.log_ranks import LogRanks
-from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.randomness import seed_all
-from callsheet.signals import GRACE_SECONDS, SignalWatch
-from callsheet.time import Interval, Time
-from callsheet.trainer.agreement import Agreement
+from callsheet.run.agreement import Agreement
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
+from callsheet.run.lifetime import Lifetime
+from callsheet.run.log_ranks import LogRanks
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.records import Records
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
+from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     check_alike,
     check_run_name,
@@ -46,16 +52,10 @@ from callsheet.trainer.arguments import (
     resolved_device,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
-from callsheet.trainer.boundaries import Boundaries
-from callsheet.trainer.checkpoints import Checkpoints, Stateful, Typed
 from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
-from callsheet.trainer.failures import is_of_collective, is_out_of_memory, out_of_memory_note
 from callsheet.trainer.loop import TrainLoop
 from callsheet.trainer.parallel import Parallel, ParallelModel
 from callsheet.trainer.precision import Precision
-from callsheet.trainer.process_groups import ProcessGroups
-from callsheet.trainer.records import Records
-from callsheet.trainer.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
 from callsheet.trainer.tasks import Task, resolve_task
 
 logger = logging.getLogger("callsheet")

@@ -14,7 +14,7 @@ callbacks = callsheet.transport.unpack()
 ```
 """
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.transport.payload import Payload, pack, unpack

@@ -27,11 +27,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from callsheet.callback import Callback, CallbackSpec, label_of
 from callsheet.checkpoint import plain
 from callsheet.checkpoint.tensors import check_storable
+from callsheet.core.callback import Callback, CallbackSpec, label_of
+from callsheet.core.optional import load
 from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
-from callsheet.extras import load
 from callsheet.transport.fingerprint import IGNORE, arguments_of, differences, fingerprint
 from callsheet.transport.names import MAIN, find, main_script, path_of
 from callsheet.transport.rejections import described

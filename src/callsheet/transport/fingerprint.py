@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from callsheet.callback import Callback
+from callsheet.core.callback import Callback
 from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import Callback, label_of
-from callsheet.registration import check_callback
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.registration import check_callback
 from callsheet.transport.data import decode, encode
 from callsheet.transport.names import become
 from callsheet.transport.preflight import check_arrival

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callsheet.callback import label_of
+from callsheet.core.callback import label_of
 from callsheet.transport.fingerprint import IGNORE, differences, fingerprint
 from callsheet.transport.sealed import TransportError, read_private, write_private
 

@@ -10,12 +10,12 @@ from accelerate.tracking import GeneralTracker
 from torch import Tensor
 
 from callsheet.bridges.guest_base import Guest
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.loggers import Logger
-from callsheet.loggers.pixels import as_pixels
-from callsheet.loggers.tracker import flat
-from callsheet.sheet import Handler
+from callsheet.loggers.support.pixels import as_pixels
+from callsheet.loggers.support.tracker import flat
 
 
 def guest(tracker: Any, *, name: str = "", phase: str = "report", strict: bool = True) -> Callback:

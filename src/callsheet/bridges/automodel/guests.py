@@ -13,8 +13,8 @@ from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSamp
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.automodel.recipe import RecipeFacade
 from callsheet.bridges.guest_base import Guest, is_another_s, no_guest
-from callsheet.context import Context
-from callsheet.sheet import Handler
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from callsheet.bridges.guest_base import Facade
-from callsheet.context import Context
-from callsheet.distributed import initialised_distributed
+from callsheet.core.context import Context
+from callsheet.core.ranks import initialised_distributed
+from callsheet.core.time import TimeUnit
 from callsheet.errors import NotSupported, did_you_mean
-from callsheet.time import TimeUnit
 
 UNLIMITED = 2**63 - 1
 """AutoModel's `max_steps` if the number of steps is not known."""

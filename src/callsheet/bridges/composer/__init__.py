@@ -9,15 +9,15 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.composer.guests import ComposerGuest, guest
 from callsheet.bridges.composer.names import COMPOSER_EVENTS
-from callsheet.callback import Callback
-from callsheet.manager import CallbackManager
-from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
-from callsheet.time import Time
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Time
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = ["EVENT_MAP", "NOT_FIRED", "ComposerGuest", "guest", "host"]
 

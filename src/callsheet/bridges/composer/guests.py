@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from callsheet.bridges.composer.names import COMPOSER_EVENTS, Event, to_their_names
 from callsheet.bridges.composer.run import ComposerRun, Counted, Kinds
 from callsheet.bridges.guest_base import Guest, no_guest
-from callsheet.callback import at
-from callsheet.context import Context
-from callsheet.sheet import Handler
+from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import at
+from callsheet.core.context import Context
 
 logger = logging.getLogger("callsheet")
 

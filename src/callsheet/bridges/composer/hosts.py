@@ -18,11 +18,11 @@ from callsheet.bridges.giving_up import GivesUp, is_for_user
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook
-from callsheet.callback import Callback
-from callsheet.context import CheckpointInfo, Outcome
-from callsheet.control import Request
-from callsheet.manager import CallbackManager, normalize_callbacks
-from callsheet.time import Time
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.time import Time
 from callsheet.trainer.arguments import duration
 from callsheet.trainer.tasks import counts_of
 

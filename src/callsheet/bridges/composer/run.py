@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from callsheet.bridges.composer import names
 from callsheet.bridges.composer import time as composer_time
 from callsheet.bridges.composer.state import Logger, State
-from callsheet.context import Context
-from callsheet.time import Time, Timestamp
+from callsheet.core.context import Context
+from callsheet.core.time import Time, Timestamp
 from callsheet.trainer.tasks import Task
 
 _counts_of = Task().counts

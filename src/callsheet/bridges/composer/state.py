@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from callsheet.bridges.composer.names import label_of_dataset
 from callsheet.bridges.guest_base import Facade
+from callsheet.core.time import Timestamp
 from callsheet.errors import NotSupported
-from callsheet.time import Timestamp
 
 
 class Found:

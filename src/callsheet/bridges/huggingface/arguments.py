@@ -14,8 +14,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from callsheet.bridges.guest_base import Facade
-from callsheet.callback import one_of
-from callsheet.context import Context
+from callsheet.core.callback import one_of
+from callsheet.core.context import Context
 
 _KNOWN = (
     *("eval_strategy", "eval_steps", "eval_delay", "logging_strategy", "logging_steps", "logging_first_step", "save_strategy"),

@@ -15,10 +15,10 @@ from transformers.trainer_utils import SaveStrategy, speed_metrics
 
 from callsheet.bridges.guest_base import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
+from callsheet.core.time import Timestamp, TimeUnit
 from callsheet.errors import NotSupported
-from callsheet.sheet import Handler
-from callsheet.time import Timestamp, TimeUnit
 
 GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_data_init_end": ("on_init_end",),

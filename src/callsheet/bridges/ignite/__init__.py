@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from ignite.engine import Engine
@@ -18,11 +18,11 @@ from callsheet.bridges.ignite.engine import GuestEngine
 from callsheet.bridges.ignite.guests import IgniteGuest, guest
 from callsheet.bridges.ignite.hosts import IgniteHost
 from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED
-from callsheet.callback import Callback
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Time
 from callsheet.errors import ConfigError
-from callsheet.manager import CallbackManager
-from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
-from callsheet.time import Time
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = ["FIRED_AT", "FIRED_AT_EVALUATION", "NOT_FIRED", "GuestEngine", "IgniteGuest", "IgniteHost", "guest", "host"]
 

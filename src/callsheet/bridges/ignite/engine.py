@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events, State
 from torch import Tensor
 
 from callsheet.bridges.guest_base import NotOnTheList
-from callsheet.context import Context
+from callsheet.core.context import Context
 from callsheet.errors import NotSupported
 
 NO_GUESTS: Mapping[str, str] = {

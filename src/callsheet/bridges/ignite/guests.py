@@ -11,11 +11,11 @@ from ignite.metrics import Metric
 
 from callsheet.bridges.guest_base import Guest, NotOnTheList, no_guest, reject_never
 from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, reject_handler
-from callsheet.callback import Callback
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.time import TimeUnit
 from callsheet.errors import RegistrationError
-from callsheet.sheet import Handler
-from callsheet.time import TimeUnit
 
 GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("STARTED",),

@@ -19,11 +19,11 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
 from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
-from callsheet.callback import Callback
-from callsheet.context import CheckpointInfo, Outcome
-from callsheet.control import Request
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
-from callsheet.manager import CallbackManager, normalize_callbacks
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")

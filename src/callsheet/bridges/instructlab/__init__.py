@@ -17,12 +17,12 @@ from callsheet.bridges.instructlab.names import (
     log_failure,
     seen,
 )
-from callsheet.callback import Callback
-from callsheet.context import CheckpointInfo, Context
-from callsheet.lanes import LaneOptions
-from callsheet.manager import CallbackManager
-from callsheet.run_lock import LOCK_TIMEOUT_SECONDS
-from callsheet.time import TimeUnit
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import TimeUnit
+from callsheet.lanes.queue import LaneOptions
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 EVENT_MAP: Mapping[str, str] = {
     "on_train_begin": "on_train_start",

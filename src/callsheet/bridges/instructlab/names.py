@@ -15,9 +15,9 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from callsheet.capture import copied
 from callsheet.errors import did_you_mean
-from callsheet.lanes import Lane, LaneOptions, close, drain
+from callsheet.lanes.capture import copied
+from callsheet.lanes.queue import Lane, LaneOptions, close, drain
 
 logger = logging.getLogger("callsheet")
 

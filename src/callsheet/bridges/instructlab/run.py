@@ -17,16 +17,16 @@ from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import writes_to_run_folder
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
-from callsheet.control import Control, Request
-from callsheet.distributed import read_ranks
+from callsheet.core.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
+from callsheet.core.control import Control, Request
+from callsheet.core.manager import CallbackManager
+from callsheet.core.ranks import read_ranks
+from callsheet.core.time import Time
 from callsheet.errors import NotSupported
-from callsheet.lifetime import Lifetime
-from callsheet.log_ranks import LogRanks
-from callsheet.manager import CallbackManager
-from callsheet.metrics import MetricLog
-from callsheet.run_lock import RunLock
-from callsheet.time import Time
+from callsheet.run.lifetime import Lifetime
+from callsheet.run.log_ranks import LogRanks
+from callsheet.run.metrics import MetricLog
+from callsheet.run.run_lock import RunLock
 
 logger = logging.getLogger("callsheet")
 

@@ -10,10 +10,10 @@ import torch
 
 from callsheet.bridges.guest_base import Facade, Guest
 from callsheet.bridges.keras.run import KerasRun
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
+from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError, NotSupported
-from callsheet.sheet import Handler
-from callsheet.time import TimeUnit
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),

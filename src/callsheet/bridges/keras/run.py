@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.bridges.guest_base import Common
-from callsheet.context import Context
+from callsheet.core.context import Context
 from callsheet.trainer.tasks import counts_of
 
 

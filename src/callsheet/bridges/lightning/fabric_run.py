@@ -10,8 +10,8 @@ import torch
 
 from callsheet.bridges.bare import AttachedRun, attach
 from callsheet.bridges.lightning.parts import Methods
-from callsheet.callback import Callback
-from callsheet.manager import CallbackManager
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from callsheet.bridges.guest_base import Facade
-from callsheet.context import Context
+from callsheet.core.context import Context
+from callsheet.core.time import TimeUnit
 from callsheet.errors import NotSupported
-from callsheet.time import TimeUnit
 
 if TYPE_CHECKING:
     from callsheet.bridges.lightning.guests import LightningGuest

@@ -13,9 +13,9 @@ from torch import Tensor
 from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
 from callsheet.bridges.lightning.module import ModuleFacade
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
 from callsheet.errors import NotSupported
-from callsheet.sheet import Handler
 
 logger = logging.getLogger("callsheet")
 

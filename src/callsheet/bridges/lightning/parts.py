@@ -12,7 +12,7 @@ from torch import nn
 from callsheet.bridges.copies import add_hook, replace
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.torch_hooks import NotCopied, start_forward
-from callsheet.context import Context
+from callsheet.core.context import Context
 
 _STEPS: Mapping[str, str] = {"validation_step": "eval", "test_step": "test", "predict_step": "predict"}
 

@@ -12,9 +12,9 @@ from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContex
 from callsheet.bridges.megatron_bridge.run import MegatronBridgeRun
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.checkpoint.plain import flatten
-from callsheet.context import Context
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
 from callsheet.errors import CheckpointError, NotSupported
-from callsheet.sheet import Handler
 
 MODULE = "megatron.bridge.training.callbacks"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from callsheet.bridges.host_states import STATE, read_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.context import CheckpointInfo
-from callsheet.control import Request
+from callsheet.core.context import CheckpointInfo
+from callsheet.core.control import Request
 
 logger = logging.getLogger("callsheet")
 

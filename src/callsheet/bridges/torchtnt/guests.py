@@ -12,8 +12,8 @@ from torchtnt.utils.progress import Progress
 
 from callsheet.bridges.guest_base import Facade, Guest, NotOnTheList
 from callsheet.bridges.torchtnt.run import PHASES, TorchTNTRun
-from callsheet.context import Context
-from callsheet.sheet import Handler
+from callsheet.core.call_sheet import Handler
+from callsheet.core.context import Context
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),

@@ -10,9 +10,9 @@ from torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState
 from torchtnt.utils.progress import Progress
 
 from callsheet.bridges.guest_base import Common
-from callsheet.context import Context
+from callsheet.core.context import Context
+from callsheet.core.time import TimeUnit
 from callsheet.errors import NotSupported
-from callsheet.time import TimeUnit
 
 PHASES: Mapping[str, ActivePhase] = {
     "train": ActivePhase.TRAIN,

@@ -1,6 +1,6 @@
 """NeMo AutoModel's names: its callbacks, and its four recipes over ours. NeMo AutoModel need not be installed."""
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.automodel.names import Callback, CallbackRunner, MetricsSample, rank_zero_only

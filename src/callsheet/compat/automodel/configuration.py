@@ -16,18 +16,18 @@ import yaml
 from callsheet.bridges.automodel.recipe import ConfigNode
 from callsheet.compat.automodel.columns import MappedRows
 from callsheet.compat.automodel.section import Section
-from callsheet.distributed import read_ranks
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.recipes.classify import ClassifyConfig
+from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.distill import DistillConfig
 from callsheet.recipes.finetune import FinetuneConfig
 from callsheet.recipes.finetune_vlm import FinetuneVLMConfig
 from callsheet.recipes.job import JobConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.lora import ALL_LINEAR, Lora
-from callsheet.recipes.rows import Rows
-from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
-from callsheet.recipes.vision_language_model import VisionLanguageModel
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.lora import ALL_LINEAR, Lora
+from callsheet.recipes.models.vision_language_model import VisionLanguageModel
+from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine, WarmupLinear
 
 _LOADS, _MAKES = "from_pretrained", "from_config"
 _MODELS = tuple(

@@ -11,9 +11,9 @@ from callsheet.bridges.automodel.guests import AutoModelGuest
 from callsheet.bridges.automodel.names import CallbackRunner
 from callsheet.bridges.automodel.recipe import ConfigNode, DistEnv, RecipeFacade
 from callsheet.bridges.automodel.recipe import StepScheduler as Scheduled
-from callsheet.callback import Callback
 from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config
-from callsheet.context import Context
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 from callsheet.recipes.classify import Classify
 from callsheet.recipes.distill import Distill

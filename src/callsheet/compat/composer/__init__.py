@@ -7,7 +7,7 @@ What has no counterpart here can be imported, and raises `NotSupported` when it 
 
 from typing import Any
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.composer.names import Callback, Event, LoggerDestination

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from callsheet.callback import Callback
 from callsheet.compat.composer.submodules import offer
 from callsheet.compat.not_offered import not_offered
-from callsheet.context import Context
-from callsheet.extras import needed_by
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.optional import needed_by
 from callsheet.trainer import Task
 
 if TYPE_CHECKING:

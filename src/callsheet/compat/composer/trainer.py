@@ -18,12 +18,12 @@ from callsheet.bridges.composer.names import Callback as ComposerCallback
 from callsheet.bridges.composer.run import ComposerRun, Kinds
 from callsheet.bridges.composer.state import Logger, State
 from callsheet.bridges.composer.time import Time
-from callsheet.callback import Callback
 from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
 from callsheet.compat.composer.data import is_loader, loader_of
 from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
 from callsheet.compat.composer.rejections import reject
 from callsheet.compat.composer.submodules import offer
+from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 

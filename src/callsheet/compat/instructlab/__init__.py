@@ -3,7 +3,7 @@ of `instructlab.training.callbacks` and `.config`. InstructLab need not be insta
 
 from typing import Any
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any
 
 from callsheet.bridges.instructlab.names import check
-from callsheet.callback import Callback
 from callsheet.compat.instructlab.model_fields import HasModelFields
+from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
 
 

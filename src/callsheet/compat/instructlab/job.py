@@ -13,18 +13,18 @@ import torch
 from torch import distributed
 
 from callsheet.bridges.instructlab import InstructLabGuest
-from callsheet.callback import Callback, label_of
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import export_huggingface
 from callsheet.compat.instructlab.arguments import TrainingArgs
-from callsheet.context import CheckpointInfo, Context
-from callsheet.distributed import read_ranks
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
+from callsheet.recipes.data.rows import Rows, Stream
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
-from callsheet.recipes.language_model import LanguageModel
-from callsheet.recipes.lora import ALL_LINEAR, Lora
-from callsheet.recipes.rows import Rows, Stream
-from callsheet.recipes.schedules import Warmup, WarmupCosine
+from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes.models.lora import ALL_LINEAR, Lora
+from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine
 
 RUN = "training"
 """The run's folder in `ckpt_output_dir`, beside InstructLab's `hf_format`."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from callsheet.bridges.instructlab.names import TrainerCallback, TrainingContext
-from callsheet.callback import Callback
 from callsheet.compat.instructlab import config
 from callsheet.compat.instructlab.arguments import DistributedBackend, LoraOptions, TorchrunArgs, TrainingArgs
+from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
 
 __all__ = [

@@ -4,7 +4,7 @@
 `pretrain`, `forward_step` and `qwen25_500m_pretrain_config` need nothing of it.
 """
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.megatron_bridge.names import (

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
 from callsheet.bridges.guest_base import NotOnTheList
-from callsheet.recipes.text_rows import TextRows
+from callsheet.recipes.data.text_rows import TextRows
 
 Section = TypeVar("Section")
 

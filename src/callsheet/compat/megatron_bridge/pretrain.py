@@ -15,18 +15,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is t
 from callsheet.bridges.megatron_bridge.guests import MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.names import Callback, CallbackManager, normalize_callbacks
 from callsheet.bridges.megatron_bridge.state import GlobalState
-from callsheet.callback import Callback as OwnCallback
 from callsheet.checkpoint import newest
 from callsheet.compat.megatron_bridge.config import ConfigContainer
 from callsheet.compat.megatron_bridge.gpt import GPTModel, as_recipe_step
 from callsheet.compat.megatron_bridge.trackers import Trackers
-from callsheet.context import Context
-from callsheet.distributed import initialised_distributed, read_ranks
+from callsheet.core.callback import Callback as OwnCallback
+from callsheet.core.context import Context
+from callsheet.core.ranks import initialised_distributed, read_ranks
 from callsheet.errors import ConfigError, NotSupported
-from callsheet.recipes.byte_files import ByteFiles
-from callsheet.recipes.language_model import LanguageModel
+from callsheet.recipes.data.byte_files import ByteFiles
+from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.pretrain import Pretrain, PretrainConfig
-from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
+from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine, WarmupLinear
 
 logger = logging.getLogger("callsheet")
 

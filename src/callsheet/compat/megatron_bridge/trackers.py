@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.bridges.megatron_bridge.state import GlobalState
-from callsheet.callback import Callback
 from callsheet.compat.megatron_bridge.config import ConfigContainer
-from callsheet.context import Context
-from callsheet.distributed import read_ranks
-from callsheet.extras import load
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.optional import load
+from callsheet.core.ranks import read_ranks
 
 NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
 """Ours, and Megatron's; of losses the part behind the dataset's name is kept."""

@@ -9,7 +9,7 @@ There are three ways to share the data, chosen once for each dataloader:
 A rank that has no batch while others have one gets a filler: a real batch that counts nothing.
 """
 
-from callsheet.extras import needed_by
+from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.trainer.data.seeded import SeededDataset

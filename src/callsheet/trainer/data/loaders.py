@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.errors import ConfigError
-from callsheet.randomness import random_state, restore_random_state
 from callsheet.trainer.data.own_generators import generator_states, own_generators, restore_generators
 
 logger = logging.getLogger("callsheet")

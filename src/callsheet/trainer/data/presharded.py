@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from callsheet.randomness import same_random_state
+from callsheet.core.randomness import same_random_state
+from callsheet.run.process_groups import Pending, ProcessGroups
 from callsheet.trainer.data.loaders import (
     datasets,
     drop,
@@ -29,7 +30,6 @@ from callsheet.trainer.data.loaders import (
 from callsheet.trainer.data.order import Order
 from callsheet.trainer.data.seeded import SeededDataset, SeededStream, cpu_random_state, mixed
 from callsheet.trainer.data.strategies import SharedBatches, empty_ranks
-from callsheet.trainer.process_groups import Pending, ProcessGroups
 
 logger = logging.getLogger("callsheet")
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import (
     batching,
     makes_own_batches,
@@ -19,7 +20,6 @@ from callsheet.trainer.data.loaders import (
 from callsheet.trainer.data.seeded import SeededDataset
 from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
 from callsheet.trainer.data.strategies import SharedBatches
-from callsheet.trainer.process_groups import ProcessGroups
 
 
 class SplitData:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from callsheet.errors import ConfigError
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import (
     drop,
     generators,
@@ -19,7 +20,6 @@ from callsheet.trainer.data.loaders import (
 )
 from callsheet.trainer.data.seeded import RandomStream, mixed
 from callsheet.trainer.data.strategies import CountSamples, SharedBatches
-from callsheet.trainer.process_groups import ProcessGroups
 
 
 class DealtData:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from callsheet.core.randomness import restore_random_state
 from callsheet.errors import ConfigError
-from callsheet.randomness import restore_random_state
 from callsheet.trainer.data.loaders import attributes, chain_of, changed
 from callsheet.trainer.data.own_generators import own_generators, seed_generators
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import batching, datasets, has_items, length_of, no_batches, rebuilt, samplers
 from callsheet.trainer.data.presharded import OwnData
 from callsheet.trainer.data.resampled import SplitData
 from callsheet.trainer.data.round_robin import DealtData
 from callsheet.trainer.data.strategies import CountSamples, SharedBatches, Sharing
-from callsheet.trainer.process_groups import ProcessGroups
 
 logger = logging.getLogger("callsheet")
 

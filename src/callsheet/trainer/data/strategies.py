@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from callsheet.errors import ConfigError
-from callsheet.trainer.process_groups import ProcessGroups
+from callsheet.run.process_groups import ProcessGroups
 
 CountSamples = Callable[[Any], int]
 

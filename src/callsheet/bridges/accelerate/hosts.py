@@ -1,0 +1,496 @@
+"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.accelerate.guests import numbers
+from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
+from callsheet.bridges.giving_up import weakly
+from callsheet.bridges.host_parts import Evaluates
+from callsheet.bridges.host_states import own_state, restore_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Time
+from callsheet.errors import NotSupported, RequestRejected, mark_as_users
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.trainer.tasks import counts_of
+
+logger = logging.getLogger("callsheet")
+
+FIRED_AT: Mapping[str, tuple[str, ...]] = {
+    "with": (
+        "on_run_start",
+        "on_checkpoint_load_start",
+        "on_checkpoint_load_end",
+        "on_data_init_start",
+        "on_data_init_end",
+        "on_run_end",
+    ),
+    "run.steps": ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_fetch_end", "on_microbatch_start"),
+    "Accelerator.sync_gradients": ("on_train_step_start", "on_train_step_end", "on_log", "on_checkpoint_due"),
+    "the model": ("on_forward_start", "on_forward_end"),
+    "Accelerator.backward": ("on_loss_end", "on_backward_start", "on_backward_end"),
+    "Accelerator.clip_grad_norm_": ("on_clip_gradients_start", "on_clip_gradients_end"),
+    "AcceleratedOptimizer.step": ("on_optimizer_step_start", "on_optimizer_step_end"),
+    "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"),
+    "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+}
+"""By a call in the loop: our events that it fires. A step ends, and the next begins, where the accelerator synchronizes gradients."""
+
+NOT_FIRED = (
+    *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    "on_predict_end",
+)
+"""Events that this host never fires."""
+
+_OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Distributed types whose engines run backward and step themselves, so that the hooks do not see them."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    max_duration: str | Time | None = None,
+    log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    evaluate: Evaluates | None = None,
+    config: Mapping[str, Any] | None = None,
+    preempt_signals: Iterable[str] = ("SIGTERM",),
+    timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    strict: bool = True,
+) -> AcceleratedRun:
+    """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
+
+    The loop iterates over `run.steps(dataloader)`, and otherwise stays as it is. A step ends where `accelerator.sync_gradients` is true,
+    so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`, logged values from
+    `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also written with `save_state`.
+    `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
+
+    Args:
+        accelerator: the Accelerator whose `prepare` was called.
+        model, optimizer, scheduler: as `prepare` returned them.
+        max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
+        resume: a folder that `accelerator.save_state` wrote. It is loaded when the `with` block is entered.
+        evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
+            `{"validation": {"loss": 1.2}}`.
+        config: the program's settings, stored with the run.
+        preempt_signals: the signals that make the run save a checkpoint and end as preempted.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+
+    Raises:
+        ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
+        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.
+    """
+    if accelerator.distributed_type in _OWN_ENGINES:
+        raise NotSupported(
+            f"{accelerator.distributed_type.value} runs backward and step in its own engine, which callsheet cannot observe; train with DDP or "
+            "FSDP, or without callsheet"
+        )
+    check_model(model)
+    optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
+    accelerated = AcceleratedRun(
+        HostedRun(
+            callbacks,
+            model=accelerator.unwrap_model(model),
+            optimizer=optimizer,
+            scheduler=getattr(scheduler, "scheduler", scheduler),
+            host="this loop with Accelerate",
+            run_name=run_name,
+            runs_folder=runs_folder,
+            config=config,
+            max_duration=max_duration,
+            log_interval=log_interval,
+            device=accelerator.device,
+            evaluates=evaluate,
+            saves=lambda requests: me()._save_as_requested(),  # type: ignore[union-attr]  # the AcceleratedRun outlives its HostedRun
+            signals=("SIGINT", *preempt_signals),
+            timeout_seconds=timeout_seconds,
+            lock_timeout_seconds=lock_timeout_seconds,
+        ),
+        model,
+        optimizer,
+        accelerator,
+        resume=os.fspath(resume) if resume is not None else None,
+        strict=strict,
+    )
+    me = weakref.ref(accelerated)
+    return accelerated
+
+
+class AcceleratedRun(AttachedRun):
+    """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing."""
+
+    def __init__(
+        self,
+        run: HostedRun,
+        model: nn.Module,
+        optimizer: Optimizer,
+        accelerator: Accelerator,
+        *,
+        resume: str | None,
+        strict: bool,
+    ) -> None:
+        super().__init__(
+            run, model, optimizer, gradient_accumulation_steps=1, scaler=accelerator.scaler, resume=resume, strict=strict
+        )
+        self._accelerator = accelerator
+        self._patches = _AcceleratorPatches(accelerator, self)
+        self._loaded: Mapping[str, Any] | None = None
+        self._is_inside = False  # the `with` block
+        self._microbatches = 0  # of the current step
+        self._taken = 0  # batches of the epoch
+        self._to_skip = 0  # batches of the first epoch after a resume
+        self._is_resumed = False
+        self._may_fire_save = True  # nothing has been trained or saved since a checkpoint was due
+        self._saves = False  # a callback has asked for the checkpoint that is being written
+        self._is_saved = False  # the latest checkpoint holds the callbacks' states
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._is_inside = True
+        if not self._has_given_up:
+            self._patches.begin()
+        return self
+
+    def _begin(self) -> None:
+        self._run.checkpoints.loads = self._load
+        self._run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        super()._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, frames)
+        finally:
+            self._is_inside = False
+            self._patches.end()
+
+    def _release(self) -> None:
+        super()._release()
+        self._is_inside = False
+        self._patches.end()
+
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fire the events of an evaluation that the loop has made. Give its results by dataset name: `{"validation": {"loss": 1.2}}`."""
+        super().evaluated(results)
+        self._may_fire_save = True
+        if not self._is_iterating:  # otherwise the end of the step checks it
+            self._is_over |= self._run.control.stop_requested is not None
+
+    def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of one epoch. After a resume, `skip_first_batches` leaves out those that were taken before.
+
+        Raises:
+            RequestRejected: inside another call of it.
+        """
+        if self._is_iterating:
+            raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
+        if self._is_over or not self._begin_epoch():
+            return
+        run, driver, ctx = self._run, self._run.driver, self._run.ctx
+        self._is_iterating, is_whole = True, False
+        batches: Iterator[Any] | None = None
+        try:
+            if not self._has_given_up:
+                driver.start("epoch")
+                batches = self._iterate(dataloader)
+            while not self._is_over and not self._has_given_up:
+                self._group = []
+                batch = self._fetch(batches)  # type: ignore[arg-type]
+                if batch is None:
+                    is_whole = True
+                    break
+                samples, tokens = counts_of(batch)
+                run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                self._microbatches += 1
+                self._taken += 1
+                self._backward.is_on, ctx.batch = True, batch
+                if self._listens_to_microbatch:
+                    ctx.microbatch = batch
+                    driver.start("microbatch")
+                    batch = ctx.microbatch
+                self._group = []
+                yield batch
+                if self._has_given_up:
+                    break  # type: ignore[unreachable]  # a hook may have given up
+                self._backward.is_on = False
+                self._end_microbatch()
+            if not self._has_given_up:
+                if self._microbatches:  # the accelerator did not step at the end of the data
+                    self._end_step()
+                if is_whole:
+                    self._taken = 0
+                self._is_over |= run.end_epoch(is_whole=is_whole)
+                self._may_fire_save = True
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._is_iterating = False
+            if self._backward is not None:
+                self._backward.is_on = False
+        if self._has_given_up and not self._is_over:
+            # Count a step where the accelerator synchronizes gradients: the step of this batch here, the next ones in `_remaining`.
+            was_in_step, self._was_in_step = self._was_in_step, False
+            if was_in_step and not self._group and self._ends_step(1):
+                self._count_step()
+            yield from self._remaining(self._iterate(dataloader) if batches is None else batches, self._group, 0)
+
+    def _iterate(self, dataloader: Any) -> Iterator[Any]:
+        try:
+            return iter(self._left_of(dataloader))
+        except Exception as error:
+            mark_as_users(error)  # training is impossible without data
+            raise
+
+    def _ends_step(self, given: int) -> bool:
+        return bool(self._accelerator.sync_gradients)
+
+    def _reset_position(self) -> None:
+        self._taken = 0
+
+    def _left_of(self, dataloader: Any) -> Iterable[Any]:
+        skip, self._to_skip = self._to_skip, 0
+        self._taken = skip
+        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own count starts at 0 in a new process
+            dataloader.set_epoch(self._run.state.timestamp.epoch)
+        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:  # it resumes at its own position
+            return dataloader  # type: ignore[no-any-return]
+        return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, or None. Fire the fetch events for the first batch of a step only.
+
+        Batches are not fetched in advance, since the accelerator reads the dataloader's position.
+        """
+        is_first = not self._microbatches
+        run, driver, ctx = self._run, self._run.driver, self._run.ctx
+        if is_first:
+            self._may_fire_save = False
+            if driver.listen():
+                self._listens_to_fetch, self._listens_to_microbatch = driver.listens_to("fetch"), driver.listens_to("microbatch")
+                self._model_hooks.listen(self._listens_to_microbatch)
+                self._optimizer_hooks.listen(driver.is_read)
+                self._backward.listen(driver.is_loss_read)
+            if self._listens_to_fetch:
+                driver.start("fetch")
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            mark_as_users(error)
+            raise
+        if batch is not None:
+            self._group.append(batch)  # the loop gets it, even if something fails before
+        if is_first:
+            ctx.batch = batch
+            if self._listens_to_fetch:
+                driver.end("fetch")
+                batch = ctx.batch
+            if batch is not None:
+                run.counted = (0, 0)
+                self._optimizer_hooks.has_stepped, self._backward.total = False, None
+                driver.start_step()
+        return batch
+
+    def _end_microbatch(self) -> None:
+        """End the microbatch, or the step if gradients were synchronized."""
+        if not self._microbatches:
+            return
+        if self._accelerator.sync_gradients:
+            self._end_step()
+        else:
+            self._run.driver.end("microbatch")
+
+    def _end_step(self) -> None:
+        self._microbatches = 0
+        super()._end_step()
+        self._may_fire_save = True
+
+    def _check_first(self) -> None:
+        run = self._run
+        if not self._optimizer_hooks.has_stepped:
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
+            elif self._strict:
+                raise NotSupported(
+                    "the loop has not stepped the optimizer in its first step, where gradients were synchronized; give host the optimizer that"
+                    " the loop steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
+                )
+        run.check_supported(strict=self._strict, logger=logger)
+
+    # --- wrappers around the accelerator's methods ---
+
+    def _clip(self, clips: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `accelerator.clip_grad_norm_`, fire the clipping events, and log the gradient norm."""
+        run = self._run
+        if self._has_given_up or not self._backward.is_on or not self._accelerator.sync_gradients:
+            return clips(*args, **kwargs)
+        try:
+            run.driver.start("clip_gradients")
+        except Exception as error:
+            self._give_up(error)
+        norm = clips(*args, **kwargs)
+        if self._has_given_up:
+            return norm  # type: ignore[unreachable]
+        try:
+            run.grad_norm = norm
+            run.driver.end("clip_gradients")
+            if norm is not None:
+                run.ctx.log({"train/grad_norm": norm}, over="mean", across="same")
+        except Exception as error:
+            self._give_up(error)
+        return norm
+
+    def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        """Call `accelerator.save_state` and fire the checkpoint events. If the optimizer has stepped, end the step first."""
+        try:
+            if self._is_iterating and not self._has_given_up and self._optimizer_hooks.has_stepped:
+                self._end_microbatch()
+        except Exception as error:
+            self._give_up(error)
+        may_fire, self._may_fire_save = self._may_fire_save or self._saves, False
+        self._is_saved = False
+        folder = saves(*args, **kwargs)
+        if self._has_given_up:
+            return folder
+        if not self._is_saved:
+            logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
+        try:
+            if may_fire:
+                self._run.fire_checkpoint(str(folder), lambda info: None)  # the accelerator has written the callbacks' states
+        except Exception as error:
+            self._give_up(error)
+        return folder
+
+    def _save_as_requested(self) -> None:
+        accelerator, run = self._accelerator, self._run
+        self._saves = True
+        try:
+            if accelerator.project_configuration.automatic_checkpoint_naming:
+                accelerator.save_state()
+            else:
+                accelerator.save_state(str(Path(run.ctx.run.checkpoints) / f"step-{run.state.timestamp.batch}"))
+        finally:
+            self._saves = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the callbacks' states and the run's progress. `accelerator.save_state` calls this for a registered object."""
+        run = self._run
+        self._is_saved = True
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if self._has_given_up:
+            return {}  # the run's state is older than this checkpoint
+        return {**own_state(run), "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state: at once inside the `with` block, else when it is entered.
+
+        Raises:
+            RequestRejected: within an epoch.
+        """
+        if self._is_iterating:
+            raise RequestRejected("accelerator.load_state() inside steps(): load before the first epoch")
+        self._loaded = state
+        if self._is_inside:
+            self._load()
+
+    def _load(self) -> CheckpointInfo | None:
+        run = self._run
+        if self._resume is not None and not self._is_inside:
+            self._accelerator.load_state(self._resume)
+        loaded, self._loaded = self._loaded, None
+        if not loaded:
+            if self._resume is not None:
+                logger.warning(
+                    "no states of callbacks were loaded from %s: accelerator.register_for_checkpointing(run) does", self._resume
+                )
+            return None
+        restore_states(run, loaded)
+        self._to_skip, self._is_resumed = loaded["taken"], True
+        now = run.state.timestamp
+        return CheckpointInfo(self._resume or "", now.batch, now.epoch, "periodic")
+
+
+class _AcceleratorPatches:
+    """Wraps methods of an Accelerator and adds a tracker to it during a run, since an Accelerator has no events."""
+
+    def __init__(self, accelerator: Accelerator, run: AcceleratedRun) -> None:
+        self._accelerator = accelerator
+        self._run = weakref.proxy(run)
+        self._tracker = _Tracker(run.ctx, weakly(run._give_up))
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Install the wrappers and the tracker."""
+        run = self._run
+        for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
+            self._before[name] = vars(self._accelerator).get(name)
+            setattr(self._accelerator, name, _around(getattr(self._accelerator, name), method))
+        self._accelerator.trackers.append(self._tracker)
+
+    def end(self) -> None:
+        """Remove the wrappers and the tracker."""
+        for name, before in self._before.items():
+            if before is None:
+                delattr(self._accelerator, name)
+            else:
+                setattr(self._accelerator, name, before)
+        self._before.clear()
+        # A new list: `accelerator.log` may be iterating over this one.
+        self._accelerator.trackers = [each for each in self._accelerator.trackers if each is not self._tracker]
+
+
+def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: ours(theirs, *args, **kwargs)
+
+
+class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+    """Receives what the loop logs with `accelerator.log`."""
+
+    name = "callsheet"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, ctx: Context, give_up: Callable[[Exception], None]) -> None:
+        self.tracker, self._give_up = ctx, give_up
+        super().__init__()  # the base class reads the attributes that were just set
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        try:
+            self.tracker.log_hyperparameters(values)
+        except Exception as error:
+            self._give_up(error)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        try:
+            if found := numbers(values):
+                self.tracker.log({f"accelerate/{name}": value for name, value in found.items()}, across="same")
+        except Exception as error:
+            self._give_up(error)

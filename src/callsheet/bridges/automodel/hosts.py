@@ -1,0 +1,417 @@
+"""The AutoModel bridge: callsheet callbacks in NeMo AutoModel's recipes (`host`), and AutoModel's callbacks in callsheet's loop (`guest`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.bridges.automodel.hooks import CalledModel
+from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
+from callsheet.core.callback import Callback
+from callsheet.core.context import CheckpointInfo, Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.errors import NotSupported
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+
+logger = logging.getLogger("callsheet")
+
+HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_train_start": (
+        *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
+        *("on_train_start", "on_round_start"),
+    ),
+    "on_train_batch_end": ("on_train_step_end", "on_log", "on_epoch_end", "on_checkpoint_due"),
+    "on_validation_end": ("on_eval_end", "on_eval_all_end", "on_log"),
+    "on_save_checkpoint": ("on_checkpoint_due", "on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+    "on_exception": ("on_exception", "on_run_end"),
+    "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
+}
+"""The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
+
+NOT_FIRED = (
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    "on_predict_end",
+)
+"""Events that a recipe has no counterpart for."""
+
+NOT_FIRED_FOR_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
+"""Further events that are not fired if a recipe has several validation sets: it does not report where one ends and the next begins."""
+
+
+_RENAMED = {
+    "grad_norm": "train/grad_norm",
+    "num_label_tokens": "train/label_tokens",
+    "accuracy": "train/accuracy",
+}
+_LOGGED_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
+_NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
+"""Values that AutoModel reports with a validation and that are not results of it."""
+
+_ONLY = "default"
+"""AutoModel's name for a validation set that is the only one."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    log_interval: str | int = "10ba",
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> AutoModelHost:
+    """Wrap the callbacks in one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
+
+    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with PyTorch hooks
+    on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that AutoModel measures at a
+    step are in the metrics records, under our name if there is one, else as `automodel/<name>`.
+
+    AutoModel carries out requests to stop, save or evaluate: the host changes its step scheduler, so that this step is the last one or
+    one at which to save or validate. AutoModel validates at every step at which it saves. Its checkpoints contain the callbacks' states,
+    which are loaded when training resumes from one.
+
+    Not supported: gradients at `on_train_step_end`, which are zeroed by then; the fetch of a step's microbatches after the first; the
+    steps of an evaluation of several sets; pipeline parallelism. An exception is reported only if the script calls
+    `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a run that fails ends when the host is garbage-collected or
+    the program ends; it is recorded as failed.
+
+    Args:
+        log_interval: how often a metrics record is made.
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: when training begins or after the first step, depending on `strict`.
+    """
+    return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+
+
+def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Call the method with the run, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
+
+    @functools.wraps(method)
+    def called(self: AutoModelHost, recipe: Any, **given: Any) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._called.is_inert = True  # a call of the model by a callback is not a part of the loop
+        try:
+            method(self, recipe, run=run, **given)
+        except BaseException as error:
+            self._leave(error)
+        finally:
+            self._called.is_inert = False
+
+    return called
+
+
+class _HostRequests:
+    """Carry out requests by changing AutoModel's step scheduler.
+
+    It has no reference to the recipe: the run keeps this object, and must not keep the recipe, and with it the host, alive.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._changed: dict[str, Any] = {}  # the original values of changed intervals
+
+    def save(self, requests: tuple[Request, ...]) -> None:
+        """Save at the current step, as if the scheduler's interval ended there."""
+        self._now("ckpt_every_steps")
+
+    def evaluate(self) -> None:
+        """Validate at the current step, as if the scheduler's interval ended there."""
+        self._now("val_every_steps")
+
+    def stop(self, *, now: bool = False) -> None:
+        """Stop after the current step, as if it were the last; with `now` before it."""
+        scheduler = self._scheduler
+        scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
+
+    def restore(self) -> bool:
+        """Restore the intervals after a step. Return whether they had been changed."""
+        changed, self._changed = self._changed, {}
+        for name, value in changed.items():
+            setattr(self._scheduler, name, value)
+        return bool(changed)
+
+    def _now(self, name: str) -> None:
+        self._changed.setdefault(name, getattr(self._scheduler, name))
+        setattr(self._scheduler, name, self._scheduler.step + 1)
+
+
+class AutoModelHost(GivesUp, AutoModelCallback):
+    """See `host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        log_interval: str | int,
+        strict: bool,
+        lock_timeout_seconds: float,
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._log_interval = log_interval
+        self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._run: HostedRun | None = None
+        self._requests: Any = None  # the _HostRequests, once a run has begun
+        self._is_due_fired = False  # whether on_checkpoint_due was fired since the last step or epoch, and before an evaluation
+        self._being_written: CheckpointInfo | None = None  # a checkpoint that AutoModel is writing in the background
+
+    # --- the run ---
+
+    @observing
+    def on_train_start(self, recipe: Any, **_: Any) -> None:
+        """Begin a run."""
+        if self._run is not None:  # an exception ended the earlier run
+            self._release()
+        self._has_given_up = False
+        if getattr(recipe, "pp", None) is not None:
+            raise NotSupported(
+                "AutoModel's pipeline parallelism is not supported, because the parts of a step cannot be observed in its stages; "
+                "train without it"
+            )
+        scheduler = recipe.step_scheduler
+        model = _only(getattr(recipe, "model_parts", None) or recipe.model)
+        optimizer = _only(recipe.optimizer)
+        checkpoints = getattr(getattr(recipe, "checkpointer", None), "config", None)
+        output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
+        sets = _validation_sets(recipe)
+        self._requests = requests = _HostRequests(scheduler)
+        self._is_checked = False
+        self._run = run = HostedRun(
+            self.manager,
+            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            optimizer=optimizer,
+            scheduler=_only(getattr(recipe, "lr_scheduler", None)),
+            host="NeMo AutoModel",
+            run_name=output.name,
+            runs_folder=output.parent,
+            config=_plain(getattr(recipe, "cfg", None)),
+            max_duration=f"{scheduler.max_steps}ba" if scheduler.max_steps < 2**62 else None,
+            log_interval=self._log_interval,
+            able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
+            saves=requests.save,
+            evaluates=None,
+            lock_timeout_seconds=self._lock_timeout_seconds,
+        )
+        run.evaluation.asks = requests.evaluate
+        run.state.epoch_batches = getattr(scheduler, "epoch_len", None)
+        run.state.evaluators = tuple(sets)
+        if scheduler.step:
+            given = recipe.cfg.get("checkpoint.restore_from", None) if hasattr(recipe.cfg, "get") else None
+            places = [Path(given), output / given] if isinstance(given, str) else []
+            run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
+        self._watch = watch = BackwardWatch(run.driver, run.ctx)
+        run.losses = watch.reader
+        self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
+        run.fails_by(self._leave)
+        self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
+        run.reject(NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
+        run.begin()
+        run.driver.start("round")
+        if run.control.stop_requested is not None:
+            requests.stop(now=True)
+
+    @_in_a_run
+    def on_train_end(self, recipe: Any, *, run: HostedRun, **_: Any) -> None:
+        """End the run."""
+        if run.driver.is_open("epoch"):  # the data had no known length, so its last batch was not recognized
+            run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
+        self._publish(run)
+        if _is_leaving(recipe):
+            _preempt(run)
+        self._requests.restore()
+        run.finish()
+        if self._requests.restore():
+            logger.warning("a checkpoint or an evaluation was requested after AutoModel's training was over; it is not made")
+        self._release()
+
+    def on_exception(self, recipe: Any, *, exception: BaseException | None = None, **_: Any) -> None:
+        """End the run as failed, unless a callback's error has ended it already."""
+        self._fail(exception if exception is not None else RuntimeError("AutoModel reported a failure without an exception"))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(error)
+            self._release()
+
+    def _release(self) -> None:
+        if self._requests is not None:
+            self._requests.restore()
+        super()._release()
+        self._being_written = None
+
+    # --- steps ---
+
+    @_in_a_run
+    def on_train_batch_end(self, recipe: Any, *, run: HostedRun, train_log_data: Any = None, **_: Any) -> None:
+        """End the step, and reach the boundary after it."""
+        self._requests.restore()
+        self._called.end_step()
+        self._take(run, {} if train_log_data is None else train_log_data.metrics)
+        run.end_step()
+        if not self._is_checked:
+            self._is_checked = True
+            run.check_supported(strict=self._strict, logger=logger)
+        if getattr(recipe.step_scheduler, "is_last_batch", False):
+            run.end_epoch(is_whole=True)
+        self._is_due_fired = True
+        if not self._called.is_wrapped:
+            self._called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
+        if run.control.pending:
+            self._stop_if_asked(run)
+
+    def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
+        """Take over what AutoModel measured, if there are listeners. Its loss is that of all ranks and microbatches."""
+        listeners = run.manager.has_listeners
+        if not listeners.on_log and not listeners.on_train_step_end:
+            return
+        if "loss" in measured:
+            self._watch.total = _scalar(measured["loss"])
+        run.other_losses = {name: _scalar(measured[name]) for name in ("ce_loss", "kd_loss") if name in measured}
+        if "grad_norm" in measured and run.driver.is_open("train_step"):
+            run.grad_norm = _scalar(measured["grad_norm"])
+        if listeners.on_log:
+            for name, value in measured.items():
+                if name not in _LOGGED_ELSEWHERE:
+                    run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None:
+            self._requests.stop()
+
+    # --- evaluations and checkpoints ---
+
+    @_in_a_run
+    def on_validation_end(self, recipe: Any, *, run: HostedRun, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """End the evaluation of all validation sets. A recipe without validation sets calls this too; then there is nothing to do."""
+        self._called.is_validating = False
+        if not val_results:
+            return
+        for name, sample in val_results.items():
+            shown = _shown(name)
+            if not run.eval_driver.is_open("eval"):
+                run.begin_evaluation(shown)
+            found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
+            run.end_dataset(shown, found)
+        run.end_evaluation()
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        self._fire_due(run)  # a checkpoint that is requested now is saved at this step
+        self._stop_if_asked(run)
+
+    @_in_a_run
+    def on_save_checkpoint(self, recipe: Any, *, run: HostedRun, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
+        """Add the callbacks' states to a checkpoint that was written or is being written.
+
+        AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
+        """
+        self._publish(run)  # AutoModel has waited for the previous checkpoint
+        if "save" not in run.control.able:
+            return
+        if _is_leaving(recipe):
+            _preempt(run)
+        elif not self._is_due_fired:
+            self._fire_due(run)
+        if (loss := checkpoint_info.get("train_loss")) is not None:
+            run.records.last_loss = _scalar(loss)
+        path = Path(checkpoint_info["checkpoint_path"])
+        in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
+        info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
+        self._being_written = info if in_background else None
+        self._is_due_fired = False
+        self._stop_if_asked(run)
+
+    def _fire_due(self, run: HostedRun) -> None:
+        run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
+        self._is_due_fired = True
+
+    def _publish(self, run: HostedRun) -> None:
+        info, self._being_written = self._being_written, None
+        if info is not None:
+            run.publish(info)
+
+
+def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:
+    """Load the callbacks' states from the AutoModel checkpoint from which training resumes. AutoModel has loaded the rest."""
+    step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
+    if found is None:
+        logger.warning("%s resumes from step %d, but no state of callbacks was found in its checkpoint", run.host, step)
+        resume_without_states(run, step, scheduler.epoch)
+        return None
+    return read_states(run, found, step)
+
+
+def _is_leaving(recipe: Any) -> bool:
+    """Return whether AutoModel ends because of a SIGTERM, which it has agreed on with all ranks."""
+    return bool(getattr(recipe.step_scheduler, "sigterm_flag", False))
+
+
+def _preempt(run: HostedRun) -> None:
+    """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
+    if not run.boundaries.is_making_way:
+        run.control.able.add("save")  # AutoModel saves now if it saves at all
+        run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
+        run.boundaries.finish()  # afterwards all ranks know the requests
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception has ended training.
+    """
+    for hook in hooks:
+        hook.remove()
+    run.lifetime.end(Outcome.FAILED)
+
+
+def _scalar(measured: Any) -> Tensor:
+    """Return the value as a float32 tensor. `scalar_tensor` is faster than `tensor` for a number, and this runs at every step."""
+    return measured.float() if isinstance(measured, Tensor) else torch.scalar_tensor(measured, dtype=torch.float32)
+
+
+def _only(given: Any) -> Any:
+    """Return the first element of a list, or None if it is empty; anything else is returned unchanged.
+
+    A recipe has lists for pipeline parallelism."""
+    return next(iter(given), None) if isinstance(given, (list, tuple)) else given
+
+
+def _validation_sets(recipe: Any) -> list[str]:
+    """Return the names of the recipe's validation sets in callsheet."""
+    several = getattr(recipe, "val_dataloaders", None)
+    if several is not None:
+        return [_shown(name) for name in several]
+    return ["validation"] if getattr(recipe, "val_dataloader", None) is not None else []
+
+
+def _shown(name: str) -> str:
+    return "validation" if name == _ONLY else name
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        return {}
+    return {
+        str(name): _plain(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if isinstance(value, (bool, int, float, str, Mapping)) or value is None
+    }

@@ -1,0 +1,556 @@
+"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and in libraries built on it such as TRL."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from callsheet.bridges.copies import replace
+from callsheet.bridges.epoch_position import length_of
+from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.wrapped_methods import WrappedMethods
+from callsheet.core.callback import Callback
+from callsheet.core.context import Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.errors import NotSupported
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+
+logger = logging.getLogger("callsheet")
+
+NOT_FIRED = (
+    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    *("on_predict_end", "on_preempt"),
+)
+"""Events that this host never fires."""
+
+FIRED_AT: Mapping[str, tuple[str, ...]] = {
+    "on_train_begin": (
+        *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
+        *("on_train_start", "on_round_start"),
+    ),
+    "on_epoch_begin": ("on_epoch_start",),
+    "the model is first called in training_step": (
+        *("on_fetch_start", "on_fetch_end", "on_train_step_start", "on_forward_backward_start", "on_microbatch_start"),
+        "on_forward_start",
+    ),
+    "the model has answered": ("on_forward_end", "on_loss_start"),
+    "backward": ("on_loss_end", "on_backward_start", "on_backward_end"),
+    "on_substep_end": ("on_microbatch_end",),
+    "on_pre_optimizer_step": (
+        *("on_forward_backward_end", "on_clip_gradients_start", "on_clip_gradients_end", "on_optimizer_step_start"),
+    ),
+    "on_optimizer_step": ("on_optimizer_step_end", "on_train_step_end"),
+    "on_step_end": ("on_log", "on_checkpoint_due"),
+    "evaluate is called": ("on_eval_all_start",),
+    "the model is first called in prediction_step": ("on_eval_start", "on_eval_step_start", "on_eval_forward_start"),
+    "the model has answered in prediction_step": ("on_eval_forward_end",),
+    "on_prediction_step": ("on_eval_step_end",),
+    "on_evaluate": ("on_eval_end",),
+    "evaluate returns": ("on_eval_all_end",),
+    "on_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
+    "an error of a callback, or one that leaves train": ("on_exception",),
+}
+"""By an event or a call of the Trainer: our events that are fired there. A step's last microbatch ends with `on_pre_optimizer_step`."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    eval_names: Iterable[str] = (),
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> HuggingFaceHost:
+    """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
+
+    A run is one `trainer.train()`. Steps come from the Trainer's own events, microbatches from its `training_step`, the loss from
+    `backward`, evaluations from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
+    model's first call in a `training_step` or `prediction_step`. Samples and tokens are counted there. Further calls, as in contrastive
+    losses, belong to the loss. Calls of the model elsewhere, such as those of a callback that samples from it, are not reported.
+
+    Metrics records are made every `logging_steps`. Other values that the Trainer logs are in them as `huggingface/<name>`. The Trainer
+    carries out a stop, a save or an evaluation that a callback asks for. The callbacks' states are saved in its checkpoints, and loaded when
+    training resumes from one.
+
+    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
+    after the first, predictions, and evaluations outside training or within a step. An exception that leaves `train` fires `on_exception`
+    and ends the run as failed. If the host was added with `add_callback`, the run ends without `on_exception`: when `train` is called again,
+    the host is deleted, or the program ends.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: when training begins, or after the first step; see `strict`.
+    """
+    return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+
+
+_LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
+"""Values that the Trainer logs, and that metrics records have under other names or from other sources."""
+
+_BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
+"""What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
+
+
+def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a handler of a Trainer event: pass the run to it, and do nothing without a run. An error ends the run; see `_leave`."""
+
+    @functools.wraps(method)
+    def called(
+        self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._requests.control = control
+        try:
+            method(self, run, args, state, given)  # as a dictionary, since it has many entries
+        except BaseException as error:
+            self._leave(error)
+
+    return called
+
+
+class _HostRequests:
+    """Passes the requests of callbacks on to the Trainer. The run refers to this object, so that it does not keep the host alive."""
+
+    def __init__(self) -> None:
+        self.control = TrainerControl()
+        """The latest control that the Trainer has passed."""
+        self.is_written = False
+        """Whether the Trainer has written a checkpoint since the last step. If so, it is not asked to write the same one again."""
+
+    def save(self, requests: tuple[Request, ...] = ()) -> None:
+        if not self.is_written:
+            self.control.should_save = True
+
+    def evaluate(self) -> None:
+        self.control.should_evaluate = True
+
+
+class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """See `host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        eval_names: Iterable[str],
+        strict: bool,
+        lock_timeout_seconds: float,
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._run: HostedRun | None = None
+        self._requests = _HostRequests()
+        self._eval_names = tuple(eval_names)
+        self._listens_to_optimizer = True
+        self._is_checked = False  # whether `check_supported` was called after the first step
+        self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None if not at a boundary
+        self._prefix: str | None = None  # the metrics prefix of the innermost `evaluate`; None outside
+        self._warned: set[str] = set()
+        self._skips: Any = None
+
+    # --- the run ---
+
+    @observing
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wrap the Trainer's training so that an error that leaves it ends the run before the caller gets the error."""
+        trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
+        if not hasattr(trainer, "_inner_training_loop"):
+            return  # the run then ends as it does for a host that is added later
+
+        def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            earlier = _run_of(reference)  # this call must not end a run that it has not begun
+            try:
+                return method(*args, **kwargs)
+            except BaseException as error:
+                host = reference()
+                if host is not None and host._run is not None and host._run is not earlier:
+                    try:
+                        host._run.fail(error)
+                    finally:
+                        host._release()
+                raise
+
+        # `train` itself would need a wrapper that keeps the trainer alive: `Trainer(...).train()` forgets the trainer before the call.
+        WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
+
+    @observing
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, optimizer: Any = None,
+        lr_scheduler: Any = None, train_dataloader: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
+        """Begin a run."""
+        if self._run is not None:  # a run whose training was left by an exception
+            self._release()
+        self._has_given_up = False
+        trainer = find_trainer(state, sys._getframe())
+        if not isinstance(model, Module):  # SetFit passes an object that contains the trained module
+            model = getattr(trainer, "model", model)
+        if not isinstance(model, Module):
+            raise NotSupported(
+                f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave the host out"
+            )
+        output = Path(args.output_dir or "runs/huggingface").absolute()
+        self._run = run = HostedRun(
+            self.manager,
+            model=model,
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            scheduler=getattr(lr_scheduler, "scheduler", lr_scheduler),
+            host="the Hugging Face Trainer",
+            run_name=output.name,
+            runs_folder=output.parent,
+            config=_plain(args.to_sanitized_dict()),
+            max_duration=f"{state.max_steps}ba" if state.max_steps > 0 else None,
+            log_interval=f"{state.logging_steps}ba" if str(args.logging_strategy.value) == "steps" else "1ep",
+            device=args.device,
+            able=("stop", "save", "evaluate"),
+            saves=self._requests.save,
+            evaluates=None,
+            lock_timeout_seconds=self._lock_timeout_seconds,
+        )
+        run.evaluation.asks = self._requests.evaluate
+        datasets = getattr(trainer, "eval_dataset", None)
+        run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
+        if (length := length_of(train_dataloader)) is not None:
+            run.state.epoch_batches = -(-length // args.gradient_accumulation_steps)
+        self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
+        self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
+        run.losses = watch.reader
+        run.fails_by(self._leave)
+        self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
+        methods = self._wrap_methods(trainer) if trainer is not None else None
+        self._ends = weakref.finalize(self, _end, run, watch, hooks, methods)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        run.begin()
+        if state.global_step:
+            self._resume(args, state)
+        self._requests.control = control
+        if trainer is None:
+            self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
+        self._is_checked, self._requests.is_written, self._prefix = False, False, None
+        self._fired = "" if args.eval_on_start else None
+        if not args.eval_on_start:  # otherwise training begins after that evaluation
+            run.driver.start("round")
+
+    def _wrap_methods(self, trainer: Any) -> WrappedMethods:
+        methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
+
+        def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return host._evaluate(trainer_now, method, args, kwargs)
+
+        trainer_now = weakref.proxy(trainer)
+        hooks.name_of_dataset = lambda: _dataset(host._prefix)
+        ours = {
+            "training_step": hooks.training_step,
+            "compute_loss": hooks.compute_loss,
+            "prediction_step": hooks.prediction_step,
+            "evaluate": evaluate,
+        }
+        for name, around in ours.items():
+            if hasattr(trainer, name):
+                methods.wrap(name, around)
+        return methods
+
+    def _warn(self, what: str) -> None:
+        """Log, once, that the Trainer does something unexpected."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("callsheet in the Hugging Face Trainer: %s. Training continues", what)
+
+    @_in_a_run
+    def on_train_end(self, run: HostedRun, *_: Any) -> None:
+        """End the run."""
+        run.finish()
+        self._release()
+
+    # --- epochs and steps ---
+
+    @_in_a_run
+    def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
+        """Start an epoch."""
+        self._fired = None
+        run.driver.start("epoch")
+
+    @_in_a_run
+    def on_step_begin(self, run: HostedRun, *_: Any) -> None:
+        """Prepare a step. Its events are fired when the model is called with the first batch."""
+        watch, driver = self._watch, run.driver
+        if driver.listen():
+            self._hooks.listen(driver.listens_to("forward"))
+            watch.listen(driver.is_loss_read)
+            self._listens_to_optimizer = driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
+        watch.total, watch.is_on = None, True
+
+    @_in_a_run
+    def on_substep_end(self, run: HostedRun, *_: Any) -> None:
+        """End a microbatch that is not the step's last."""
+        run.driver.end("microbatch")
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Start the optimizer's step: the gradients are computed and clipped."""
+        if self._listens_to_optimizer:
+            self._begin_optimizer_step(args, state, control, **given)
+
+    @_in_a_run
+    def _begin_optimizer_step(self, run: HostedRun, *_: Any) -> None:
+        driver = run.driver
+        if not driver.parts["train_step"].is_open:
+            self._begin_step(run)
+        if not driver.parts["clip_gradients"].has_no_listeners:
+            driver.start_and_end("clip_gradients")
+        driver.start("optimizer_step")
+
+    @_in_a_run
+    def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
+        """End the step: the parameters have changed. The gradients still exist, and the learning rate is still the step's."""
+        driver = run.driver
+        run.step_skipped = self._skips is not None and self._skips.step_was_skipped
+        self._watch.is_on = False
+        if not self._listens_to_optimizer:
+            if not driver.parts["train_step"].is_open:
+                self._begin_step(run)
+            if driver.is_read:
+                driver.start("optimizer_step")
+        if driver.has_listeners:
+            driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
+
+    def _begin_step(self, run: HostedRun) -> None:
+        """Start a step in which the model was not called."""
+        run.counted, run.ctx.batch = (0, 0), None
+        if not run.driver.parts["fetch"].has_no_listeners:
+            run.driver.start_and_end("fetch")
+            run.driver.synthesized.add("fetch")
+        run.driver.start_step()
+
+    @_in_a_run
+    def on_step_end(self, run: HostedRun, *_: Any) -> None:
+        """Reach the boundary after a step."""
+        self._requests.is_written = False
+        run.end_step()
+        self._fired = "D"
+        self._repeat_save_request(run)
+        if not self._is_checked:
+            self._is_checked = True
+            run.check_supported(strict=self._strict, logger=logger)
+        if run.control.pending:
+            self._stop_if_asked(run)
+
+    @_in_a_run
+    def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """End the epoch, which may be partial."""
+        is_whole = state.epoch is not None and float(state.epoch).is_integer()
+        run.end_epoch(is_whole=is_whole)
+        self._fired = "D" if is_whole else ""
+        self._repeat_save_request(run)
+        self._stop_if_asked(run)
+
+    def _repeat_save_request(self, run: HostedRun) -> None:
+        """Repeat a request to save, which the Trainer resets when a step begins, and when it saves the best model after an evaluation."""
+        if run.checkpoints.requests:
+            if self._requests.is_written:
+                self._fire_checkpoint(run)
+            else:
+                self._requests.save()
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None:
+            self._requests.control.should_training_stop = True
+
+    # --- records, evaluations, checkpoints ---
+
+    @_in_a_run
+    def on_log(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """Log the Trainer's values into the next metrics record, except the loss, the learning rate and evaluation results."""
+        values = {name: value for name, value in (given.get("logs") or {}).items() if isinstance(value, (int, float))}
+        if "grad_norm" in values:
+            run.ctx.log({"train/grad_norm": values.pop("grad_norm")}, across="same")
+        rest = {
+            f"huggingface/{name}": value
+            for name, value in values.items()
+            if name not in _LOGGED_ELSEWHERE and (not name.startswith("eval_") or name.endswith(SPEEDS))
+        }
+        if rest:
+            run.ctx.log(rest, across="same")
+
+    @_in_a_run
+    def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
+        """End a step of an evaluation."""
+        run.eval_driver.end("eval_step")
+
+    def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `trainer.evaluate` and report the evaluation, also if it fails, so that callbacks put the trained weights back.
+
+        With several datasets, `trainer.evaluate` calls itself for each.
+        """
+        run, outer = self._run, self._prefix
+        if run is None:
+            return method(*args, **kwargs)
+        self._prefix = str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))
+        is_own = kwargs.get("eval_dataset", args[0] if args else None) is None
+        try:
+            if outer is None:
+                self._within(run, self._begin_evaluation, is_own)
+            found = method(*args, **kwargs)
+        except BaseException:
+            self._prefix = outer
+            if outer is None and self._run is run:
+                self._within(run, self._close_evaluation, {})
+            raise
+        prefix, self._prefix = self._prefix, outer
+        if outer is None and self._run is run:
+            self._within(run, self._evaluated, trainer, found, prefix)
+        return found
+
+    def _within(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
+        """Call `function(run, *given)`. An error ends the run; see `_leave`."""
+        try:
+            function(run, *given)
+        except BaseException as error:
+            self._leave(error)
+
+    def _evaluated(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
+        self._requests.control = trainer.control
+        self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
+
+    def _fits(self, run: HostedRun, what: str) -> bool:
+        """Return whether `what`, in the letters of `_BOUNDARY`, may be fired now."""
+        fired = self._fired
+        return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
+
+    def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
+        if self._fits(run, "E"):
+            run.begin_evaluations(standalone=not is_own)
+        else:
+            self._warn(
+                "an evaluation within a step, before the first one of an epoch or after another evaluation is not reported"
+            )
+
+    def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
+        """End the evaluation, if one is open; return whether one was."""
+        if not run.eval_driver.is_open("eval_all"):
+            return False
+        self._fired = (self._fired or "") + "E"
+        if run.eval_driver.is_open("eval"):  # the Trainer did not call on_evaluate
+            run.end_dataset(run.eval_ctx.eval_name, found)
+        elif not run.found:
+            run.begin_evaluation("validation")
+            run.end_dataset("validation", found)
+        run.end_evaluation()
+        return True
+
+    def _end_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> None:
+        if not self._close_evaluation(run, found):
+            return
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        self._stop_if_asked(run)
+        if run.driver.is_open("train"):  # otherwise it was the evaluation before training
+            self._fire_due(run)
+
+    @_in_a_run
+    def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """End the evaluation of a dataset."""
+        is_open, prefix = run.eval_driver.is_open("eval_all"), self._prefix or "eval"
+        if not is_open and self._prefix is None:  # not called from `evaluate`
+            self._warn(
+                "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
+            )
+            self._begin_evaluation(run, is_own=True)
+        if run.eval_driver.is_open("eval_all"):
+            found = found_in(given.get("metrics") or {}, prefix)
+            if not run.eval_driver.is_open("eval"):  # the model was not called
+                run.begin_evaluation(_dataset(prefix))
+            run.end_dataset(_dataset(prefix), found)
+            if not is_open:
+                self._end_evaluation(run, {})
+
+    def _fire_due(self, run: HostedRun) -> None:
+        """Fire `on_checkpoint_due`. If the Trainer has already written a checkpoint of this step, that one answers the requests."""
+        run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
+        self._fired = (self._fired or "") + "D"
+        if self._requests.is_written and run.checkpoints.requests:
+            self._fire_checkpoint(run)
+
+    @_in_a_run
+    def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
+        self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
+        if not self._fits(run, "S") and self._fits(run, "DS"):
+            self._fire_due(run)  # this checkpoint answers requests that are made there
+            if self._fits(run, "S"):
+                self._fire_checkpoint(run)
+        elif self._fits(run, "S"):
+            self._fire_checkpoint(run)
+        else:
+            self._warn("a second checkpoint of one step, or one within a step, is not reported, and holds no callbacks' states")
+
+    def _fire_checkpoint(self, run: HostedRun) -> None:
+        path = self._path
+        if self._fits(run, "S"):
+            run.fire_checkpoint(str(path), lambda info: write_states(run, path, info))
+            self._fired = (self._fired or "") + "S"
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Load the callbacks' states from the checkpoint that the Trainer resumes from."""
+        run = self._run
+        assert run is not None
+        given = args.resume_from_checkpoint
+        paths = [Path(given)] if isinstance(given, str) else []
+        paths.append(_checkpoint(args, state))
+        found = next((path for path in paths if (path / STATE).is_dir()), None)
+        if found is not None:
+            read_states(run, found, state.global_step)
+            return
+        logger.warning(
+            "%s resumes from step %d, and no callbacks' states were found in %s", run.host, state.global_step, paths[-1]
+        )
+        resume_without_states(run, state.global_step, int(state.epoch or 0))
+
+
+def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
+    found = host()
+    return None if found is None else found._run
+
+
+def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: WrappedMethods | None) -> None:
+    """Remove the hooks and end the run as failed, if it has not ended. Called also when the program ends or the host is deleted."""
+    if methods is not None:
+        methods.remove()
+    watch.remove()
+    hooks.remove()
+    run.lifetime.end(Outcome.FAILED)
+
+
+def _dataset(prefix: str | None) -> str:
+    """Return the name of the dataset whose metrics have this prefix: `eval_<name>` for one of several, `eval` for a single one."""
+    return prefix.removeprefix("eval_") if prefix and prefix != "eval" else "validation"
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str)) or value is None}

@@ -1,0 +1,413 @@
+"""The Keras bridge: callsheet callbacks in Keras 3 on the torch backend (`host`), and Keras callbacks in callsheet's loop (`guest`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn  # before Keras, which imports the package of another backend unless KERAS_BACKEND says torch
+
+from callsheet.errors import ConfigError, NotSupported
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name == "keras" or os.environ.get("KERAS_BACKEND") == "torch":
+        raise
+    raise ConfigError(
+        f"Keras cannot be imported: {error}. callsheet.bridges.keras needs Keras on torch: set KERAS_BACKEND=torch before keras is imported"
+    ) from None
+
+from callsheet.bridges.copies import replace
+from callsheet.bridges.epoch_position import EpochPosition
+from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.keras.guests import check_backend
+from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
+from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks
+from callsheet.core.callback import Callback
+from callsheet.core.context import Outcome
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.time import Time
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.trainer.tasks import counts_of
+
+logger = logging.getLogger("callsheet")
+
+NOT_FIRED = (
+    "on_test_start",
+    "on_test_step_start",
+    "on_test_forward_start",
+    "on_test_forward_end",
+    "on_test_step_end",
+    "on_test_end",
+)
+"""Events that Keras has no counterpart for: what Keras calls a test is our evaluation."""
+
+EVALUATED = "validation"
+"""The name of the only dataset that Keras evaluates."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    model: nn.Module | None = None,
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    log_interval: str | int | Time = "10ba",
+    preempt_signals: Iterable[str] = (),
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> KerasHost:
+    """Wrap the callbacks in one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
+
+    Each such call is one run. `ctx.batch` is what Keras passes to the model's train function. The host observes the forward with hooks
+    on the model, the loss in `backward`, and the step in the optimizer's `apply`. A stop request sets `model.stop_training`. A requested
+    checkpoint is written in callsheet's format, and `resume` resumes from it.
+
+    Args:
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        model: the torch module that callbacks see as `ctx.model`, with its own parameter names. The Keras model has to wrap it, and it
+            has to hold all of the Keras model's weights. None: the Keras model, whose weights have Keras's names.
+        run_name: the run's name.
+        runs_folder: the folder that contains the run's folder, in which checkpoints are written.
+        resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint; None
+            starts a new run.
+        log_interval: how often a metrics record is made; an integer means batches.
+        preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+
+    Raises:
+        ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
+        NotSupported: when training begins or after the first step, depending on `strict`. Also if the model is compiled with
+            `jit_compile`, or its optimizer accumulates gradients itself: then the parts of a step cannot be observed.
+    """
+    check_backend()
+    return KerasHost(
+        callbacks,
+        strict=strict,
+        model=model,
+        resume=os.fspath(resume) if resume is not None else None,
+        settings={
+            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
+            "lock_timeout_seconds": lock_timeout_seconds,
+        },
+    )  # fmt: skip
+
+
+def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Call the method with the run as its first argument, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
+
+    @observing
+    @functools.wraps(method)
+    def called(self: KerasHost, *args: Any, **named: Any) -> None:
+        if self._run is not None:
+            method(self, self._run, *args, **named)
+
+    return called
+
+
+class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+    """See `host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        model: nn.Module | None,
+        resume: str | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._module = model
+        self._resume_path = resume
+        self._settings = settings
+        self._run: HostedRun | None = None
+        self._is_in_fit = False
+
+    # --- the run ---
+
+    def _begin(self, *, is_training: bool) -> HostedRun:
+        if self._run is not None:  # an exception ended the earlier run
+            self._release()
+        self._has_given_up = False
+        model, optimizer = self.model, self.model.optimizer if is_training else None
+        if is_training and model.jit_compile:
+            raise NotSupported(
+                "the Keras model is compiled with jit_compile, so the host cannot observe its steps; compile it with jit_compile=False"
+            )
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            raise NotSupported(
+                "the Keras optimizer has gradient_accumulation_steps, so the host cannot know which batch ends a step; train with larger "
+                "batches instead"
+            )
+        module = self._module if self._module is not None else model
+        if missing := {weight.data_ptr() for weight in model.parameters()} - {
+            weight.data_ptr() for weight in module.parameters()
+        }:
+            raise ConfigError(f"the Keras model has {len(missing)} weights that are not in host(model=...); omit that argument")
+        shown = shown_optimizer(optimizer, model) if optimizer is not None else None
+        epochs = self.params.get("epochs") if is_training else None
+        self._run = run = HostedRun(
+            self.manager,
+            model=module,
+            optimizer=shown,
+            host="Keras",
+            config={"model": model.name, "optimizer": optimizer.name} if optimizer is not None else {"model": model.name},
+            max_duration=f"{epochs}ep" if epochs else None,
+            able=("stop", "save") if is_training else (),
+            **self._settings,
+        )
+        run.state.epoch_batches = self.params.get("steps") if is_training else None
+        self._place = EpochPosition()
+        run.parts = {"place": self._place}
+        scale = Scale(optimizer) if Scale.is_in(optimizer) else None
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
+        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
+        self._hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks]
+        if optimizer is not None:
+            self._steps = Steps(run, optimizer)
+            self._hooks.append(self._steps)
+        run.losses = watch.reader
+        run.fails_by(self._leave)
+        self._is_epoch_open = self._is_checked = False
+        run.signals.__enter__()
+        self._ends = weakref.finalize(self, _end, run, self._hooks)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        run.begin(self._resume_path if is_training else None)
+        return run
+
+    def _finish(self, run: HostedRun) -> None:
+        run.finish()
+        self._release()
+
+    def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
+        """Patch `model.train_function`, or another function that Keras calls with a batch: its callbacks do not receive the batch."""
+        self._hooks.append(_PatchedFunction(self.model, name, before, after))
+
+    # --- training ---
+
+    @observing
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a run."""
+        self._is_in_fit = True
+        run = self._begin(is_training=True)
+        self._patch("train_function", self._begin_step, self._end_step)
+        run.driver.start("round")
+        if run.state.timestamp.epoch:
+            self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
+        self._stop_if_asked(run)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Do nothing. If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the
+        interpreter lock."""
+
+    @_in_a_run
+    def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
+        """Start the epoch's span."""
+        now = run.state.timestamp
+        if epoch != now.epoch:  # fit(initial_epoch=...)
+            run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
+        self._place.begin()
+        self._is_epoch_open, self._has_evaluated = True, False
+        run.driver.start("epoch")
+
+    def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
+        """Start the step of a batch. Return what Keras trains on, or None to skip the batch."""
+        driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
+        if place.to_skip:
+            place.to_skip -= 1
+            if not place.to_skip:
+                place.skipped()
+            return None
+        if driver.listen():
+            self._listens_to_microbatch = driver.listens_to("microbatch")
+            self._model_hooks.listen(self._listens_to_microbatch)
+            watch.listen(driver.is_loss_read)
+        if has_listeners := driver.listens_to("fetch"):
+            driver.start("fetch")
+        (ctx.batch,) = data
+        if has_listeners:
+            driver.end("fetch")
+        driver.start_step()
+        run.counted = counts_of(ctx.batch)
+        watch.total, watch.is_on = None, True
+        self._steps.has_stepped = False
+        if self._listens_to_microbatch:
+            ctx.microbatch = ctx.batch
+            driver.start("microbatch")
+        return [ctx.batch]
+
+    def _end_step(self, run: HostedRun) -> None:
+        """End the step of the batch."""
+        self._watch.is_on = False
+        self._place.taken += 1
+        run.step_skipped = not self._steps.has_stepped
+        run.end_step()
+        if not self._is_checked:
+            self._is_checked = True
+            run.check_supported(strict=self._strict, logger=logger)
+        if run.control.pending or run.boundaries.is_making_way:
+            self._stop_if_asked(run)
+
+    def _close_epoch(self, run: HostedRun) -> None:
+        if self._is_epoch_open:
+            self._is_epoch_open = False
+            self._is_whole = not self.model.stop_training or self._place.taken == self.params.get("steps")
+            self._place.end()
+            run.close_epoch(is_whole=self._is_whole)
+
+    @_in_a_run
+    def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
+        self._close_epoch(run)
+        found = {
+            f"keras/{name}": float(value)
+            for name, value in (logs or {}).items()
+            if name != "loss" and not name.startswith("val_")
+        }
+        if found:
+            run.ctx.log(found, across="same")
+        if found or self._has_evaluated:
+            self._fire_record(run)
+        if self._is_whole:
+            run.boundaries.reach("epoch")
+        self._stop_if_asked(run)
+
+    def _stop_if_asked(self, run: HostedRun) -> None:
+        if run.control.stop_requested is not None or run.boundaries.is_making_way:
+            self.model.stop_training = True
+
+    @observing
+    def on_train_end(self, logs: Any = None) -> None:
+        """End the run."""
+        self._is_in_fit = False
+        self.model._initial_epoch = None
+        if self._run is not None:
+            self._finish(self._run)
+
+    # --- evaluation and prediction ---
+
+    @observing
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Start an evaluation. Outside training it is a run of its own."""
+        if self._has_given_up and self._is_in_fit:  # an evaluation within `fit` is not a run of its own
+            return
+        run = self._run
+        if run is None or not run.driver.is_open("train"):
+            run = self._begin(is_training=False)
+        else:
+            self._close_epoch(run)
+        run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
+        self._judging_hooks.listen(True)
+        self._patch("test_function", self._begin_eval_step, self._end_eval_step)
+
+    def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
+        (run.eval_ctx.batch,) = data
+        run.eval_driver.start("eval_step")
+        return data
+
+    def _end_eval_step(self, run: HostedRun) -> None:
+        run.eval_driver.end("eval_step")
+
+    @_in_a_run
+    def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
+        """End the evaluation. `logs` has its losses and metrics."""
+        self._judging_hooks.listen(False)
+        self._hooks.pop().remove()
+        run.end_dataset(EVALUATED, logs or {})
+        run.end_evaluation()
+        self._has_evaluated = True
+        run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+        if not run.driver.is_open("train"):
+            self._fire_record(run)
+            self._finish(run)
+
+    def _fire_record(self, run: HostedRun) -> None:
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+
+    @observing
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Begin a run that predicts. A prediction within training is not observed."""
+        if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.driver.is_open("train")):
+            return
+        self._begin(is_training=False).driver.start("predict")
+        self._predict_hooks.listen(True)
+        self._patch("predict_function", self._begin_predict_step, self._end_predict_step)
+
+    def _begin_predict_step(self, run: HostedRun, data: Any) -> Any:
+        (run.ctx.batch,) = data
+        run.driver.start("predict_step")
+        return data
+
+    def _end_predict_step(self, run: HostedRun) -> None:
+        run.driver.end("predict_step")
+
+    @_in_a_run
+    def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
+        """End the run."""
+        if run.driver.is_open("predict"):
+            run.driver.end("predict")
+            self._finish(run)
+
+
+class _PatchedFunction:
+    """Replace one of the model's functions, such as `train_function`, by one that calls `before` and `after`.
+
+    Args:
+        before: a method of the host. It takes the run and the data, and returns the data to use, or None to skip it.
+        after: a method of the host. It takes the run.
+    """
+
+    def __init__(self, model: Any, name: str, before: Any, after: Any) -> None:
+        function = getattr(model, name)
+        owner, begin, end = weakref.ref(before.__self__), before.__func__, after.__func__
+
+        def called(data: Any) -> Any:
+            host: KerasHost | None = owner()
+            if host is None or host._run is None:
+                return function(data)
+            run, given = host._run, data
+            try:
+                given = begin(host, run, data)
+            except BaseException as error:
+                host._leave(error)
+            if given is None:
+                return {}
+            try:
+                logs = function(given)
+            except BaseException as error:  # Keras does not report it to callbacks
+                if host._run is run:
+                    run.fail(error)
+                    host._release()
+                raise
+            if host._run is run:
+                try:
+                    end(host, run)
+                except BaseException as error:
+                    host._leave(error)
+            return logs
+
+        self.remove = replace(model, name, called)
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception that Keras does not report has ended training.
+    """
+    for hook in reversed(hooks):
+        hook.remove()
+    run.signals.__exit__(None, None, None)
+    run.lifetime.end(Outcome.FAILED)

@@ -1,0 +1,577 @@
+"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.bridges.giving_up import GivesUp, is_for_user, observing
+from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
+from callsheet.bridges.torch_hooks import BackwardWatch
+from callsheet.core import ranks as distributed
+from callsheet.core.callback import Callback
+from callsheet.core.context import Outcome
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.errors import mark_as_users
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.trainer.tasks import counts_of
+
+try:
+    from lightning.pytorch import Callback as LightningCallback
+except ImportError:
+    from pytorch_lightning import Callback as LightningCallback
+
+logger = logging.getLogger("callsheet")
+
+NOT_FIRED: tuple[str, ...] = ()
+"""Events that this host never fires: none."""
+
+FIRED_AT: Mapping[str, str] = {
+    "on_run_start": "on_train_start",
+    "on_train_start": "on_train_start",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_fetch_end": "on_train_batch_start",
+    "on_train_step_start": "on_train_batch_start",
+    "on_microbatch_start": "on_train_batch_start",
+    "on_microbatch_end": "on_train_batch_end",
+    "on_clip_gradients_start": "on_before_optimizer_step",
+    "on_train_step_end": "on_train_batch_end",
+    "on_eval_all_start": "on_validation_start",
+    "on_eval_step_start": "on_validation_batch_start",
+    "on_eval_step_end": "on_validation_batch_end",
+    "on_eval_all_end": "on_validation_end",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_train_end": "on_train_end",
+    "on_test_start": "on_test_start",
+    "on_test_step_start": "on_test_batch_start",
+    "on_test_step_end": "on_test_batch_end",
+    "on_test_end": "on_test_end",
+    "on_predict_start": "on_predict_start",
+    "on_predict_step_start": "on_predict_batch_start",
+    "on_predict_step_end": "on_predict_batch_end",
+    "on_predict_end": "on_predict_end",
+    "on_preempt": "on_exception",
+    "on_exception": "on_exception",
+    "on_run_end": "on_train_end",
+}
+"""By our event: the Lightning hook at which it is fired. The other events come from hooks in the model, `backward`, the optimizer and
+`save_checkpoint`, or the lifecycle driver synthesizes them."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> LightningHost:
+    """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+
+    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. Metrics records are made every
+    `log_every_n_steps`, and values that the LightningModule logs are in them as `lightning/<name>`. The Trainer carries out a stop or an
+    evaluation that a callback asks for. A checkpoint that a callback asks for is written with `trainer.save_checkpoint`. Checkpoints that
+    Lightning writes are reported, too. The callbacks' states are saved in all of them, and loaded when `fit` resumes from one. The sanity
+    check fires no events.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: in the first step; see `strict`.
+    """
+    return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+
+
+class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+    """See `host`."""
+
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._run: Any = None  # a HostedRun between the first and the last hook of a run
+        self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may be written after its end, too
+        self._loaded: Mapping[str, Any] | None = None
+        self._hooks: list[Any] = []
+
+    # --- a run ---
+
+    def _begin(self, trainer: Any, module: Any, **options: Any) -> HostedRun:
+        """Begin a run for a call of `fit`, `validate`, `test` or `predict`."""
+        self._has_given_up = False
+        folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
+        self._run = run = HostedRun(
+            self.manager,
+            model=module,
+            host="Lightning's Trainer",
+            run_name=folder.name,
+            runs_folder=folder.parent,
+            config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
+            log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
+            device=trainer.strategy.root_device,
+            lock_timeout_seconds=self._lock_timeout_seconds,
+            **options,
+        )
+        self._steps = StepHooks(run.eval_driver, run.eval_ctx, module)
+        self._hooks = [self._steps]
+        self._is_first_step = self._is_first_eval_step = True
+        self._fault: Exception | None = None
+        run.fails_by(self._leave)
+        self._known: dict[str, Any] = dict(trainer.callback_metrics)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        run.begin()
+        return run
+
+    def _finish(self) -> None:
+        self._run.finish()
+        self._release()
+
+    def _release(self) -> None:
+        self._run = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run because of an error, Ctrl-C or SIGTERM."""
+        run = self._run
+        if run is None:
+            return
+        if type(exception).__name__ == "SIGTERMException":
+            self._preempt(run)
+        else:
+            run.fail(exception)
+        self._release()
+
+    def _preempt(self, run: HostedRun) -> None:
+        """End the run as preempted. Lightning stops between two batches.
+
+        Save a checkpoint only if there is one rank: other ranks may be at another step.
+        """
+        run.manager.fire("on_preempt", run.ctx)
+        if run.eval_driver.is_open("eval"):
+            run.end_dataset(run.eval_ctx.eval_name, {})
+            run.end_evaluation()
+        for driver, span in ((run.driver, "train"), (run.eval_driver, "test"), (run.eval_driver, "predict")):
+            driver.end(span)
+        if run is self._trained and run.world.size == 1:
+            run.control.save("SIGTERM", kind="preempt", replicated=True)
+            run.boundaries.finish()
+        run.lifetime.end(Outcome.PREEMPTED)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End a run that has not ended: Lightning's tuner leaves the loop without calling `on_train_end`, for example."""
+        if self._run is not None:
+            self._run.lifetime.end(Outcome.STOPPED)
+            self._release()
+
+    # --- training ---
+
+    @observing
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a run. Model, optimizers and data exist, and the checkpoint is loaded."""
+        optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
+        evaluates = trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None
+        self._cadence = cadence = Cadence(trainer)
+        run = self._trained = self._begin(
+            trainer,
+            pl_module,
+            optimizer=optimizers[0] if optimizers else None,
+            scheduler=schedulers[0].scheduler if schedulers else None,
+            max_duration=duration_of(trainer),
+            able=(
+                "stop",
+                "save",
+                *(["evaluate"] if evaluates else []),
+                *(["set_gradient_accumulation"] if pl_module.automatic_optimization else []),
+            ),
+            saves=lambda requests: self._save(trainer),
+        )
+        run.evaluation.asks = cadence.ask
+        self._may_fire_save = False
+        self._has_begun_optimizer_step = False
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, scaler)
+        run.losses = watch.reader
+        self._forward = StepHooks(run.driver, run.ctx, pl_module)
+        self._clip = ClipHook(pl_module, self._clipped)
+        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report)]
+        self._hooks += [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+        self._resume(trainer, run)
+        batches = trainer.num_training_batches
+        self._length = int(batches) if batches != float("inf") else None
+        self._set_epoch_length(trainer)
+        run.driver.start("round")
+        self._stop_if_asked(trainer, run)
+
+    def _set_epoch_length(self, trainer: Any) -> None:
+        if self._length is not None:
+            self._run.state.epoch_batches = -(-self._length // trainer.accumulate_grad_batches)
+
+    @observing
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start an epoch."""
+        if self._run is not None:
+            self._start_epoch(trainer)
+
+    def _start_epoch(self, trainer: Any) -> None:
+        """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
+        run = self._run
+        state, control = run.state, run.control
+        while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
+            state.timestamp = state.timestamp.next_epoch()
+        run.driver.start("epoch")
+        if control.accumulation is not None:  # Lightning can change it only between epochs
+            trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
+            self._set_epoch_length(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start a microbatch, and the step if it is the first. The batch is on the device already."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            driver, ctx, watch = run.driver, run.ctx, self._watch
+            samples, tokens = counts_of(batch)
+            ctx.batch = batch
+            parts = driver.parts
+            if parts["train_step"].is_open:
+                counted = run.counted
+                run.counted = counted[0] + samples, counted[1] + tokens
+            else:
+                run.counted = samples, tokens
+                if not parts["epoch"].is_open:
+                    self._start_epoch(trainer)
+                if driver.listen():
+                    watch.listen(driver.is_loss_read)
+                    self._listens_to_microbatch = driver.listens_to("microbatch")
+                    self._forward.listen("training_step", self._listens_to_microbatch or driver.listens_to("fetch"))
+                    self._clip.listen(driver.listens_to("clip_gradients") and pl_module.automatic_optimization)
+                if not parts["fetch"].has_no_listeners:
+                    driver.start_and_end("fetch")
+                driver.start_step()
+                watch.total, run.step_skipped = None, True
+                self._has_begun_optimizer_step, self._may_fire_save = False, False
+            watch.is_on, self._before_batch = True, watch.total
+            given = ctx.batch
+            if self._listens_to_microbatch:
+                ctx.microbatch = given
+                driver.start("microbatch")
+                given = ctx.microbatch
+            self._forward.replaced = [given] if given is not batch else None
+        except Exception as error:
+            self._leave(error)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Start the clipping: the gradients are computed and unscaled."""
+        if self._run is None:
+            return
+        try:
+            watch = self._watch
+            if self._has_begun_optimizer_step:  # the optimizer evaluates its closure again, or this is another optimizer
+                self._keep_last_loss(watch)
+                return
+            self._has_begun_optimizer_step, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
+            if not self._run.driver.parts["clip_gradients"].has_no_listeners:
+                self._run.driver.start("clip_gradients")
+            self._last_loss, watch.total = watch.total, None
+            if not self._clip.is_on:
+                self._clipped()
+        except Exception as error:
+            self._leave(error)
+
+    def _keep_last_loss(self, watch: BackwardWatch) -> None:
+        """Keep the loss of the closure's last evaluation."""
+        if watch.total is not None:
+            self._last_loss = watch.total if self._before_batch is None else self._before_batch + watch.total
+            watch.total = None
+
+    def _clipped(self) -> None:
+        run = self._run
+        if run is None:
+            return
+        try:
+            driver, parts = run.driver, run.driver.parts
+            if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
+                if not parts["clip_gradients"].has_no_listeners:
+                    driver.end("clip_gradients")
+                if driver.is_read:
+                    driver.start("optimizer_step")
+        except Exception as error:
+            self._leave(error)
+
+    def _stepped(self, *_: Any) -> None:
+        run = self._run
+        try:
+            if run is not None and self._has_begun_optimizer_step and run.step_skipped:
+                run.step_skipped = False
+                if not run.driver.parts["optimizer_step"].has_no_listeners:
+                    run.driver.end("optimizer_step")
+        except Exception as error:
+            if is_for_user(error):
+                self._leave(error)
+            self._fault = error  # giving up removes hooks, and torch is iterating over them now
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End the microbatch, and the step if it is the last."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            if self._fault is not None:
+                raise self._fault
+            driver, watch = run.driver, self._watch
+            watch.is_on = watch.is_in_closure = False
+            if self._has_begun_optimizer_step:
+                self._keep_last_loss(watch)
+                watch.total = self._last_loss
+            if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+                driver.end("microbatch")
+                return
+            if run.step_skipped:
+                driver.end("optimizer_step")
+            if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
+                self._log(trainer)
+            run.end_step()
+            self._may_fire_save = True
+            if self._is_first_step:
+                self._is_first_step = False
+                if not self._has_begun_optimizer_step:  # manual optimization that steps only after several batches
+                    driver.synthesized -= {"clip_gradients", "optimizer_step"}
+                run.check_supported(strict=self._strict, logger=logger)
+            if run.control.pending:
+                self._stop_if_asked(trainer, run)
+        except Exception as error:
+            self._leave(error)
+
+    @observing
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the epoch, which may be partial."""
+        run = self._run
+        if run is None or not run.driver.is_open("epoch"):
+            return
+        if run.manager.has_listeners.on_log:
+            self._log(trainer)
+        run.end_epoch(is_whole=trainer.is_last_batch)
+        self._may_fire_save = True
+        self._stop_if_asked(trainer, run)
+
+    @observing
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run."""
+        run = self._run
+        if run is None:
+            return
+        if trainer.should_stop and run.control.stop_requested is None:
+            run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
+        self._finish()
+
+    def _stop_if_asked(self, trainer: Any, run: HostedRun) -> None:
+        if run.control.stop_requested is not None:
+            trainer.should_stop = True
+
+    def _log(self, trainer: Any) -> None:
+        """Log what the LightningModule has logged since the last call."""
+        if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
+            self._run.ctx.log(logged)
+
+    def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
+        """Return Lightning's metrics that have changed since the last call. Lightning makes a new tensor for each value."""
+        known, self._known = self._known, dict(trainer.callback_metrics)
+        return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
+
+    # --- evaluation ---
+
+    @observing
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an evaluation, within training or standalone. Further datasets begin with their first batches."""
+        if trainer.sanity_checking or (self._has_given_up and trainer.state.fn == "fit"):
+            return
+        run = self._run
+        if run is None:
+            run = self._begin(trainer, pl_module, able=())
+        else:
+            self._cadence.remove()
+        self._may_fire_save = False
+        self._names = dataset_names(trainer.val_dataloaders)
+        self._listen(run, "validation", "eval")
+        self._known = dict(trainer.callback_metrics)
+        self._next_dataset(run, 0)
+
+    def _next_dataset(self, run: HostedRun, index: int) -> None:
+        self._dataset = index
+        run.begin_evaluation(self._names[index], standalone=not run.driver.is_open("train"))
+
+    def _listen(self, run: HostedRun, step: str, span: str) -> None:
+        self._steps.listen(f"{step}_step", run.listens_to_outputs(span))
+
+    @observing
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Start a step of an evaluation, and its dataset if it is the first."""
+        run = self._run
+        if trainer.sanity_checking or run is None:
+            return
+        if dataloader_idx != self._dataset:
+            run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+            self._next_dataset(run, dataloader_idx)
+        run.eval_ctx.batch = batch
+        run.eval_driver.start("eval_step")
+
+    @observing
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """End the step."""
+        if not trainer.sanity_checking:
+            self._end_batch("eval_step")
+
+    def _end_batch(self, step: str) -> None:
+        run = self._run
+        if run is None:
+            return
+        run.eval_driver.end(step)
+        if self._is_first_eval_step:
+            self._is_first_eval_step = False
+            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+
+    @observing
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the evaluation. Its results are available."""
+        run = self._run
+        if trainer.sanity_checking or run is None:
+            return
+        run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+        run.end_evaluation()
+        self._steps.remove()
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        if not run.driver.is_open("train"):
+            self._finish()
+            return
+        run.boundaries.fire_checkpoint_due("step")
+        self._may_fire_save = True
+        self._stop_if_asked(trainer, run)
+
+    def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
+        """Return the results of an evaluation by plain names."""
+        return {plain_name(name, prefix): float(value) for name, value in self._new_metrics(trainer).items()}
+
+    # --- test and prediction ---
+
+    @observing
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a run for the test."""
+        self._begin_standalone(trainer, pl_module, "test")
+
+    @observing
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        """Start a step of the test or the prediction."""
+        if self._run is not None:
+            self._run.eval_ctx.batch = batch
+            self._run.eval_driver.start("test_step" if trainer.testing else "predict_step")
+
+    @observing
+    def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
+        """End the step."""
+        self._end_batch("test_step" if trainer.testing else "predict_step")
+
+    on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
+
+    @observing
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the test. Its results are available."""
+        run, found = self._run, self._found(trainer, "test")
+        if run is None:
+            return
+        run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
+        run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
+        run.eval_driver.end("test")
+        run.records.tell(run.ctx)
+        self._finish()
+
+    @observing
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a run for the prediction."""
+        self._begin_standalone(trainer, pl_module, "predict")
+
+    @observing
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the prediction."""
+        if self._run is not None:
+            self._run.eval_driver.end("predict")
+            self._finish()
+
+    def _begin_standalone(self, trainer: Any, module: Any, what: str) -> None:
+        run = self._begin(trainer, module, able=())
+        self._listen(run, what, what)
+        run.eval_driver.start(what)
+
+    # --- checkpoints ---
+
+    def _save(self, trainer: Any) -> None:
+        """Write a checkpoint because a callback has asked for it."""
+        run = self._run
+        self._may_fire_save = True
+        trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
+
+    def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
+        """Write a checkpoint through Lightning and report it. Of several at one boundary, only the first is reported."""
+        run = self._trained
+        if run is None or not self._may_fire_save:
+            return save(path, *args, **given)
+        self._may_fire_save = is_written = False
+
+        def write(info: Any) -> None:
+            nonlocal is_written
+            is_written = True
+            try:
+                save(path, *args, **given)
+            except BaseException as error:
+                mark_as_users(error)
+                raise
+
+        try:
+            run.fire_checkpoint(str(path), write)
+        except BaseException as error:
+            self._leave(error)
+            if not is_written:
+                save(path, *args, **given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the callbacks' states of all ranks. All ranks have to call this, as they do to save."""
+        run = self._trained
+        if run is None:
+            return dict(self._loaded or {})
+        if self._has_given_up:  # the run's state is older than this checkpoint
+            distributed.gather({})
+            return {}
+        own = own_state(run)
+        return {"state": own.pop("state"), "ranks": distributed.gather(own)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the state; it is restored when training begins."""
+        self._loaded = state_dict or None
+
+    def _resume(self, trainer: Any, run: HostedRun) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            ranks = loaded["ranks"]
+            own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
+            restore_states(run, {"state": loaded["state"], **own})
+        elif trainer.global_step:
+            if trainer.ckpt_path is not None:
+                logger.warning("%s resumes from %s, in which no callbacks' states were found", run.host, trainer.ckpt_path)
+            resume_without_states(run, trainer.global_step, trainer.current_epoch)

@@ -1,0 +1,447 @@
+"""The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
+
+Megatron-LM's own callbacks have the same methods, but their context has no `state`. There the host fires events, and supports no requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_states import own_state, write_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.megatron_bridge.guests import MODULE, MegatronBridgeGuest
+from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, torch_optimizers
+from callsheet.bridges.megatron_bridge.names import CallbackContext
+from callsheet.bridges.megatron_bridge.run import LM_LOSS
+from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
+from callsheet.bridges.megatron_bridge.state import GlobalState
+from callsheet.bridges.torch_hooks import OptimizerHooks
+from callsheet.core.callback import Callback
+from callsheet.core.context import Outcome
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+
+logger = logging.getLogger("callsheet")
+
+HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
+    "on_data_init_start": ("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start"),
+    "on_train_start": ("on_data_init_end", "on_train_start", "on_round_start", "on_epoch_start"),
+    "on_train_step_start": ("on_fetch_start", "on_fetch_end", "on_train_step_start"),
+    "on_train_step_end": ("on_train_step_end", "on_log", "on_checkpoint_due"),
+    "on_eval_start": ("on_eval_all_start", "on_eval_start"),
+    "on_eval_step_start": ("on_eval_step_start",),
+    "on_eval_step_end": ("on_eval_step_end",),
+    "on_eval_end": ("on_eval_end", "on_eval_all_end", "on_log", "on_checkpoint_due"),
+    "on_checkpoint_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
+    "on_train_end": ("on_epoch_end", "on_round_end", "on_train_end"),
+    "on_test_start": ("on_test_start",),
+    "on_test_step_start": ("on_test_step_start",),
+    "on_test_step_end": ("on_test_step_end",),
+    "on_test_end": ("on_test_end", "on_log"),
+}
+"""The events that the host fires at each event of Megatron Bridge.
+
+PyTorch hooks fire the events between a step's start and end. The end of the run is fired with the last event of Megatron Bridge."""
+
+NOT_FIRED = (
+    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
+    *("on_predict_end", "on_preempt"),
+)
+"""Events that Megatron Bridge has no counterpart for."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> MegatronBridgeHost:
+    """Wrap the callbacks in one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
+
+    One `pretrain` is one run. The host observes forward and backward with hooks on the model, unless the model is pipelined, and the
+    step with hooks on the torch optimizer inside Megatron's. The model has hooks only while a callback listens to their events. Losses,
+    gradient norm and skipped steps are those of Megatron; its loss is named `loss`. `ctx.model` is the model chunk without its wrappers,
+    or a list if there are several chunks.
+
+    A stop request lowers `cfg.train.train_iters` until training ends. A save request sets `cfg.checkpoint.save_interval` to 1 for one
+    step. Evaluation requests are not supported: Megatron computes the amount of its validation data beforehand. The host writes the
+    callbacks' states into each of Megatron's checkpoints once it is durable, and loads them when training resumes from one.
+
+    Megatron reports no exceptions to callbacks, and calls `sys.exit` on a signal. Such a run ends when the host is garbage-collected or
+    the program ends. Use a `with` block to end the run at once, with the right outcome:
+
+        with host([...]) as hosted:
+            pretrain(config, forward_step, callbacks=[hosted])
+
+    Args:
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: when training begins or after the first step, depending on `strict`.
+    """
+    return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+
+
+def guest(
+    foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, config: Any = None
+) -> MegatronBridgeGuest:
+    """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
+
+    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
+    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
+    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
+    `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
+
+    Args:
+        name: the name under which state is saved; by default that of the callback's class or of the manager's.
+        phase: the phase of all these callbacks.
+        strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
+        config: the object at `context.state.cfg`; it has to have `train.train_iters`. None: an object that has only that.
+
+    Raises:
+        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
+            available.
+    """
+    state = GlobalState(config) if config is not None else None
+    return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
+
+
+def _with_run(
+    method: Callable[[MegatronBridgeHost, HostedRun, Any], None],
+) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
+    """Call the method with the run, which begins with the first event. An error ends the run; see `GivesUp._leave`."""
+
+    @functools.wraps(method)
+    def called(self: MegatronBridgeHost, context: CallbackContext) -> None:
+        if self._has_given_up:
+            return
+        try:
+            method(self, self._run or self._begin(context), context)
+        except BaseException as error:
+            self._leave(error)
+
+    return called
+
+
+class MegatronBridgeHost(GivesUp):
+    """See `host`. It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron
+    need not be installed."""
+
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._run: HostedRun | None = None
+        self._has_trained = False  # whether training has begun in the current run
+        if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
+            # Set only if it is needed: with this method, Megatron does not allow training to be counted in epochs.
+            self.on_data_init_start = self._on_data_init_start
+
+    # --- the run ---
+
+    def _begin(self, context: Any, *, data_is_made: bool = True) -> HostedRun:
+        chunks: list[Any] = context.model if isinstance(context.model, list) else [context.model]
+        model: Any = _inner(chunks[0]) if len(chunks) == 1 else list(map(_inner, chunks))
+        state = getattr(context, "state", None)
+        self._settings = settings = Settings(state)
+        save = settings.get("checkpoint.save")
+        folder = Path(save if save is not None else "runs/megatron_bridge").absolute()
+        folder = folder.parent if folder.name == "checkpoints" else folder
+        log_interval, length = settings.get("logger.log_interval"), settings.get("train.train_iters")
+        self._run = run = HostedRun(
+            self.manager,
+            model=model,
+            optimizer=context.optimizer,
+            scheduler=context.scheduler,
+            host="Megatron Bridge",
+            run_name=folder.name,
+            runs_folder=folder.parent,
+            config=settings.plain(),
+            max_duration=f"{length}ba" if length else None,
+            log_interval=f"{log_interval or 10}ba",
+            device=next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu")),
+            able=[*(["stop"] if length else []), *(["save"] if save is not None else [])],
+            saves=settings.save_now,
+            lock_timeout_seconds=self._lock_timeout_seconds,
+        )
+        samples = settings.get("train.global_batch_size") or 0
+        tokens = samples * (settings.get("model.seq_length") or 0)
+        run.counted = (
+            (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
+        )  # Megatron's counts are those of all ranks, and ours are summed over the ranks
+        run.losses = lambda: settings.loss
+        run.checkpoints.loads = functools.partial(load_states, run, settings)
+        self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
+        self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
+        self._states: dict[int, Any] = {}  # the callbacks' states by step, for checkpoints that are still being written
+        run.fails_by(self._leave)
+        self._forward = ForwardHooks(run, chunks[0])
+        self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
+        self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
+        run.reject(_not_fired(), strict=self._strict, logger=logger)
+        run.begin(data_is_made=data_is_made)
+        return run
+
+    @observing
+    def _on_data_init_start(self, context: CallbackContext) -> None:
+        """Begin a run. Megatron is about to create the data."""
+        self._release()  # in case an exception ended the earlier run
+        self._has_trained = self._has_given_up = False
+        self._begin(context, data_is_made=False)
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Begin a run, if it has not begun."""
+        if self._has_trained:  # an exception ended the current run
+            self._release()
+            self._has_given_up = False
+        self._start(context)
+        self._has_trained = True
+
+    @_with_run
+    def _start(self, run: HostedRun, context: Any) -> None:
+        self._settings.is_training = True
+        run.driver.start("round")
+        self._stop_if_asked(run)
+
+    @_with_run
+    def on_train_end(self, run: HostedRun, context: Any) -> None:
+        """End training. A validation and a test may follow."""
+        settings = self._settings
+        settings.restore()
+        settings.is_training = False
+        self._forward.listen(False)
+        run.finish_training()
+        if settings.is_last("do_valid", "do_test"):
+            self._release()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._run is not None:
+            self._run.fail(error)
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
+            self._fail(error)
+        elif self._run is not None:
+            if error is not None:
+                self._run.lifetime.outcome, self._settings.is_training = Outcome.STOPPED, False
+            self._release()
+
+    # --- steps ---
+
+    @_with_run
+    def on_train_step_start(self, run: HostedRun, context: Any) -> None:
+        """Begin a step. If a callback listens to parts of the step, the first forward fires the step's start."""
+        settings, driver = self._settings, run.driver
+        if not settings.is_training:  # training is over
+            return
+        interval, step = settings.save_interval, settings.step
+        settings.restore_interval()
+        settings.loss = None
+        if step is not None and step != run.state.timestamp.batch:
+            move(run, step)  # Megatron has skipped iterations
+        if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
+            self._states[step] = copy.deepcopy(own_state(run))  # for the checkpoint that is being written
+        if driver.listen():
+            self._listens_to_step = driver.has_listeners
+            self._listens_to_forward = self._listens_to_step and not self._is_pipelined
+            self._forward.listen(self._listens_to_forward)
+            self._steps.listen(self._listens_to_step)
+        self._forward.in_step = self._listens_to_forward
+        if not self._listens_to_forward:
+            driver.start_step()
+        if not self._listens_to_step and driver.is_read:
+            driver.start("optimizer_step")  # records the learning rate that the step will use
+
+    @_with_run
+    def on_train_step_end(self, run: HostedRun, context: Any) -> None:
+        """End the step: optimizer and scheduler have stepped."""
+        settings, driver = self._settings, run.driver
+        if not settings.is_training:  # training is over
+            return
+        self._forward.in_step = False
+        if not driver.parts["train_step"].is_open:
+            driver.synthesized.add("fetch")
+            driver.start_and_end("fetch")
+            driver.start_step()
+        settings.loss, run.other_losses = _losses(context.loss_dict or {})
+        run.step_skipped = bool(context.skipped_iter)
+        if run.step_skipped and driver.is_read:  # torch's optimizer was not called
+            driver.start_and_end("clip_gradients")
+            driver.start_and_end("optimizer_step")
+        norm = context.grad_norm
+        if run.spans.train_step.ends is not None:  # a callback listens to it
+            run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
+        if norm is not None and run.manager.has_listeners.on_log:
+            run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
+        run.end_step()
+        if self._is_pipelined:
+            run.records.last_loss = None  # only the last stage has a loss, and its mean would need a collective of all ranks
+        self._is_due_fired = True
+        if not self._is_checked and not run.step_skipped:
+            self._is_checked = True
+            run.check_supported(strict=self._strict, logger=logger)
+        if run.control.pending:
+            self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this event
+
+    def _stop_if_asked(self, run: HostedRun, *, ahead: int = 0) -> None:
+        if run.control.stop_requested is not None:
+            self._settings.stop(ahead)
+
+    # --- evaluations and tests ---
+
+    @_with_run
+    def on_eval_start(self, run: HostedRun, context: Any) -> None:
+        """Start a validation."""
+        run.driver.end("data_init")
+        run.begin_evaluation("validation", standalone=not self._settings.is_training)
+        self._observe_forward(run, "eval")
+
+    @_with_run
+    def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
+        """Start a step of the validation: one global batch."""
+        run.eval_driver.start("eval_step")
+
+    @_with_run
+    def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
+        """End the step of the validation."""
+        run.eval_driver.end("eval_step")
+
+    @_with_run
+    def on_eval_end(self, run: HostedRun, context: Any) -> None:
+        """End the validation."""
+        self._end_observing()
+        run.end_dataset("validation", self._found(run, context))
+        run.end_evaluation()
+        run.records.tally.settle(run.state)
+        run.records.tell(run.ctx)
+        if self._settings.is_training:
+            run.boundaries.fire_checkpoint_due("step")
+            self._stop_if_asked(run)
+        elif self._settings.is_last("do_test"):
+            self._release()
+
+    @_with_run
+    def on_test_start(self, run: HostedRun, context: Any) -> None:
+        """Start a test."""
+        run.driver.end("data_init")
+        run.eval_ctx.step, run.eval_ctx.epoch = run.ctx.step, run.ctx.epoch
+        run.eval_driver.start("test")
+        self._observe_forward(run, "test")
+
+    @_with_run
+    def on_test_step_start(self, run: HostedRun, context: Any) -> None:
+        """Start a step of the test: one global batch."""
+        run.eval_driver.start("test_step")
+
+    @_with_run
+    def on_test_step_end(self, run: HostedRun, context: Any) -> None:
+        """End the step of the test."""
+        run.eval_driver.end("test_step")
+
+    @_with_run
+    def on_test_end(self, run: HostedRun, context: Any) -> None:
+        """End the test, and the run with it."""
+        self._end_observing()
+        ctx = run.eval_ctx
+        found = self._found(run, context)
+        ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
+        ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
+        run.eval_driver.end("test")
+        run.records.tell(run.ctx)
+        if not self._settings.is_training:
+            self._release()
+
+    def _observe_forward(self, run: HostedRun, kind: str) -> None:
+        has_listeners = run.listens_to_outputs(kind) and not self._is_pipelined
+        self._forward.listen(has_listeners or self._settings.is_training)
+        self._forward.evaluating = kind if has_listeners else ""
+
+    def _end_observing(self) -> None:
+        self._forward.evaluating = ""
+        self._forward.listen(self._listens_to_forward and self._settings.is_training)
+
+    def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
+        """Return the losses. With pipelining only the last stage has them, so they are gathered for all ranks."""
+        loss, others = _losses(context.total_loss_dict or {})
+        found = {name: float(value) for name, value in {"loss": loss, **others}.items() if value is not None}
+        return next(filter(None, run.world.gather(found)), {}) if self._is_pipelined else found
+
+    # --- checkpoints ---
+
+    @_with_run
+    def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
+        """Add the callbacks' states to a checkpoint that is durable. A checkpoint written in the background is of an earlier step."""
+        settings = self._settings
+        settings.restore_interval()
+        now = run.state.timestamp.batch
+        step = run.world.of_rank_zero(settings.saved_step() or now)
+        if not self._is_due_fired:
+            run.boundaries.fire_checkpoint_due("step")
+        path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
+        states = self._states.pop(step, None) if step != now else own_state(run)
+        if states is None:
+            logger.warning("%s: no callbacks' states were kept for step %d, so none are added to this checkpoint", path, step)
+        run.fire_checkpoint(
+            str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
+        )
+        self._is_due_fired = False
+
+
+def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: OptimizerHooks) -> None:
+    """Restore Megatron's settings, remove the hooks, and end the run.
+
+    This also runs when the program ends or the host is garbage-collected: an exception or a signal has ended training.
+    """
+    settings.restore()
+    forward.remove()
+    steps.remove()
+    if settings.was_preempted():
+        run.lifetime.end(Outcome.PREEMPTED)
+    else:
+        run.lifetime.end(Outcome.FAILED if settings.is_training else None)
+
+
+def _not_fired() -> tuple[str, ...]:
+    """Return the events that the imported release of Megatron Bridge never causes: some releases do not report checkpoints."""
+    package = sys.modules.get(MODULE)
+    if package is None or "on_checkpoint_save" in package.VALID_EVENTS:
+        return NOT_FIRED
+    return (*NOT_FIRED, *HOST_EVENTS["on_checkpoint_save"])
+
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "Float16Module"})
+
+
+def _inner(chunk: Any) -> Any:
+    """Return the model without Megatron's wrappers."""
+    while type(chunk).__name__ in _WRAPPERS and hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return the loss, which is Megatron's `lm loss` or else the first one, and the other losses by name."""
+    if len(given) == 1:  # the usual case
+        return next(iter(given.values())), {}
+    name = LM_LOSS if LM_LOSS in given else next(iter(given), None)
+    others = {other.replace(" ", "_"): value for other, value in given.items() if other != name}
+    return (given[name] if name is not None else None), others

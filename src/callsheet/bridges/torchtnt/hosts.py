@@ -1,0 +1,500 @@
+"""The torchtnt bridge: callsheet callbacks in torchtnt's loops (`host`), and torchtnt callbacks in callsheet's loop (`guest`)."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torchtnt.framework.callback import Callback as TorchTNTCallback
+from torchtnt.framework.evaluate import evaluate
+from torchtnt.framework.state import EntryPoint, State
+from torchtnt.utils.progress import estimated_steps_in_epoch
+
+from callsheet.bridges.epoch_position import EpochPosition
+from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_states import own_state, restore_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
+from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
+from callsheet.core.callback import Callback
+from callsheet.core.context import Outcome
+from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.time import Time
+from callsheet.errors import CheckpointError, NotSupported
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.trainer.tasks import counts_of
+
+logger = logging.getLogger("callsheet")
+
+NOT_FIRED = (
+    "on_test_start",
+    "on_test_step_start",
+    "on_test_forward_start",
+    "on_test_forward_end",
+    "on_test_step_end",
+    "on_test_end",
+)
+"""Events that torchtnt has no counterpart for."""
+
+EVALUATED = "validation"
+"""The name of the only dataset that torchtnt evaluates."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    metrics: Iterable[str] = (),
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    resume: str | os.PathLike[str] | None = None,
+    log_interval: str | int | Time = "10ba",
+    preempt_signals: Iterable[str] = (),
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> TorchTNTHost:
+    """Wrap the callbacks in one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
+
+    Each such call is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes the forward with hooks on
+    the unit's module, the loss in `backward`, and the step with hooks on the optimizer. If the unit steps its optimizer only every few
+    batches, these batches form one step.
+
+    A stop request ends torchtnt's loop. An evaluation that is requested during `fit` runs torchtnt's `evaluate`. A requested checkpoint
+    is written in callsheet's format, with everything that the unit tracks. If the host is assigned to the unit
+    (`unit.callsheet = host([...])`), torchtnt's own checkpoints contain the callbacks' states too.
+
+    Args:
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        metrics: names of attributes of the unit. Their values are added to the results of each evaluation, beside the loss that
+            `eval_step` returns.
+        run_name: the run's name.
+        runs_folder: the folder that contains the run's folder, in which checkpoints are written.
+        resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint. None
+            starts a new run, or resumes from what torchtnt has restored.
+        log_interval: how often a metrics record is made; an integer means batches.
+        preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: when training begins or after the first step, depending on `strict`. Also if the unit's `train_step` takes an
+            iterator, or if the unit tracks several modules or optimizers and none is named `module` or `optimizer`.
+    """
+    return TorchTNTHost(
+        callbacks,
+        strict=strict,
+        metrics=tuple(metrics),
+        resume=os.fspath(resume) if resume is not None else None,
+        settings={
+            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
+            "lock_timeout_seconds": lock_timeout_seconds,
+        },
+    )  # fmt: skip
+
+
+class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+    """See `host`."""
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        metrics: tuple[str, ...],
+        resume: str | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+        self._metrics = metrics
+        self._resume_path = resume
+        self._settings = settings
+        self._run: HostedRun | None = None
+        self._restored: dict[str, Any] | None = None
+        self._steps_fired = 0  # torchtnt's count of steps, which is written into its checkpoints
+
+    # --- the run ---
+
+    def _begin(self, state: State, unit: Any) -> HostedRun:
+        if self._run is not None:  # an exception that torchtnt does not report to callbacks ended the earlier run
+            self._release()
+        self._has_given_up = False
+        module = one_of_unit(unit.tracked_modules(), "module")
+        if module is None:
+            raise NotSupported(
+                "the torchtnt unit tracks no module, so callbacks would have no model; assign the module to unit.module"
+            )
+        is_training = state.train_state is not None
+        self._optimizer = optimizer = one_of_unit(unit.tracked_optimizers(), "optimizer") if is_training else None
+        scheduler = one_of_unit(unit.tracked_lr_schedulers(), "lr_scheduler") if is_training else None
+        inside = module.module if type(module).__name__ == "DistributedDataParallel" else module
+        self._scaler = getattr(unit, "grad_scaler", None)
+        self._accumulate = getattr(unit, "gradient_accumulation_steps", 1)
+        me = weakref.ref(self)
+        self._run = run = HostedRun(
+            self.manager,
+            model=inside,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            host="torchtnt",
+            config={"entry_point": state.entry_point.name, "unit": type(unit).__qualname__},
+            max_duration=duration_of(state, self._accumulate),
+            evaluates=(lambda: me()._evaluate(state, unit)) if state.entry_point is EntryPoint.FIT else None,  # type: ignore[union-attr]
+            able=("stop", "save") if is_training else (),
+            **self._settings,
+        )
+        if state.eval_state is not None:
+            run.state.evaluators = (EVALUATED,)
+        self._place = EpochPosition()
+        known = {id(self), id(module), id(optimizer), id(scheduler)}
+        run.parts = {f"unit_{name}": part for name, part in unit.app_state().items() if id(part) not in known} | {
+            "place": self._place
+        }
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
+        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
+        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
+        hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks, Fetches(unit, self._fetchers())]
+        self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
+        if self._optimizer_hooks is not None:
+            hooks.append(self._optimizer_hooks)
+        run.losses = watch.reader
+        run.fails_by(self._leave)
+        self._is_checked = False  # whether the first step was checked for events that were not fired
+        self._waiting = ""  # the boundary that is reached after torchtnt's evaluation: "step", "epoch" or ""
+        self._is_exhausted = False
+        self._batch: Any = None
+        self._listens_to_forward = True
+        self._progress: Any = getattr(unit, "train_progress", None)  # cached: a unit's attribute lookup is slow
+        self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
+        run.signals.__enter__()
+        self._ends = weakref.finalize(self, _end, run, hooks)
+        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        run.begin(self._resume_path if self._restored is None else None)
+        if self._restored is not None:
+            self._load_restored(run, unit)
+        return run
+
+    def _finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._release()
+
+    def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
+        """End the run as failed."""
+        if self._run is not None:
+            self._run.fail(exc)
+            self._release()
+
+    # --- training ---
+
+    @observing
+    def on_train_start(self, state: State, unit: Any) -> None:
+        """Begin a run."""
+        run = self._begin(state, unit)
+        run.driver.start("round")
+        if self._place.to_skip:  # the run resumes within an epoch, and torchtnt does not report that epoch's start
+            self._place.begin()
+            run.driver.start("epoch")
+        self._stop_if_asked(run, state)
+
+    @observing
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        """Start the epoch's span."""
+        run = self._run
+        if run is None:
+            return
+        self._place.begin()
+        self._is_exhausted = False
+        run.driver.start("epoch")
+
+    def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
+        """Call the unit's `get_next_train_batch`. Return its batch, or the batch with which a callback replaced it."""
+        run, place = self._run, self._place
+        if run is None:
+            return fetch(state, batches)
+        while place.to_skip:
+            fetch(state, batches)
+            place.to_skip -= 1
+            if not place.to_skip:
+                place.skipped()
+        is_started = self._begin_fetch(run)
+        try:
+            batch = fetch(state, batches)
+        except StopIteration:
+            self._is_exhausted = True
+            self._end_fetch(run, None, is_started=is_started)
+            raise
+        if batch is batches:
+            raise NotSupported("train_step takes an iterator, so the host cannot see its batches; let train_step take a batch")
+        place.taken += 1
+        return self._end_fetch(run, batch, is_started=is_started)
+
+    @observing
+    def _begin_fetch(self, run: HostedRun) -> bool | None:
+        """Start the fetch's span if it has listeners. Return whether it was started."""
+        driver = run.driver
+        is_started = not driver.parts["train_step"].is_open
+        if is_started:  # the further batches of a step are fetched within it
+            if driver.listen():
+                self._listens_to_forward = driver.listens_to("forward")
+                self._model_hooks.listen(self._listens_to_forward)
+                self._watch.listen(driver.is_loss_read)
+                if self._optimizer_hooks is not None:
+                    self._optimizer_hooks.listen(driver.is_read)
+            is_started = not driver.parts["fetch"].has_no_listeners
+            if is_started:
+                driver.start("fetch")
+        run.ctx.batch = None
+        return is_started
+
+    def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
+        """End the fetch's span. Return the batch, or the one with which a callback replaced it."""
+        try:
+            run.ctx.batch = batch
+            if is_started:
+                run.driver.end("fetch")
+            return run.ctx.batch
+        except BaseException as error:
+            self._leave(error)
+            return batch
+
+    def _fetched_to_evaluate(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
+        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and keep the batch for the step's start."""
+        self._batch = batch = fetch(state, batches)
+        return batch
+
+    def _fetchers(self) -> dict[str, Callable[..., Any]]:
+        evaluated = dict.fromkeys(("get_next_eval_batch", "get_next_predict_batch"), self._fetched_to_evaluate)
+        return {"get_next_train_batch": self._fetched, **evaluated}
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        """Start a step with its first batch, or count a further batch of it."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            driver, ctx, watch = run.driver, run.ctx, self._watch
+            counted = counts_of(ctx.batch)
+            if driver.parts["train_step"].is_open:
+                run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
+            else:
+                driver.start_step()
+                run.counted = counted
+                watch.total = None
+                if self._optimizer_hooks is not None:
+                    self._optimizer_hooks.has_stepped = False
+            watch.is_on = True
+            if self._listens_to_forward:
+                ctx.microbatch = ctx.batch
+                driver.start("microbatch")
+        except Exception as error:
+            self._leave(error)
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        """End the batch. End the step too, if the optimizer has stepped or the loss scaler has skipped its step."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            self._watch.is_on = False
+            progress, hooks = self._progress, self._optimizer_hooks
+            self._steps_fired = steps = progress.num_steps_completed
+            if hooks is not None and not hooks.has_stepped:
+                would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
+                if not would:
+                    run.driver.end("microbatch")
+                    return
+            run.step_skipped = hooks is not None and not hooks.has_stepped
+            every = self._evaluates_every
+            if every and steps % every == 0:
+                run.driver.end_step()
+                self._waiting = "step"
+            else:
+                self._end_step(run, state)
+        except Exception as error:
+            self._leave(error)
+
+    def _end_step(self, run: HostedRun, state: State) -> None:
+        run.end_step()
+        if not self._is_checked:
+            self._is_checked = True
+            if self._scaler is not None:  # the scaler skips steps until it has found its scale
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
+            run.check_supported(strict=self._strict, logger=logger)
+        if run.control.pending or run.boundaries.is_making_way:
+            self._stop_if_asked(run, state)
+
+    @observing
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+        """End the epoch, which may have been left before its last batch."""
+        run, train = self._run, state.train_state
+        if run is None:
+            return
+        place = self._place
+        length = estimated_steps_in_epoch(
+            train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
+        )
+        is_whole = self._is_exhausted or place.taken >= length
+        place.end()
+        run.close_epoch(is_whole=is_whole)
+        every = state.eval_state.evaluate_every_n_epochs if state.eval_state is not None else None
+        self._waiting = "epoch" if is_whole else ""
+        if not every or unit.train_progress.num_epochs_completed % every or state.should_stop:
+            self._reach(run, state)
+
+    def _reach(self, run: HostedRun, state: State) -> None:
+        """Reach the boundary that was delayed until torchtnt's evaluation ended."""
+        waiting, self._waiting = self._waiting, ""
+        if waiting == "step":
+            self._end_step(run, state)
+        elif waiting == "epoch":
+            run.boundaries.reach("epoch")
+            self._stop_if_asked(run, state)
+
+    def _stop_if_asked(self, run: HostedRun, state: State) -> None:
+        if (run.control.stop_requested is not None or run.boundaries.is_making_way) and not state.should_stop:
+            state.stop()
+
+    @observing
+    def on_train_end(self, state: State, unit: Any) -> None:
+        """End the run."""
+        self._finish()
+
+    # --- evaluation ---
+
+    def _evaluate(self, state: State, unit: Any) -> dict[str, dict[str, float]]:
+        """Run the evaluation that a callback requested. Its events are fired while it runs, so there are no results to return."""
+        loop = state.eval_state
+        evaluate(unit, loop.dataloader, max_steps_per_epoch=loop.max_steps_per_epoch, callbacks=[self], timer=state.timer)
+        return {}
+
+    @observing
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        """Start an evaluation. Outside training it is a run of its own."""
+        run = self._run
+        if run is None and self._has_given_up and state.train_state is not None:
+            return
+        if run is None or (state.train_state is None and not run.driver.is_open("train")):
+            run = self._begin(state, unit)
+        self._sums: dict[str, Any] = {}
+        self._weight = 0
+        self._fires_eval = not (state.should_stop or run.driver.is_open("train_step"))
+        if self._fires_eval:
+            run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
+            self._judging_hooks.listen(True)
+
+    @observing
+    def on_eval_step_start(self, state: State, unit: Any) -> None:
+        """Start the evaluation's step with the batch that was fetched."""
+        run = self._run
+        if run is not None and self._fires_eval:
+            run.eval_ctx.batch = self._batch
+            run.eval_driver.start("eval_step")
+
+    @observing
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        """Add the batch's losses to the means, and end the evaluation's step."""
+        run = self._run
+        if run is None:
+            return
+        samples = counts_of(self._batch)[0] or 1
+        self._weight += samples
+        for name, loss in losses_in(state.eval_state.step_output).items():
+            self._sums[name] = self._sums.get(name, 0.0) + loss * samples
+        run.eval_driver.end("eval_step")
+
+    @observing
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        """End the evaluation, then reach the boundary that was delayed until its end."""
+        run = self._run
+        if run is None:
+            return
+        self._judging_hooks.listen(False)
+        self._batch = None
+        found = {name: float(total) / self._weight for name, total in self._sums.items()}
+        found |= {name: float(getattr(unit, name)) for name in self._metrics} if self._weight else {}
+        if self._fires_eval:
+            run.end_dataset(EVALUATED, found)
+            run.end_evaluation()
+            run.records.tally.settle(run.state)
+            run.records.tell(run.ctx)
+            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+        elif self._weight:  # within a step of several batches: the events are fired when the step is over
+            run.made.append({EVALUATED: found})
+        self._reach(run, state)
+        if not run.driver.is_open("train"):
+            self._finish()
+
+    # --- prediction ---
+
+    @observing
+    def on_predict_start(self, state: State, unit: Any) -> None:
+        """Begin a run that predicts. A prediction within training is not observed."""
+        if self._run is not None and self._run.driver.is_open("train"):
+            return
+        self._begin(state, unit).driver.start("predict")
+        self._predict_hooks.listen(True)
+
+    @observing
+    def on_predict_step_start(self, state: State, unit: Any) -> None:
+        """Start the prediction's step with the batch that was fetched."""
+        run = self._run
+        if run is not None and run.driver.is_open("predict"):
+            run.ctx.batch = self._batch
+            run.driver.start("predict_step")
+
+    @observing
+    def on_predict_step_end(self, state: State, unit: Any) -> None:
+        """End the prediction's step."""
+        if self._run is not None:
+            self._run.driver.end("predict_step")
+
+    @observing
+    def on_predict_end(self, state: State, unit: Any) -> None:
+        """End the run."""
+        if self._run is not None and self._run.driver.is_open("predict"):
+            self._run.driver.end("predict")
+            self._finish()
+
+    # --- in torchtnt's checkpoints ---
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the callbacks' states and the step they are of. They are one `bytes` value because torchtnt's checkpointers need a
+        structure that does not change."""
+        run = self._run
+        if run is None:
+            return {"states": b""}
+        states = {"steps": self._steps_fired, **own_state(run)}
+        file = io.BytesIO()
+        torch.save(states, file)
+        return {"states": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Keep the states for the next run, which resumes from them."""
+        self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
+
+    def _load_restored(self, run: HostedRun, unit: Any) -> None:
+        restored, self._restored = self._restored, None
+        assert restored is not None
+        if (progress := getattr(unit, "train_progress", None)) is not None and progress.num_steps_completed != restored["steps"]:
+            raise CheckpointError(
+                f"the callbacks' states are of step {restored['steps']}, but torchtnt resumes from step "
+                f"{progress.num_steps_completed}; put the host before the checkpointer in callbacks=[...]"
+            )
+        restore_states(run, restored)
+        self._steps_fired = restored["steps"]
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Remove the hooks, and end the run as failed if it has not ended.
+
+    This also runs when the program ends or the host is garbage-collected: an exception that torchtnt does not report has ended training.
+    """
+    for hook in hooks:
+        hook.remove()
+    run.signals.__exit__(None, None, None)
+    run.lifetime.end(Outcome.FAILED)

@@ -1,0 +1,153 @@
+"""Continuations of prompts by a language model: encoding, generation and decoding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from callsheet.core.randomness import random_state, restore_random_state, seed_all
+from callsheet.errors import ConfigError
+
+Prompt = str | Sequence[int]
+
+
+class Prompts:
+    """Texts or lists of token ids, with the tokenizer that converts between them.
+
+    Args:
+        prompts: what is to be continued.
+        tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of a
+            text as its ids, and shows ids as numbers.
+
+    Raises:
+        ConfigError: a prompt has no tokens.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], tokenizer: Any = None) -> None:
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self.ids = [self._encoded(prompt) for prompt in prompts]
+
+    def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+        """Return each prompt and its continuation as texts."""
+        return [
+            (prompt if isinstance(prompt, str) else self._decoded(prompt, prompt), self._decoded(ids, prompt))
+            for prompt, ids in zip(self._prompts, written, strict=True)
+        ]
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = list(prompt.encode()) if self._tokenizer is None else self._tokenizer.encode(prompt)
+        tokens = [int(token) for token in getattr(ids, "ids", ids)]
+        if not tokens:
+            raise ConfigError(f"the prompt {prompt!r} has no tokens to continue; leave it out")
+        return tokens
+
+    def _decoded(self, ids: Sequence[int], prompt: Prompt) -> str:
+        if self._tokenizer is not None:
+            return str(self._tokenizer.decode(list(ids)))
+        if isinstance(prompt, str):
+            # Tokens of 256 and more are not bytes.
+            return bytes(token for token in ids if token < 256).decode(errors="replace")
+        return " ".join(map(str, ids))
+
+
+def written(
+    model: Any,
+    prompts: Prompts,
+    device: str,
+    *,
+    world_size: int,
+    seed: int,
+    batch_size: int,
+    words: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[tuple[str, str]]:
+    """Return each prompt and the model's continuation. The model, its modules' modes and the random states are left as they were.
+
+    If the model is sharded, every rank must call this.
+
+    Args:
+        seed: the seed for sampling.
+        words, options: see `continuations`.
+    """
+    with undisturbed(model, seed) as is_sharded:
+        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # the ranks must stop together
+        lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
+    return prompts.rows(lines)
+
+
+@contextmanager
+def undisturbed(model: Any, seed: int) -> Iterator[bool]:
+    """Put the model into evaluation mode without gradients, and restore modes and random states afterwards. Yield whether it is sharded."""
+    modes = [(module, module.training) for module in model.modules()]
+    shards = [module for module, _ in modes if isinstance(module, FSDPModule)]
+    random = random_state()
+    try:
+        model.eval()
+        seed_all(seed)
+        with torch.no_grad():
+            yield bool(shards)
+    finally:
+        restore_random_state(random)
+        for module, training in modes:
+            module.training = training
+        for shard in shards:  # FSDP keeps the root unsharded for a backward pass, which does not come
+            shard.reshard()
+
+
+def continuations(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    device: str,
+    *,
+    batch_size: int,
+    words: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[list[int]]:
+    """Return what `model.generate` writes after each prompt, up to its end token.
+
+    Prompts of equal length share a batch of at most `batch_size`, so that no prompt needs padding.
+
+    Args:
+        words: keyword arguments; only those that `generate` accepts are passed.
+        options: further keyword arguments, which are always passed.
+    """
+    written: list[list[int]] = [[]] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for _, equal in groupby(order, key=lambda i: len(prompts[i])):
+        places = list(equal)
+        for start in range(0, len(places), batch_size):
+            part = places[start : start + batch_size]
+            ids = torch.tensor([list(prompts[i]) for i in part], device=device)
+            for place, line in zip(part, _continued(model, ids, words, options), strict=True):
+                written[place] = line
+    return written
+
+
+def _continued(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options: Mapping[str, Any]) -> list[list[int]]:
+    config = getattr(model, "generation_config", None)
+    ends = options.get("eos_token_id", getattr(config, "eos_token_id", None))
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None:
+        pad = ends[0] if ends else 0  # fills shorter continuations after their end token
+    given = {"attention_mask": torch.ones_like(ids), "use_cache": True, "pad_token_id": pad, **words}
+    takes = inspect.signature(model.generate).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        given = {word: value for word, value in given.items() if word in takes}
+    made = model.generate(ids, **{**given, **options})
+    is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    lines: list[list[int]] = getattr(made, "sequences", made)[:, ids.shape[1] if is_decoder else 1 :].tolist()
+    return [line[: next((i for i, token in enumerate(line) if token in ends), None)] for line in lines]

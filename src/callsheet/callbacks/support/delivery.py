@@ -1,0 +1,37 @@
+"""Sending notifications, with retries and a time limit."""
+
+from __future__ import annotations
+
+import time
+
+from callsheet.callbacks.support.destinations import Destination, NotDelivered, Notification
+
+
+def why_not_delivered(notification: Notification, destination: Destination, *, timeout: float, retries: int) -> str:
+    """Send a notification, with retries after errors that may pass. Return why it was not delivered, or an empty string.
+
+    Args:
+        timeout: seconds for each attempt.
+        retries: the number of further attempts after errors that may pass.
+    """
+    why = ""
+    for attempt in range(retries + 1):
+        try:
+            destination.send(notification, timeout)
+            return ""
+        except NotDelivered as error:
+            why = str(error)
+            if error.is_final or attempt == retries:
+                break
+        time.sleep(_pause(attempt))
+    return why
+
+
+def longest(timeout: float, retries: int) -> float:
+    """Return how many seconds all attempts for one notification may take."""
+    return sum(timeout + _pause(attempt) for attempt in range(retries + 1))
+
+
+def _pause(attempt: int) -> float:
+    """Return the seconds between an attempt and the next."""
+    return min(5.0, 0.2 * 4.0**attempt)

@@ -1,0 +1,66 @@
+"""HTML pages that show a snapshot of the device's memory, drawn in another process."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from torch.cuda import _memory_viz
+
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.manager import CallbackManager
+from callsheet.lanes.queue import LaneOptions
+
+_ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
+"""The view by segments: the name in torch's page, and the name that its script knows. With the first one the page stays blank."""
+
+
+class MemoryPages(Callback):
+    """Draws pages from snapshots on disk. That takes seconds, in which it holds the interpreter, and several times the snapshot's memory."""
+
+    lane = "process"
+    lane_options = LaneOptions(deadline=120.0)
+
+    def draw_memory(self, ctx: Context, path: Path, is_logged: bool) -> None:
+        """Draw the pages of the snapshot in `path`, and log them if `is_logged`."""
+        for page in render_memory(path):
+            if is_logged:
+                ctx.log_file(f"memory/{page.name}", page)
+
+
+class Drawing:
+    """Draws pages while training continues. Its process lives from the first snapshot until `end`."""
+
+    def __init__(self) -> None:
+        self._manager = CallbackManager([MemoryPages()], costs="off")
+        self._has_begun = False
+
+    def begin(self, ctx: Context, path: Path) -> None:
+        """Start drawing the snapshot in `path`. On rank 0, log the snapshot and later its pages."""
+        is_logged = ctx.run.is_world_process_zero
+        if is_logged:
+            ctx.log_file(f"memory/{path.name}", path)
+        self._has_begun = True
+        self._manager.notify_loggers("draw_memory", ctx, path=path.absolute(), is_logged=is_logged)
+
+    def end(self, ctx: Context) -> None:
+        """Wait up to two minutes until all pages are drawn and logged."""
+        if self._has_begun:
+            self._has_begun = False
+            self._manager.drain(ctx)
+            self._manager.close()
+
+
+def render_memory(path: Path) -> list[Path]:
+    """Write two pages next to a snapshot that show it over time: by tensors (`.html`) and by segments (`-segments.html`). Return them.
+
+    Loading a pickle executes code that it contains: only pass files that this machine wrote.
+    """
+    with open(path, "rb") as file:
+        snapshot = pickle.load(file)
+    pages = {path.with_suffix(".html"): False, path.with_name(f"{path.stem}-segments.html"): True}
+    for page, is_of_segments in pages.items():
+        drawn = _memory_viz.trace_plot(snapshot, plot_segments=is_of_segments)
+        page.write_text(drawn.replace(_ASKED_FOR, _KNOWN), encoding="utf-8")
+    return list(pages)

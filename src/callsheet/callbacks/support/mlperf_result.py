@@ -1,0 +1,176 @@
+"""A result of the MLPerf Training benchmarks: its file, its values, and its check against the installed rules."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from callsheet.core.callback import one_of
+from callsheet.core.context import Context
+from callsheet.core.optional import load
+from callsheet.core.time import TimeUnit
+from callsheet.errors import ConfigError
+
+_RESERVED = re.compile(
+    r"submission_(benchmark|org|division|status|platform)|cache_clear|eval_accuracy|(init|run|block|epoch|eval)_(start|stop)"
+)
+_PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_parallelism", "expert_parallelism")
+
+
+class ResultFile:
+    """A file of `:::MLLOG` lines: the first free `result_<number>.txt` of a folder, or the one with a given number.
+
+    Raises:
+        ConfigError: a file with this number exists.
+    """
+
+    def __init__(self, folder: Path, index: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count() if index is None else (index,):
+            self.path = folder / f"result_{number}.txt"
+            try:
+                self._file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+                return
+            except FileExistsError:
+                continue
+        raise ConfigError(f"index={index}: {self.path} exists; give another index, or None for the first that is free")
+
+    def write(self, key: str, value: Any = None, *, time_ms: int | None = None, **metadata: Any) -> None:
+        """Write a line immediately. `time_ms` counts from 1970; None means now."""
+        self._file.write(_line(key, value, time_ms or now_ms(), metadata))
+        self._file.flush()
+
+    def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
+        """Return the compliance checker's complaints about the file with these lines added at its end; none if it accepts it."""
+        text = self.path.read_text(encoding="utf-8") + "".join(_line(key, value, now_ms(), metadata) for key, value in rest)
+        rules = _rules()
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / self.path.name
+            copy.write_text(text, encoding="utf-8")
+            lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
+        checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
+        rules.enqueued_configs.clear()  # may be left over from a check that failed
+        guard = logging.NullHandler()  # the checker calls `logging.info`, which would add a handler to a root logger without one
+        logging.getLogger().addHandler(guard)
+        try:
+            checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
+        except Exception as error:  # rules fail if values that earlier rules require are missing
+            checker.put_message(f"the checker itself failed: {error!r}")
+        finally:
+            logging.getLogger().removeHandler(guard)
+        messages = (*checker.overwritable.values(), *checker.not_overwritable)
+        return [message.partition("\ncurrent context")[0] for message in messages]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def now_ms() -> int:
+    """Return the milliseconds since 1970."""
+    return int(time.time() * 1000)
+
+
+def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run shows of itself after its first step, by the rules' names. The rules want the batch size first.
+
+    Args:
+        ctx: the run's context.
+        sizes: for each rank the samples in each of the step's microbatches, 0 where unknown; empty if there were no microbatch events.
+        given: values that are already known.
+    """
+    values: dict[str, Any] = {}
+    parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
+    if all(rank and all(rank) for rank in sizes):
+        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples
+            values["global_batch_size"] = sum(sum(rank) for rank in sizes)
+        values["micro_batch_size"] = max(max(rank) for rank in sizes)
+    if sizes[0]:
+        values["gradient_accumulation_steps"] = len(sizes[0])
+    values |= {**parallelism, "seed": torch.initial_seed(), "config_filename": Path(sys.argv[0]).name or "python"}
+    longest = ctx.state.max_duration
+    if longest is not None and longest.unit is TimeUnit.BATCH:
+        values["max_steps"] = longest.value
+    return values | (_of_optimizer(ctx.optimizer) if ctx.has("optimizer") else {})
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    name, groups = type(optimizer).__name__.lower(), optimizer.param_groups
+    kind, first = "opt_adamw" if name == "adamw" else "opt_adam", groups[0]
+    values = {"opt_name": name, "opt_base_learning_rate": float(first.get("initial_lr", first["lr"]))}
+    if name.startswith("adam") and "betas" in first:
+        values |= {f"{kind}_beta_1": first["betas"][0], f"{kind}_beta_2": first["betas"][1], f"{kind}_epsilon": first["eps"]}
+    if "weight_decay" in first:  # a group without weight decay often holds the biases
+        values["opt_adamw_weight_decay" if name == "adamw" else "opt_weight_decay"] = max(
+            group["weight_decay"] for group in groups
+        )
+    return values
+
+
+def samples(batch: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor, or 0 if it has none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next(filter(None, map(samples, parts)), 0)
+
+
+def device_name(device: str) -> str:
+    """Return the GPU's name, or the processor's architecture."""
+    return str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else platform.machine() or device
+
+
+def accuracy_keys(benchmark: str) -> tuple[str, ...]:
+    """Return the names of the metric in the rules of this benchmark."""
+    return ("eval_accuracy", "averaged_validation_loss") if benchmark == "flux1" else ("eval_accuracy",)
+
+
+def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` as a dict. Raise ConfigError if it is not plain data, or has names that the callback writes itself."""
+    for name in given:
+        if _RESERVED.fullmatch(name):
+            raise ConfigError(f"hyperparameters: {name!r} is always written by the callback; leave it out")
+    try:
+        json.dumps(dict(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"hyperparameters={given!r}: give plain data ({error})") from None
+    return dict(given)
+
+
+def checked_ruleset(ruleset: str, benchmark: str) -> str:
+    """Return the rules to use: the newest if `ruleset` is empty.
+
+    Raises:
+        MissingPackage: `mlperf-logging` is not installed.
+        ConfigError: the package does not have these rules, or they do not have this benchmark.
+    """
+    meta = load("mlperf_logging.benchmark_meta", extra="mlperf", wanted_by="MLPerfCallback")
+    folders = [path.name for path in Path(_rules().__file__).parent.iterdir()]
+    versions = {match[1] for name in folders if (match := re.fullmatch(r"training_(\d+\.\d+\.\d+)", name))}
+    there = sorted(versions, key=lambda version: [int(number) for number in version.split(".")])
+    chosen = one_of("ruleset", ruleset or there[-1], tuple(there))
+    one_of(f"benchmark of the rules {chosen}", benchmark, tuple(meta.get_allowed_benchmarks("training", chosen)))
+    return chosen
+
+
+def _rules() -> Any:
+    return load("mlperf_logging.compliance_checker.mlp_compliance", extra="mlperf", wanted_by="MLPerfCallback")
+
+
+def _line(key: str, value: Any, time_ms: int, metadata: dict[str, Any]) -> str:
+    kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+    place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}  # the checker of seeds reads these
+    line = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
+    return f":::MLLOG {json.dumps({**line, 'metadata': {**place, **metadata}})}\n"

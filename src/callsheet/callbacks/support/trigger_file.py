@@ -1,0 +1,76 @@
+"""The file with requests to a running job: one request and its reason per line. `SaveOnTrigger` reads it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from callsheet.core.callback import one_of
+from callsheet.errors import ConfigError
+
+WORDS = ("save", "evaluate", "stop")
+MAX_BYTES = 4096  # of the file, when it is read
+MAX_REASON_CHARACTERS = 200
+
+
+def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
+    """Ask the job whose `SaveOnTrigger` reads `file` to `save`, `evaluate` or `stop`. Return the line that was written.
+
+    Other requests in the file stay. A request of the same kind is replaced.
+
+    Raises:
+        ConfigError: the word is not a request, or `file` is not a regular file.
+        OSError: the file cannot be written.
+    """
+    line = f"{one_of('request', word, WORDS)} {printable(why)[:MAX_REASON_CHARACTERS]}".rstrip()
+    _change(Path(file), lambda waiting: [line, *(other for other in waiting if other.split()[0] != word)])
+    return line
+
+
+def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
+    """Remove what `leave_request` wrote, if it is still in the file. Raise as `leave_request` does."""
+    if os.path.lexists(file):
+        _change(Path(file), lambda waiting: [other for other in waiting if other != line])
+
+
+def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    """Replace the requests in the file by what `change` returns for them. The file is replaced atomically, as it may be read at any time."""
+    waiting: list[str] = []
+    draft = path.with_name(f"{path.name}.new-{os.getpid()}")
+    while True:
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise ConfigError(f"{path} is not a regular file; remove it")
+            waiting += claimed_lines(path, "changed")
+        except FileNotFoundError:
+            pass  # there are no requests, or they were just taken
+        if not (lines := change(waiting)):
+            return
+        try:
+            draft.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                continue  # another process has just written one
+            except OSError:  # the file system has no links
+                os.replace(draft, path)
+            return
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def claimed_lines(path: Path, by: str) -> list[str]:
+    """Remove the file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
+    claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
+    os.replace(path, claimed)  # later writes go to a new file
+    with open(claimed, "rb") as file:
+        content = file.read(MAX_BYTES)
+    os.unlink(claimed)
+    return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()] or ["save"]
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters."""
+    return "".join(char if char.isprintable() else " " for char in text).strip()

@@ -1,0 +1,80 @@
+"""Read values of a recipe's keys from the environment. Only plain values: a variable must not decide what code is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from callsheet.cli.cli_values import loaded
+from callsheet.cli.key_types import names_code, parts_of, typed_keys
+from callsheet.core.ranks import read_ranks
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.transport.payload import KEY, PAYLOAD
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+PREFIX = "CALLSHEET_"
+
+_FILES = ("recipe", "config")
+"""Keys that name a file to read, which may name code to import."""
+
+
+def variable(key: str) -> str:
+    """Return the name of a key's variable: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that the environment has for keys of the parser.
+
+    Print a warning for a variable whose name is close to that of a key.
+
+    Raises:
+        ConfigError: a variable would name code to import.
+    """
+    types = typed_keys(parser)
+    rejected = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)
+    keys = {variable(key): key for key in types if key not in rejected}
+    found: dict[str, str] = {}
+    for name, value in sorted(_ours(variables)):
+        if key := next((key for key in rejected if name == variable(key) or name.startswith(f"{variable(key)}__")), None):
+            raise ConfigError(
+                f"{name}: {key!r} is not taken from the environment, since it decides what code is imported; "
+                f"unset the variable, and give it in the recipe file or as --{key}"
+            )
+        if _holds_a_class(value) and any(name == each or name.startswith(f"{each}__") for each in keys):
+            raise ConfigError(
+                f"{name}: a class_path is not taken from the environment, since it decides what code is imported; unset the variable"
+            )
+        if name in keys:
+            found[keys[name]] = value
+        elif inside := next((key for each, key in keys.items() if name.startswith(f"{each}__") and parts_of(types[key])), None):
+            found[f"{inside}.{_parts(name.removeprefix(f'{variable(inside)}__'))}"] = value
+        elif (near := _near(name, keys)) and read_ranks().local_rank == 0:
+            print(f"callsheet: the environment variable {name} is not a key of this recipe{near}", file=sys.stderr)
+    return found
+
+
+def _holds_a_class(value: Any) -> bool:
+    """Return whether a value contains a `class_path`, also inside a text that is YAML itself: jsonargparse reads that, too."""
+    if isinstance(value, dict):
+        return "class_path" in value or any(map(_holds_a_class, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_a_class, value))
+    inside = loaded(value) if isinstance(value, str) else None
+    return isinstance(inside, (dict, list)) and _holds_a_class(inside)
+
+
+def _parts(variable: str) -> str:
+    return variable.replace("__", ".").lower()
+
+
+def _near(name: str, keys: Collection[str]) -> str:
+    near = did_you_mean(name.removeprefix(PREFIX), [key.removeprefix(PREFIX) for key in keys])
+    return near.replace("mean '", f"mean '{PREFIX}")
+
+
+def _ours(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, value in variables.items() if name.startswith(PREFIX) and name not in (KEY, PAYLOAD))

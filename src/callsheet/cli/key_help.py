@@ -1,0 +1,33 @@
+"""The help texts of a recipe's keys in `--help`."""
+
+from __future__ import annotations
+
+import re
+from argparse import Action
+from typing import Any
+
+from jsonargparse import DefaultHelpFormatter
+
+from callsheet.cli.key_types import names_code
+
+
+class KeyHelp(DefaultHelpFormatter):
+    """jsonargparse's formatter, but keys of classes show only class names: all arguments and subclasses would hide the rest."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text: str = super()._get_help_string(action)
+        if not names_code(getattr(action, "_typehint", None)):
+            return text
+        text = re.sub(r", known subclasses: .*\)$", ")", text, flags=re.DOTALL).replace("type: %(type)s, ", "")
+        default = ", ".join(_class_names(action.default)).replace("%", "%%") or "none"
+        return text.replace("%(default)s)", f"{default}; --{action.dest}.help CLASS explains one)")
+
+
+def _class_names(spec: Any) -> list[str]:
+    if isinstance(spec, (list, tuple)):
+        return [name for each in spec for name in _class_names(each)]
+    try:
+        path = spec["class_path"]
+    except (TypeError, KeyError):
+        return []
+    return [str(path).rpartition(".")[2]]

@@ -1,0 +1,100 @@
+"""The types of a recipe's keys: in words, and whether their values name code."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch.optim import Optimizer
+
+from callsheet.core.callback import Callback
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+_PLAIN = (str, int, float, bool, bytes, complex, type(None), list, tuple, dict, set, frozenset, PurePath, Enum)
+
+
+def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
+    """Return the type of every key that takes a value, in the parser's order."""
+    found = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest not in ("help", "print_config", "config") and not action.dest.endswith(".help"):
+            found[action.dest] = getattr(action, "_typehint", action.type)
+    return {key: kind for key, kind in found.items() if kind is not None}
+
+
+def names_code(kind: Any) -> bool:
+    """Return whether a value of this type is an imported class or function, or contains one."""
+    if kind is Any or get_origin(kind) is Literal:
+        return False
+    if get_origin(kind) in (Callable, type) or kind in (Callable, type):
+        return True
+    if inspect.isclass(kind) and is_dataclass(kind):
+        return any(map(names_code, get_type_hints(kind).values()))
+    if inspect.isclass(kind) and get_origin(kind) is None:
+        return not issubclass(kind, _PLAIN)
+    return any(names_code(part) for part in get_args(kind) if part is not Ellipsis and not isinstance(part, list))
+
+
+def base_of(kind: Any) -> type | None:
+    """Return the expected base class, if the type names code: the return type of a callable, or the class itself."""
+    if get_origin(kind) is Callable:
+        made = get_args(kind)[1]
+        return made if inspect.isclass(made) else None
+    if inspect.isclass(kind) and get_origin(kind) is None:
+        return kind if names_code(kind) else None
+    return next(filter(None, map(base_of, get_args(kind))), None)
+
+
+def parts_of(kind: Any) -> type | None:
+    """Return the dataclass whose fields are the parts of such a value, or of each item of a mapping."""
+    if inspect.isclass(kind) and is_dataclass(kind):
+        return kind
+    return next(filter(None, map(parts_of, get_args(kind))), None)
+
+
+def holds_several(kind: Any) -> bool:
+    """Return whether the type is a mapping from names to such values."""
+    return get_origin(kind) is dict or any(map(holds_several, get_args(kind)))
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether the type is a list."""
+    return get_origin(kind) is list
+
+
+def partial_arguments(kind: Any) -> int:
+    """Return how many of the constructor's arguments are given later: those of a callable, such as an optimizer's parameters."""
+    if get_origin(kind) is Callable:
+        return len(get_args(kind)[0])
+    return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)
+
+
+def in_words(kind: Any) -> str:
+    """Return the type in words: `int or null`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is None or kind is type(None):
+        return "null"
+    if origin in (Union, types.UnionType):
+        words = [in_words(part) for part in parts]
+        return " or ".join([*(word for word in words if word != "null"), *(word for word in words if word == "null")])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, parts))
+    if origin is Callable:
+        return f"class of {in_words(parts[1])}"
+    if origin is not None and parts:
+        name = getattr(origin, "__name__", str(origin))
+        return f"{name} of {' and '.join(in_words(part) for part in parts if part is not Ellipsis)}"
+    return str(getattr(kind, "__name__", kind)).removeprefix("typing.")
+
+
+def example_of(base: type | None) -> str:
+    """Return an example of an import path for this type."""
+    known = {Callback: "callsheet.callbacks.SpeedMonitor", Optimizer: "torch.optim.AdamW"}
+    return next((path for kind, path in known.items() if base is not None and issubclass(base, kind)), "package.module.Class")

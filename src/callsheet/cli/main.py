@@ -1,0 +1,312 @@
+"""The command line `callsheet`: its arguments, and the functions that run its commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from callsheet import __version__
+from callsheet.core import lifecycle
+from callsheet.core.optional import need, needed_by
+from callsheet.core.ranks import read_ranks
+from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError
+
+_EPILOG = """\
+examples:
+  callsheet show pretrain                 what would happen: the call sheet and the settings
+  callsheet train pretrain                train; the same command again goes on with the run
+  callsheet runs                          the runs in runs/, newest first
+  callsheet watch stdlib-lm               a run in the browser while it goes on
+  callsheet report stdlib-lm              the same page as one file, to keep or to send
+  callsheet evaluate stdlib-lm            what the trained model scores
+  callsheet export stdlib-lm model        the trained model as a Hugging Face folder
+
+callsheet COMMAND --help explains a command.
+"""
+
+_RECIPE_FIRST = ("train", "show")
+"""Commands whose first argument is a recipe; all further arguments are its keys."""
+
+_TAKE_KEYS = ("evaluate", "predict", "export")
+"""Commands with arguments of their own, after which values of the recipe may stand."""
+
+_OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
+"""Modules without which no recipe can be read."""
+
+_A_RUN = "a run's folder, or its name in runs/"
+
+AddsCommand = Callable[..., argparse.ArgumentParser]
+"""Given name, function, what it does and an example, adds a command, and gives its parser for the arguments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 when the run failed, 2 when it was asked for wrongly, 130 on Ctrl-C."""
+    parser = _parser()
+    given, rest = parser.parse_known_args(arguments)
+    is_of_recipe = given.command in _RECIPE_FIRST
+    strays = [] if is_of_recipe else rest if given.command not in _TAKE_KEYS else _without_a_key(rest)
+    if strays:
+        given.parser.error(f"unknown arguments: {' '.join(strays)}")
+    try:
+        if is_of_recipe and given.recipe is None:
+            return _recipe_missing(given.command, rest)
+        run: Callable[[argparse.Namespace, list[str]], int] = given.run
+        if given.command in (*_RECIPE_FIRST, *_TAKE_KEYS):
+            need(*_OF_RECIPES, extra="hf", wanted_by=f"callsheet {given.command}")
+        with needed_by(f"callsheet {given.command}"):
+            return run(given, rest)
+    except CallsheetError as error:
+        print(f"callsheet{_which_rank()}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, RegistrationError, UnknownEventError, NotACallbackError)) else 1
+    except KeyboardInterrupt:
+        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        print(f"callsheet: interrupted{again}", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="callsheet",
+        description="Training callbacks for PyTorch: one callback, every training loop.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"callsheet {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace, list[str]], int], about: str, example: str = "", add_help: bool = True
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}.",
+            epilog=f"example:\n{example}" if example else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=add_help,
+        )
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    _add_recipes(command)
+    _add_opened(command)
+    _add_runs(command)
+    return parser
+
+
+def _add_recipes(command: AddsCommand) -> None:
+    """What is done with a recipe's file."""
+    # those of a recipe have no help of their own: after the recipe's name it is the recipe's
+    train = command("train", _train, "run a recipe", add_help=False)
+    show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
+    for added in (train, show):
+        added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
+    command("events", _events, "print the lifecycle: every event, and where it stands", "  callsheet events | less")
+
+    bridges = command(
+        "bridges",
+        _bridges,
+        "print which callback works in which training loop, as the tests found it",
+        "  callsheet bridges\n  callsheet bridges lightning",
+    )
+    bridges.add_argument("name", nargs="?", metavar="NAME", help="a framework: its limits, and its own callbacks as guests here")
+
+    recipes = command(
+        "recipes",
+        _recipes,
+        "list the shipped recipes, or copy the file of one",
+        "  callsheet recipes\n  callsheet recipes --copy pretrain --to mine.yaml",
+    )
+    recipes.add_argument("--copy", metavar="NAME", help="write the recipe's file here, to start from")
+    recipes.add_argument("--to", metavar="FILE", help="where to write it (NAME.yaml)")
+
+
+def _add_opened(command: AddsCommand) -> None:
+    """What is done with the model of a run."""
+    of_recipe = f"{_A_RUN}, or a recipe file"
+    keys = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
+    evaluate = command(
+        "evaluate",
+        _evaluate,
+        "print what a run's model scores on all validation datasets and the test data; the run stays as it is",
+        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json" + keys,
+    )
+    evaluate.add_argument("a_run", metavar="RUN", help=of_recipe)
+    evaluate.add_argument("--out", metavar="FILE", help="write the scores there as JSON, too")
+
+    predict = command(
+        "predict",
+        _predict,
+        "write what a run's model says of rows of data, as JSON lines",
+        "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
+        "FILE has the first answer on its first line, and so on. It is there when all answers are, in the place of an earlier one: a command\n"
+        "that was interrupted leaves none, and begins anew." + keys,
+    )
+    predict.add_argument("a_run", metavar="RUN", help=of_recipe)
+    predict.add_argument("--input", metavar="ROWS", required=True, help="JSON lines, a Parquet file, or a folder of them")
+    predict.add_argument("--out", metavar="FILE", help="where to write the answers; to standard output, as they come, without it")
+
+    export = command(
+        "export",
+        _export,
+        "write a run's model and its tokenizer or processor as a folder that from_pretrained loads",
+        "  callsheet export stdlib-lm exported\n\nWhat is written are the checkpoint's weights: where the run has an EMA, the average."
+        + keys,
+    )
+    export.add_argument("a_run", metavar="RUN", help=of_recipe)
+    export.add_argument("folder", metavar="FOLDER", help="a new one")
+    for added in (evaluate, predict, export):
+        added.add_argument(
+            "--checkpoint", metavar="PATH", help="a checkpoint's folder, or its name among the run's (the newest good one)"
+        )
+
+
+def _add_runs(command: AddsCommand) -> None:
+    """What is looked at of runs."""
+    runs = command(
+        "runs",
+        _runs,
+        "list the runs in a folder, newest first",
+        "  callsheet runs\n  callsheet runs --sort lowest --metric validation/accuracy --reverse\n"
+        "  callsheet runs /data/runs --json | jq '.[0]'",
+    )
+    runs.add_argument("folder", nargs="?", default="runs", help="where the runs' folders stand (runs)")
+    runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (started)")
+    runs.add_argument("--reverse", action="store_true", help="the other way round")
+    runs.add_argument(
+        "--metric",
+        default="validation/loss",
+        metavar="NAME",
+        help="whose last, lowest and highest value is shown (validation/loss)",
+    )
+    runs.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+
+    report = command(
+        "report",
+        _report,
+        "write one self-contained HTML page of a run, and a trace for Perfetto beside it",
+        "  callsheet report stdlib-lm\n  callsheet report /data/runs/big --out big.html",
+    )
+    report.add_argument("a_run", metavar="RUN", help=_A_RUN)
+    report.add_argument("--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
+
+    watch = command(
+        "watch",
+        _watch,
+        "look at a run in the browser while it goes on, and ask it to save, evaluate or stop",
+        "  callsheet watch stdlib-lm\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
+        "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
+        "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
+    )
+    watch.add_argument("a_run", metavar="RUN", help=f"{_A_RUN}; one that is not there yet is waited for")
+    watch.add_argument("--port", type=int, default=0, help="0, the default, is any that is free")
+    watch.add_argument("--no-browser", action="store_true", help="print the address only")
+
+
+def _recipe_missing(command: str, rest: list[str]) -> int:
+    from callsheet.cli.shipped import RECIPES
+
+    does = {"train": "runs a recipe", "show": "prints the call sheet and the settings of a recipe, before anything runs"}[command]
+    print(
+        f"usage: callsheet {command} RECIPE [--KEY VALUE ...]\n\n"
+        f"{does[0].upper()}{does[1:]}. RECIPE is a YAML file, or the name of a shipped one: {', '.join(RECIPES)}.\n"
+        f"callsheet {command} RECIPE --help explains its keys; --print_config shows them with their values.\n\n"
+        f"example:\n  callsheet {command} pretrain --max_duration 30s --model.layers 2"
+    )
+    return 0 if {"-h", "--help"} & set(rest) else 2
+
+
+def _train(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.core.ranks import read_ranks
+    from callsheet.core.working import working
+
+    with working("loading the libraries", is_shown=read_ranks().rank == 0):
+        from callsheet.cli.train import train
+
+    return train(given.recipe, overrides)
+
+
+def _show(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.cli.show import show
+
+    return _printed(show(given.recipe, overrides))
+
+
+def _events(given: argparse.Namespace, _: list[str]) -> int:
+    return _printed(lifecycle.tree())
+
+
+def _bridges(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.bridges import bridges
+
+    return _printed(bridges(given.name))
+
+
+def _runs(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.runs import runs
+
+    return _printed(runs(given.folder, sort=given.sort, is_reversed=given.reverse, metric=given.metric, as_json=given.json))
+
+
+def _report(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.report import report
+
+    return _printed(report(given.a_run, out=given.out))
+
+
+def _watch(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.watch import watch
+
+    return watch(given.a_run, port=given.port, opens_browser=not given.no_browser)
+
+
+def _evaluate(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.cli.evaluate import evaluate
+
+    return _printed(evaluate(given.a_run, overrides, checkpoint=given.checkpoint, out=given.out))
+
+
+def _predict(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.cli.predict import predict
+
+    return _printed(predict(given.a_run, overrides, rows=given.input, checkpoint=given.checkpoint, out=given.out))
+
+
+def _export(given: argparse.Namespace, overrides: list[str]) -> int:
+    from callsheet.cli.export import export
+
+    return _printed(export(given.a_run, overrides, folder=given.folder, checkpoint=given.checkpoint))
+
+
+def _recipes(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.recipes import copy, recipes
+
+    if given.copy is None and given.to is not None:
+        given.parser.error("--to goes with --copy NAME")
+    return _printed(copy(given.copy, given.to) if given.copy is not None else recipes())
+
+
+def _without_a_key(rest: list[str]) -> list[str]:
+    """Words that stand before any `--key`, or after one that has its value already."""
+    strays, wants_value = [], False
+    for word in rest:
+        if not word.startswith("--") and not wants_value:
+            strays.append(word)
+        wants_value = word.startswith("--") and "=" not in word
+    return strays
+
+
+def _which_rank() -> str:
+    """` (rank 1)`, where there are several."""
+    ranks = read_ranks()
+    return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
+
+
+def _printed(text: str) -> int:
+    if text and read_ranks().rank == 0:
+        with suppress(BrokenPipeError):  # `callsheet events | head`
+            print(text, flush=True)
+    return 0

@@ -1,0 +1,55 @@
+"""Support `name` beside `class_path` and `init_args`, so that a file can have two callbacks of one class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from callsheet.core.callback import Callback
+
+FORMAT = "callsheet"
+"""The name under which jsonargparse knows the format of recipe files: YAML, with `name`."""
+
+NAMED = f"{__name__}.named"
+"""The class path that represents a name."""
+
+
+def named(callback: Callback, name: str) -> Callback:
+    """Return the callback with this name. A name in a file becomes a call of this: jsonargparse knows only `class_path` and `init_args`."""
+    callback.name = name
+    return callback
+
+
+def register() -> None:
+    """Register the format with jsonargparse; may be called twice."""
+    from jsonargparse import get_loader, set_dumper, set_loader
+
+    load = get_loader("yaml")
+    set_loader(FORMAT, lambda text: with_calls(load(text)), (yaml.YAMLError,))
+    set_dumper(FORMAT, lambda content: yaml.safe_dump(with_names(content), allow_unicode=True, sort_keys=False))
+
+
+def with_calls(content: Any) -> Any:
+    """Return the content of a file with each specification that has a name replaced by a call of `named`."""
+    if isinstance(content, list):
+        return [with_calls(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    spec = {key: with_calls(value) for key, value in content.items()}
+    if "class_path" in spec and spec.get("name"):
+        name = spec.pop("name")
+        return {"class_path": NAMED, "init_args": {"callback": spec, "name": name}}
+    return spec
+
+
+def with_names(content: Any) -> Any:
+    """Return the content with each call of `named` replaced by a specification that has a name."""
+    if isinstance(content, list):
+        return [with_names(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    if content.get("class_path") == NAMED:
+        spec = with_names(content["init_args"]["callback"])
+        return {"class_path": spec["class_path"], "name": content["init_args"]["name"], **spec}
+    return {key: with_names(value) for key, value in content.items()}

@@ -1,0 +1,111 @@
+"""Open an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callsheet.cli import names
+from callsheet.cli.named_run import RUNS
+from callsheet.cli.recipe import errors_on_first_rank, values_of
+from callsheet.cli.shipped import RECIPES, recipe_path
+from callsheet.core.callback import Callback, import_path
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.index import run_names
+
+if TYPE_CHECKING:
+    from callsheet.recipes.recipe import Recipe
+
+CONFIG = "config.yaml"
+"""The recipe file in a run's folder, with the values that it was trained with."""
+
+_UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
+
+
+def opened(
+    run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
+) -> Recipe[Any]:
+    """Return the job of a run, with a trainer that has its weights and must be closed.
+
+    Args:
+        run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
+        overrides: values that override those of the run, as on the command line.
+        command: the command for which the run is opened.
+        checkpoint: a path, or the name of one of the run's checkpoints; None is the newest good one.
+        with_changes: whether the run's callbacks that change the weights, such as an EMA, take part; all others never do.
+
+    Raises:
+        ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.
+        CheckpointError: the checkpoint is invalid, or belongs to another model.
+    """
+    with errors_on_first_rank():
+        path, folder = _described(run)
+        values = values_of(path, overrides, command=command)
+        given = values.given
+        if folder is not None:  # the folder may have been renamed or moved since training
+            given.run_name, given.runs_folder = folder.name, str(folder.parent)
+        given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
+        given.loggers = []
+        job = values.made().job
+        checkpoint = _checkpoint_at(job.folder / "checkpoints", checkpoint)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with _left_out_without_a_word():
+        return job.open(checkpoint)
+
+
+def name_of(job: Recipe[Any]) -> str:
+    """Return the folder of the opened run, and its step, as text."""
+    return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
+
+
+def _described(run: str) -> tuple[Path, Path | None]:
+    """Return the recipe file of a run, and its folder if `run` names that."""
+    for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
+        if (folder / CONFIG).is_file():
+            return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
+    if Path(run).is_file() or (run in RECIPES and not Path(run).exists()):
+        return recipe_path(run), None
+    if (there := next((folder for folder in (Path(run), RUNS / run) if folder.is_dir()), None)) is not None:
+        raise ConfigError(
+            f"{there} has no {CONFIG}, so it is not the run of a recipe; give the recipe file that it was trained with"
+        )
+    beside = RUNS if Path(run).name == run else Path(run).parent
+    near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
+    raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
+
+
+def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:
+    if checkpoint is None or "://" in checkpoint or Path(checkpoint).is_dir():
+        return checkpoint
+    if Path(checkpoint).name == checkpoint and (folder / checkpoint).is_dir():
+        return str(folder / checkpoint)
+    there = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    near = did_you_mean(Path(checkpoint).name, there)
+    raise ConfigError(f"there is no checkpoint {checkpoint!r}{near} ({folder} has {', '.join(there) or 'none'})")
+
+
+def _changes_weights(spec: Any) -> bool:
+    path, init_args = spec.class_path, spec.get("init_args")
+    if path == names.NAMED:
+        return _changes_weights(init_args.callback)
+    kind = import_path(path)
+    return isinstance(kind, type) and issubclass(kind, Callback) and kind.phase == "change"
+
+
+@contextmanager
+def _left_out_without_a_word() -> Iterator[None]:
+    """Suppress the warning about unused states in the checkpoint: callbacks that do not take part are left out on purpose."""
+    logger = logging.getLogger("callsheet")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_UNCLAIMED)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,201 @@
+"""Read a recipe file with overriding values, and make the job from it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callsheet import callbacks
+from callsheet.cli import environment, names
+from callsheet.cli.cli_values import pairs
+from callsheet.cli.rejections import place_of, plain_rejection
+from callsheet.cli.shipped import RECIPES, recipe_path
+from callsheet.cli.yaml_file import read_yaml
+from callsheet.core.callback import Callback, import_path
+from callsheet.core.ranks import read_ranks
+from callsheet.errors import CallsheetError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from callsheet.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The checked values of a recipe file and its overrides, before anything is made from them.
+
+    `given` has a value for every key, and may be changed before `made()`.
+    """
+
+    path: Path
+    kind: type[Recipe[Any]]
+    parser: ArgumentParser
+    given: Namespace
+    elsewhere: tuple[str, ...] = ()
+    """Keys whose values come from the command line or the environment, not from the file."""
+
+    def resolved(self) -> str:
+        """Return all values as YAML, which is a recipe file itself."""
+        text: str = self.parser.dump(self.given, skip_unset=False, with_comments=False)
+        return text
+
+    def made(self) -> Prepared:
+        """Return the job, with its callbacks and loggers.
+
+        Raises:
+            ConfigError: a class rejects a value.
+        """
+        resolved = self.resolved()
+        try:
+            made = self.parser.instantiate(self.given)
+            config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
+        except ConfigError as error:
+            raise ConfigError(f"{place_of(error, self.path, self.parser, self.given, self.elsewhere)}{error}") from error
+        job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
+        return Prepared(self.path, job, resolved)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A recipe that is ready for set-up: the file, the job with its callbacks and loggers, and the whole configuration as YAML."""
+
+    path: Path
+    job: Recipe[Any]
+    resolved: str
+
+
+def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
+    """Return the recipe with these overrides. Only the configuration, the callbacks and the loggers are made.
+
+    Raises:
+        ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
+    """
+    with errors_on_first_rank():
+        return values_of(recipe_path(recipe), overrides, command=command, title=recipe).made()
+
+
+@contextmanager
+def errors_on_first_rank() -> Iterator[None]:
+    """Let only the first rank of a machine report an error that all ranks raise; the others exit with the same status."""
+    try:
+        yield
+    except CallsheetError:
+        if read_ranks().local_rank != 0:
+            raise SystemExit(2) from None
+        raise
+
+
+def values_of(
+    path: Path, overrides: Sequence[str] = (), *, command: str, variables: Mapping[str, str] | None = None, title: str = ""
+) -> Values:
+    """Return the file's values, overridden by those of the environment, and both by `overrides`.
+
+    Args:
+        path: the recipe file.
+        overrides: as on the command line, such as `["--max_duration", "3ba"]`.
+        command: the command for which the values are read.
+        variables: the environment; None is that of this process.
+        title: the name of the recipe in messages; by default the file's path.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has a wrong type.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a recipe may name a user's callback, in a module in the current folder
+    kind = recipe_class(path)
+    for key, value in pairs(overrides):
+        if key == "config":
+            read_yaml(Path(value))  # raises an error with a clear message
+    parser = recipe_parser(kind, path, command=command, title=title or str(path))
+    from_environment = environment.arguments(parser, os.environ if variables is None else variables)
+    return Values(
+        path,
+        kind,
+        parser,
+        parsed_with(parser, path, overrides, from_environment),
+        (*from_environment, *(key for key, _ in pairs(overrides))),
+    )
+
+
+def recipe_class(path: Path) -> type[Recipe[Any]]:
+    """Return the class that the file's key `recipe` names: a shipped recipe by its name, or a user's class by its import path.
+
+    Raises:
+        ConfigError: the file is not a YAML mapping, or names no recipe.
+    """
+    content = read_yaml(path)
+    name = content.get("recipe") if isinstance(content, dict) else None
+    if name not in RECIPES and "." not in str(name):
+        raise ConfigError(
+            f"{path}: its key `recipe` must name one of {', '.join(RECIPES)}, or a class as package.module.Class, "
+            f"not {name!r}{did_you_mean(str(name), RECIPES)}"
+        )
+    from callsheet.recipes.recipe import Recipe
+
+    found = import_path(RECIPES.get(str(name), str(name)))
+    if not (isinstance(found, type) and issubclass(found, Recipe)):
+        raise ConfigError(f"{path}: its key `recipe` names {name}, which is not a callsheet.recipes.Recipe")
+    return found
+
+
+def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: str) -> ArgumentParser:
+    """Return a parser whose keys are the fields of the recipe's configuration, with the file's values as defaults."""
+    from jsonargparse import ArgumentParser
+
+    from callsheet.cli.key_help import KeyHelp
+
+    for name in callbacks.__all__:
+        getattr(callbacks, name)  # jsonargparse finds a class by its bare name only if it is imported
+    names.register()
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have a --help of their own
+    parser = ArgumentParser(
+        prog=explains,
+        usage=f"{explains} [--KEY VALUE ...]",
+        description=(inspect.getdoc(kind) or "").partition("\n")[0],
+        default_config_files=[str(path)],
+        parser_mode=names.FORMAT,
+        formatter_class=KeyHelp,
+        exit_on_error=False,
+    )
+    parser.add_argument("--recipe", type=str, help="which recipe the file is for")
+    parser.add_class_arguments(kind.Config, None, as_group=False)
+    parser.add_argument(
+        "--callbacks",
+        type=list[Callback],
+        default=[],
+        help="callbacks: a list of class_path and init_args, each optionally with a name",
+    )
+    parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
+    parser.add_argument("--config", action="config", help="a further file, whose values override those of the recipe")
+    return parser
+
+
+def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], from_environment: Mapping[str, str]) -> Namespace:
+    """Return the file's values, overridden by those from the environment, by key, and both by `overrides`.
+
+    Raises:
+        ConfigError: a key is unknown, and the message names the closest one; or a value has a wrong type.
+    """
+    before = [f"--{key}={value}" for key, value in from_environment.items()]
+    try:
+        return parser.parse_args([*before, *overrides], env=False)
+    except argparse.ArgumentError as error:
+        why = plain_rejection(parser, str(error), path, [*before, *overrides])
+        variable = next(
+            (
+                environment.variable(key)
+                for key, value in from_environment.items()
+                if f"{key}={value}:" in why or f"'{key}'" in why
+            ),
+            "",
+        )
+        source = f" (the environment variable {variable})" if variable else ""
+        raise ConfigError(f"{why}{source} ({parser.prog} --help explains every key)") from None

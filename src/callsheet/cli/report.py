@@ -1,0 +1,29 @@
+"""`callsheet report`: write the page of a run to a file."""
+
+from __future__ import annotations
+
+from callsheet.cli.named_run import run_folder
+from callsheet.errors import CallsheetError, ConfigError
+from callsheet.report.page import write_report
+
+_RECORDS = ("metrics.jsonl", "events.jsonl")
+"""The files that JSONLLogger writes for every run."""
+
+
+def report(run: str, *, out: str | None = None) -> str:
+    """Write the page and the trace, and return the page's path and size as text.
+
+    Raises:
+        ConfigError: there is no such run.
+        CallsheetError: the page cannot be written there.
+    """
+    folder = run_folder(run)
+    if not any((folder / name).is_file() for name in _RECORDS):
+        raise ConfigError(
+            f"{folder} holds no records of a run: the logger JSONLLogger writes them (add it to `loggers`, from callsheet.loggers)"
+        )
+    try:
+        page = write_report(folder, out)
+    except OSError as error:
+        raise CallsheetError(f"the page of {folder} cannot be written: {error}; name another place with --out") from error
+    return f"{page} ({page.stat().st_size / 1e6:.1f} MB)"

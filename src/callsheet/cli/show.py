@@ -1,0 +1,55 @@
+"""`callsheet show`: print the call sheet of a recipe and its settings, without running it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callsheet.cli.recipe import Prepared, prepared
+from callsheet.cli.shipped import RECIPES, file_of_run
+
+_APART = frozenset({"recipe", "callbacks", "loggers", "config"})
+"""Keys that are not shown as settings: callbacks and loggers are in the call sheet."""
+
+
+def show(recipe: str, overrides: list[str]) -> str:
+    """Return the call sheet and the settings of a recipe, or of a run. Makes no model, reads no data and writes nothing.
+
+    Raises:
+        ConfigError: `callsheet train` would reject the recipe as well.
+    """
+    if not Path(recipe).is_file() and recipe not in RECIPES and (run := file_of_run(recipe)) is not None:
+        recipe = str(run)
+    what = prepared(recipe, overrides, command="show")
+    settings = yaml.safe_load(what.resolved)
+    lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]
+    width = max(map(len, settings))
+    lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _APART]
+    lines += ["", *_folder(settings), f"Start it: callsheet train {shlex.join([recipe, *overrides])}"]
+    return "\n".join(lines)
+
+
+def _described(what: Prepared, overrides: list[str]) -> list[str]:
+    about = (type(what.job).__doc__ or type(what.job).__name__).partition("\n")[0]
+    return [about, f"From {what.path}{', with ' + shlex.join(overrides) if overrides else ''}:"]
+
+
+def _folder(settings: Mapping[str, Any]) -> list[str]:
+    """Return where the run's folder would be, for recipes that define it."""
+    if not {"runs_folder", "run_name"} <= settings.keys():
+        return []
+    folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))
+    there = (
+        f"where there is a run already (resume: {settings.get('resume')})" if folder.exists() else "where there is nothing yet"
+    )
+    return [f"The run would lie in {folder}, {there}."]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_short(each)}" for name, each in value.items())
+    return "none" if value is None else str(value)

@@ -1,0 +1,59 @@
+"""`callsheet train`: set up a recipe and run it."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from textwrap import fill
+
+from callsheet.cli.recipe import prepared
+from callsheet.core.callback import label_of
+from callsheet.core.context import Outcome
+from callsheet.core.manager import CallbackManager
+from callsheet.core.ranks import read_ranks
+from callsheet.core.working import working
+from callsheet.errors import MissingPackage
+from callsheet.report import write_report
+from callsheet.report.index import is_run
+
+
+def train(recipe: str, overrides: list[str]) -> int:
+    """Print what was found, run the recipe, and print its report. Return the exit status."""
+    with working("loading the recipe", is_shown=read_ranks().rank == 0):
+        job = prepared(recipe, overrides, command="train").job
+    is_first = job.ranks.rank == 0  # only rank 0 prints, and writes the report
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if is_first:
+        print(_summary(job.callbacks, recipe, overrides), flush=True)
+    job.setup()
+    if is_first:
+        print(job.found(), flush=True)
+    job.run()
+    if is_first:
+        print(f"\n{job.report()}", flush=True)
+        with working("writing the report"):
+            reported = _reported(job.trainer.run.folder)
+        print(reported, flush=True)
+    if job.trainer.preempted and job.trainer.signal is not None:
+        return 128 + job.trainer.signal  # the status of a process that a signal ended, as in a shell
+    return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
+
+
+def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
+    """Return the names of the callbacks, and the command that prints the whole call sheet."""
+    names = [label_of(callback) for callback in callbacks.callbacks]
+    listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    show = shlex.join(["callsheet", "show", recipe, *overrides])
+    return f"{len(names)} callbacks and loggers (the call sheet: {show}):\n{listed}"
+
+
+def _reported(folder: Path | None) -> str:
+    """Write the run's report, if its folder has anything to report, and return a line that names its path."""
+    if folder is None or not is_run(folder):
+        return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
+    try:
+        return f"Its report: {write_report(folder)}"
+    except (MissingPackage, OSError) as error:  # the run itself is complete
+        return f"There is no report: {error}"

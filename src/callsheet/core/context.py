@@ -1,0 +1,456 @@
+"""The context: the object that every handler receives.
+
+Each loop (training, evaluation, test, prediction) has one, which it reuses for every event. A field outside its window is an empty slot, and
+reading it raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from callsheet.core import ranks as distributed
+from callsheet.core.control import Control
+from callsheet.core.events import Event
+from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.ranks import Ranks
+from callsheet.core.time import Time, Timestamp, elapsed_fraction
+from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean
+
+if TYPE_CHECKING:
+    from callsheet.core.callback import Callback
+    from callsheet.core.costs import Failures
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """The run: its name, folder, configuration, and this process's ranks and device.
+
+    `checkpoints` is where its checkpoints are, a folder or a URL; by default the folder `checkpoints` in `folder`.
+    `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
+    "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
+    `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
+    `has_lost_folder` says that another process has taken over the folder, so that nothing may be written there any more.
+    """
+
+    name: str
+    folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+    restart_count: int = 0
+    device: str = "cpu"
+    outcome: Outcome | None = None
+    outcome_reason: str = ""
+    checkpoints: str = ""
+    failures: tuple[Failures, ...] = ()
+    has_lost_folder: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints and self.folder is not None:
+            self.checkpoints = str(self.folder / "checkpoints")
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all, from 0."""
+        return self.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine, from 0."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among all, from 0."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.ranks.world_size
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.ranks.rank == 0
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.ranks.local_rank == 0
+
+
+class RunConstants(NamedTuple):
+    """The attributes of a `TrainState` that no step changes. It is replaced, never changed in place, so that a snapshot needs no copy."""
+
+    max_duration: Time | None = None
+    baseline: Timestamp = Timestamp()
+    epoch_batches: int | None = None
+    evaluators: tuple[str, ...] = ()
+
+
+def _of_course(name: str) -> Any:
+    def write(state: TrainState, value: Any) -> None:
+        state.course = state.course._replace(**{name: value})
+
+    return property(attrgetter(f"course.{name}"), write)
+
+
+@dataclass(init=False, slots=True)
+class TrainState:
+    """The progress of training.
+
+    `timestamp` counts what is completed and changes just before each end event; `previous_timestamp` is the one before the last step.
+    Samples, tokens and seconds in them are those of the last log boundary. `baseline` is the timestamp at which this process began.
+    `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
+    """
+
+    timestamp: Timestamp
+    previous_timestamp: Timestamp
+    course: RunConstants
+
+    def __init__(
+        self,
+        max_duration: Time | None = None,
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # immutable
+        previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
+        baseline: Timestamp = Timestamp(),  # noqa: B008
+        epoch_batches: int | None = None,
+        evaluators: tuple[str, ...] = (),
+    ) -> None:
+        self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
+        self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
+
+    if TYPE_CHECKING:  # annotations at run time would make them fields of the dataclass
+        max_duration: Time | None
+        baseline: Timestamp
+        epoch_batches: int | None
+        evaluators: tuple[str, ...]
+    else:
+        max_duration, baseline, epoch_batches, evaluators = map(_of_course, RunConstants._fields)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain data."""
+        return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned. Raises ConfigError if `state` is not of that form."""
+        self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
+        self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
+
+    @property
+    def elapsed(self) -> float | None:
+        """The completed fraction of `max_duration`, or None if there is no `max_duration`."""
+        return elapsed_fraction(self.timestamp, self.max_duration)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `max_duration` has been reached."""
+        elapsed = self.elapsed
+        return elapsed is not None and elapsed >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving."""
+
+    step: int
+    values: dict[str, float]
+    elapsed_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint. `kind` is periodic, best, final, preempt or requested.
+
+    `size_bytes`, and `is_finite` (whether weights and loss are), are known once it is written. `requested_by` holds the name of each
+    requester (`Control.save`) once; it is empty if no request was made.
+    """
+
+    path: str
+    step: int
+    epoch: int
+    kind: str
+    train_loss: float | None = None
+    val_losses: dict[str, float] = field(default_factory=dict)
+    best_metric_key: str | None = None
+    size_bytes: int = 0
+    is_finite: bool = True
+    requested_by: tuple[str, ...] = ()
+
+
+Loggable = Mapping[Any, Any]
+"""Numbers by name, or one-dimensional tensors by a tuple of names, one for each number. (No narrower type accepts a dict of either.)"""
+
+
+class Accumulator(Protocol):
+    """Collects logged values until the next log boundary; see `callsheet.run.metrics`."""
+
+    def log(self, values: Loggable, *, over: str, across: str, weight: Any) -> None:
+        """Add values; see `Context.log`."""
+
+    def latest(self, family: str) -> dict[str, Any]:
+        """Return the last values; see `Context.logged`."""
+
+
+class LoggerLine(Protocol):
+    """Passes a call such as `log_table` to every logger of the run; see `CallbackManager.notify_loggers`."""
+
+    def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
+
+
+class Context:
+    """The fields that callbacks read, and the methods with which they log and make requests.
+
+    The fields are those of `callsheet.core.lifecycle.FIELDS`, which says what each means and when it is available. Other attributes are for the
+    loop that owns the context.
+
+    Raises:
+        FieldNotAvailable: on reading a field outside its window; the message names the window.
+    """
+
+    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "excuse", "kept", "loss_is_new", "muting")
+
+    event: Event | None
+    run: RunInfo
+    state: TrainState
+    step: int
+    epoch: int
+    model: Any
+    user_state: dict[str, Any]
+    control: Control
+    optimizer: Any
+    scheduler: Any
+    batch: Any
+    microbatch: Any
+    outputs: Any
+    loss: Any
+    loss_dict: dict[str, Any]
+    grad_norm: Any
+    learning_rate: float
+    step_skipped: bool
+    record: MetricsRecord
+    boundary: str
+    eval_name: str
+    standalone: bool
+    eval_losses: dict[str, Any]
+    eval_results: dict[str, dict[str, float]]
+    checkpoint: CheckpointInfo | None
+    exception: BaseException
+    span: str
+
+    def __init__(
+        self,
+        run: RunInfo,
+        *,
+        state: TrainState | None = None,
+        model: Any = None,
+        user_state: dict[str, Any] | None = None,
+        control: Control | None = None,
+        accumulator: Accumulator | None = None,
+        loggers: LoggerLine | None = None,
+    ) -> None:
+        self.event = None
+        self.run = run
+        self.state = state if state is not None else TrainState()
+        self.step = 0
+        self.epoch = 0
+        self.model = model
+        self.user_state = user_state if user_state is not None else {}
+        self.control = control if control is not None else Control()
+        self._accumulator = accumulator
+        self._loggers = loggers
+        self.excuse: Callable[[str], None] | None = None
+        """In another framework's loop: called to log that a handler was skipped because a field is missing. None: a missing field is an error."""
+        self.kept: frozenset[str] = frozenset()
+        self.loss_is_new = False
+        """Whether the loop makes a new tensor for each step's loss and never writes to it again, so that a snapshot need not copy it."""
+        self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
+        """Called by `mute` and `unmute`; set by the manager."""
+
+    def sibling(self, accumulator: Accumulator | None = None) -> Context:
+        """Return a context for another loop of the same run, such as an evaluation. It shares all fields that are always available.
+
+        Values that are logged on it go to `accumulator`, or to this context's if none is given.
+        """
+        other = Context(
+            self.run,
+            state=self.state,
+            model=self.model,
+            user_state=self.user_state,
+            control=self.control,
+            accumulator=accumulator if accumulator is not None else self._accumulator,
+            loggers=self._loggers,
+        )
+        other.step, other.epoch, other.muting, other.excuse = self.step, self.epoch, self.muting, self.excuse
+        for name in ("optimizer", "scheduler"):
+            if self.has(name):
+                setattr(other, name, getattr(self, name))
+        return other
+
+    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Log numbers for the next record; tensors stay on their device until the boundary.
+
+        Args:
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names takes a one-dimensional tensor with a
+                number for each name, which is much cheaper for many numbers.
+            over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
+            across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal already.
+            weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
+
+        A tensor is not copied: the record holds its value at the boundary.
+
+        Raises:
+            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
+        """
+        if self._accumulator is not None:
+            self._accumulator.log(values, over=over, across=across, weight=weight)
+
+    def logged(self, family: str) -> dict[str, Any]:
+        """Return the last value of each `<family>/<name>` that this rank logged since the last log boundary, by full name.
+
+        Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
+        """
+        return self._accumulator.latest(family) if self._accumulator is not None else {}
+
+    def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Pass the run's settings to every logger."""
+        self._to_loggers("log_hyperparameters", values=dict(values))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Pass a table to every logger: each row is a sequence of cells as long as `columns`."""
+        self._to_loggers("log_table", name=name, columns=list(columns), rows=[list(row) for row in rows])
+
+    def log_images(self, name: str, images: Sequence[Any]) -> None:
+        """Pass images to every logger: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        self._to_loggers("log_images", name=name, images=list(images))
+
+    def log_file(self, name: str, path: str | Path) -> None:
+        """Pass the path of a file to every logger that can store files."""
+        self._to_loggers("log_file", name=name, path=Path(path))
+
+    def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
+        """Stop calling the callback's handlers for these events, from the next event to the run's end; a muted handler costs nothing.
+
+        Use it for handlers that are needed only now and then: `ctx.mute(self, "on_forward_end")`.
+
+        Args:
+            callback: whose handlers.
+            events: their names.
+            until: the step at whose beginning they are unmuted. The call has no effect if that is only a few steps away, or in a loop that
+                does not report the ends of its steps; so check `ctx.step` in the handler as well.
+
+        Raises:
+            UnknownEventError: no such event.
+            RegistrationError: the callback is not on the run's call sheet.
+            RequestRejected: in a lane.
+        """
+        if self.muting is not None:
+            self.muting(callback, events, True, until)
+
+    def unmute(self, callback: Callback, *events: str) -> None:
+        """Call the callback's handlers for these events again; see `mute`."""
+        if self.muting is not None:
+            self.muting(callback, events, False, None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank, in the order of ranks. This is a collective: every rank must call it.
+
+        Raises:
+            RequestRejected: in a handler that runs on some ranks only.
+        """
+        if self.control.in_gate:
+            raise RequestRejected(
+                "ctx.gather() in a handler that runs on some ranks only would hang; let the handler run on all ranks, and write on one of them"
+            )
+        return distributed.gather(value)
+
+    def has(self, name: str) -> bool:
+        """Return whether the field `name` is available now. `hasattr` returns the same, but is slower, since it formats an error message."""
+        reads = _READS.get(name)
+        if reads is None:
+            return hasattr(self, name)
+        try:
+            reads(self)
+        except AttributeError:
+            return False
+        return True
+
+    def close(self, event: str) -> None:
+        """Delete the fields whose window ends with `event`. The loop calls this after firing it."""
+        if self.kept:
+            for name, keeps in _CLOSED_BY.get(event, ()):
+                if not (keeps and name in self.kept):  # `keep_fields` names it, so that it stays until `kept_until`
+                    setattr(self, name, None)
+                    delattr(self, name)
+        else:
+            delete = _DELETERS.get(event)
+            if delete is None:
+                delete = _DELETERS[event] = _deleter(name for name, _ in _CLOSED_BY.get(event, ()))
+            delete(self)
+
+    def close_all(self, *, before: str = "") -> None:
+        """Delete the fields of all windows, for example after an exception; keep those whose window ends with the event `before`."""
+        left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
+        for name in FIELDS:
+            if name not in left and self.has(name):
+                delattr(self, name)
+
+    def _to_loggers(self, method: str, **payload: Any) -> None:
+        if self._loggers is not None:
+            self._loggers(method, self, **payload)
+
+    if not TYPE_CHECKING:  # so that a type checker rejects unknown attributes
+
+        def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
+            if name in FIELDS:
+                raise FieldNotAvailable(_not_available(name, self.event), name=name)
+            raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
+
+
+_READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
+"""The getters of the slots, which bypass `Context.__getattr__` and its error message."""
+
+
+def _not_available(name: str, event: str | None) -> str:
+    windows = " and ".join(
+        f"at {opens}" if opens == closes else f"from {opens} to {closes}" for opens, closes in FIELDS[name].windows
+    )
+    return f"ctx.{name} is not available {f'at {event}' if event else 'here'}; it is available {windows or 'once the loop has set it'}"
+
+
+_CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
+for _field in FIELDS.values():
+    for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
+        _keeps = _event == _field.windows[0][1]  # `keep_fields` may keep it beyond this event
+        _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
+
+
+def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
+    """Compile a function that deletes these fields. It runs at every step, and a loop over the names takes twice as long."""
+    lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
+    scope: dict[str, Any] = {}
+    exec(f"def delete(ctx):\n{lines}    return", scope)  # the names come from the lifecycle's table
+    delete: Callable[[Context], None] = scope["delete"]
+    return delete
+
+
+_DELETERS: dict[str, Callable[[Context], None]] = {}
+"""By event, the function that deletes the fields whose window it ends; compiled at the event's first `close`, which takes about 0.1 ms."""

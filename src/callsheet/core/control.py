@@ -1,0 +1,220 @@
+"""The requests that callbacks make of the loop.
+
+A request stays until the loop has carried it out; no later callback can cancel it. The loop carries requests out at its boundaries, never
+in the middle of a step.
+
+On several ranks, a request with `replicated=True`, which every rank makes, acts at the next boundary. Any other request is local to its
+rank until the loop has told it to all ranks, and acts after that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from callsheet.core.hooks import Hooks
+from callsheet.errors import ConfigError, RequestRejected, did_you_mean
+
+SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
+"""Kinds of checkpoints. If several are requested at one boundary, one checkpoint is written, of the kind that comes last here."""
+
+
+class Request(NamedTuple):
+    """One request.
+
+    `by` is the name that the requester gave, or else the callback's `name` or class. For a function outside a callback it is the
+    function's qualified name. `resumable` says of a stop that the same command continues training afterwards.
+    """
+
+    what: str
+    why: str
+    by: str
+    kind: str = ""
+    metric: str = ""
+    resumable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.by}: {self.why}"
+
+
+class Control:
+    """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
+
+    `able` names the requests that the loop supports now; any other raises `RequestRejected` at once.
+    `is_shared` says that there are other ranks, so that the requests of one rank wait in `local_requests` until all have agreed on them.
+    """
+
+    __slots__ = (
+        *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
+        *("is_hurried", "is_rescheduled", "switched_off", "local_requests"),
+    )
+
+    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False) -> None:
+        self.able = set(able)
+        self.is_shared = is_shared
+        self.local_requests: list[Request] = []
+        self._stop: Request | None = None
+        self._evaluate: Request | None = None
+        self._saves: list[Request] = []
+        self.pending = False  # whether the loop has requests to process; a loop checks it at every step
+        self.accumulation: int | None = None
+        self.load_path: str | None = None
+        self.switched_off: list[Request] = []
+        """For the manager: callbacks that all ranks agree to switch off."""
+        self.is_hurried = False  # a lane has made a request that the loop has not yet processed
+        self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
+        self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
+
+    def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
+        """Request that training ends at the next boundary, with outcome `stopped`.
+
+        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then complete, and
+        `resume="auto"` trains no further step. Pass `resumable=True` for a stop after which it should continue training.
+        `replicated=True` says that every rank makes the same request, based only on replicated or reduced fields.
+
+        Raises:
+            RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop does not support the request.
+        """
+        self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
+
+    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
+        """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
+
+        `by` is the requester's name, by which it finds the checkpoint in `ctx.checkpoint.requested_by`, also after a resume. `metric` is the
+        metric by which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
+        """
+        self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
+
+    def evaluate(self, why: str, *, replicated: bool = False) -> None:
+        """Request that all evaluators run at the next boundary. Raises as `stop` does."""
+        self._ask(Request("evaluate", why, _asker()), replicated)
+
+    def set_gradient_accumulation(self, batches: int) -> None:
+        """Accumulate gradients over this many batches, from the next step on. Every rank must call it. Raises as `stop` does."""
+        if batches < 1:
+            raise ConfigError(f"a step needs at least one batch, not {batches}")
+        self._check("set_gradient_accumulation")
+        self._reject_in_gate("set_gradient_accumulation")
+        self.accumulation = batches
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load this checkpoint instead of the one that was found. Call it at `on_checkpoint_load_start`. Raises as `stop` does."""
+        self._check("load")
+        self.load_path = os.fspath(path)
+
+    @property
+    def stop_requested(self) -> Request | None:
+        """The first request to stop training."""
+        return self._stop
+
+    @property
+    def save_requested(self) -> Request | None:
+        """The save request whose kind the next boundary's checkpoint will have."""
+        return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
+
+    @property
+    def save_requests(self) -> tuple[Request, ...]:
+        """All save requests that the next boundary's checkpoint will satisfy."""
+        return tuple(self._saves)
+
+    @property
+    def evaluate_requested(self) -> Request | None:
+        """The evaluation request that the next boundary will carry out."""
+        return self._evaluate
+
+    def check(self, request: Request) -> None:
+        """Raise as `stop` does if the loop does not support the request, and `ConfigError` for an unknown kind of checkpoint."""
+        self._check(request.what)
+        if request.what == "save" and request.kind not in SAVE_KINDS:
+            raise ConfigError(
+                f"unknown kind of checkpoint {request.kind!r}{did_you_mean(request.kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
+            )
+
+    def ask(self, request: Request) -> None:
+        """Add a request of this rank alone. It acts as soon as all ranks know of it."""
+        if self.is_shared:
+            self.local_requests.append(request)
+        else:
+            self.agree(request)
+
+    def switch_off(self, callback: str, number: int, failures: int) -> None:
+        """Request that all ranks switch off an isolated callback that failed too often here. For the manager; see `switched_off`."""
+        self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
+
+    def done(self, what: str) -> None:
+        """Remove the pending requests of this kind: `save`, `evaluate` or `stop`. The loop calls this after carrying them out."""
+        if what not in ("save", "evaluate", "stop"):
+            raise ConfigError(f"there is no request {what!r}{did_you_mean(what, ('save', 'evaluate', 'stop'))}")
+        if what == "save":
+            self._saves.clear()
+        elif what == "evaluate":
+            self._evaluate = None
+        else:
+            self._stop = None
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Set `pending` to whether any request is left. For the loop."""
+        self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
+        if self.is_hurried or self.is_rescheduled:  # checked last, since a lane may set it at any time
+            self.pending = True
+
+    def take_requests(self) -> list[Request]:
+        """Return and remove the local requests of this rank. For the loop."""
+        taken = self.local_requests[:]
+        del self.local_requests[: len(taken)]  # not `= []`: another thread may append
+        return taken
+
+    def agree(self, request: Request) -> None:
+        """Make the next boundary act on a request that every rank knows. For the loop."""
+        if request.what == "stop":
+            self._stop = self._stop or request  # the first request is kept
+        elif request.what == "evaluate":
+            self._evaluate = self._evaluate or request
+        elif request.what == "switch off":
+            self.switched_off.append(request)
+        elif request not in self._saves:
+            self._saves.append(request)
+        self.pending = True
+
+    def _ask(self, request: Request, replicated: bool) -> None:
+        self.check(request)
+        if replicated:
+            self._reject_in_gate(request.what)
+            self.agree(request)
+        else:
+            self.ask(request)
+
+    def _check(self, what: str) -> None:
+        if what not in self.able:
+            raise RequestRejected(
+                f"this loop does not support ctx.control.{what}; it supports {', '.join(sorted(self.able)) or 'no request'}"
+            )
+
+    def _reject_in_gate(self, what: str) -> None:
+        if self.in_gate:
+            raise RequestRejected(
+                f"control.{what} with replicated=True in a handler that runs on some ranks only: the others would not request it; "
+                "leave replicated out"
+            )
+
+
+def _asker() -> str:
+    """Return the name of the callback that made the request, or the qualified name of the function that did.
+
+    It is found in the frames of the call, since requests are rare and noting the callback at every event would cost more. The search ends
+    at the frame that dispatched the event: reading `f_locals` of a frame keeps its variables alive until it returns, a model for example.
+    """
+    asking = frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename not in _DISPATCH:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, Hooks):  # a callback; its class is above this module
+            return getattr(first, "name", "") or type(first).__name__
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return asking.f_code.co_qualname
+
+
+_DISPATCH = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("manager.py", "spans.py", "sheet.py"))

@@ -1,0 +1,318 @@
+"""The time that callbacks take, and a timeline of a few steps.
+
+Events inside a step are fired many times a second, so they are timed only in *windows*: a few steps in a row, now and then. In a window the
+manager dispatches from a second table, in which each handler is timed and the start and end of every span is noted. Outside windows the
+handlers are called directly. All other events, such as records, evaluations and checkpoints, are rare, and timed every time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from callsheet.core.callback import one_of
+from callsheet.core.lifecycle import SPAN_OF, SPANS, names_in
+from callsheet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from callsheet.core.call_sheet import Handler, HandlerEntry
+    from callsheet.core.context import Context
+
+logger = logging.getLogger("callsheet")
+
+MODES = ("sampled", "all", "off")
+
+WINDOW_STEPS = 4
+_FIRST_STEP = 2  # steps that are not timed at the beginning, since they allocate and compile
+_STEPS_PER_TIMED_STEP = 16  # at most one step in this many is in a window
+_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # a pause between windows grows with the run's time by this share, up to the seconds
+_PUBLISH_GROWTH, _PUBLISH_SECONDS = (
+    1.1,
+    2.0,
+)  # the costs are published next after this many times the run's time, plus the seconds
+_MAX_SLICES = 20_000  # how many slices of a window are kept; a long evaluation may have more
+_MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
+_MIN_WARN_SECONDS = 50e-6  # time per step below which there is no warning
+
+_STEP = ("fetch", "train_step")
+"""The spans that make up a step."""
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # the time of a step includes the handlers of this event
+
+
+def _path_events() -> frozenset[str]:
+    """Return the events of every batch: those of the spans in a step, and `on_checkpoint_due`, which is fired after each step."""
+    spans = [*_STEP, "eval_step", "test_step", "predict_step"]
+    for name in spans:  # the list grows while it is read
+        spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
+    return frozenset(
+        {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}
+    )
+
+
+PATH_EVENTS = _path_events()
+"""Events whose handlers are timed in windows."""
+
+
+class Cost(NamedTuple):
+    """The time that one callback took at one event in this process, in seconds; if `is_sampled`, in the windows only."""
+
+    callback: str
+    event: str
+    calls: int
+    seconds: float
+    worst_seconds: float
+    is_sampled: bool
+
+
+class Failures(NamedTuple):
+    """The failures of an isolated callback in this process.
+
+    `last` is the last error's message. `is_off` says whether the callback was switched off. `dropped` and `undelivered` count the events
+    that its lane dropped, and those that the lane had not delivered at the run's end.
+    """
+
+    callback: str
+    count: int  # type: ignore[assignment]  # overrides tuple.count, which has no use here
+    is_off: bool
+    last: str
+    dropped: int = 0
+    undelivered: int = 0
+
+
+class CostReport(NamedTuple):
+    """The costs and failures of the callbacks in this process so far.
+
+    `seconds` is the time of `steps` steps, with evaluations and saves. `window_steps` of them were timed; these took `window_seconds`, from
+    the fetch of the batch to the step's end.
+    """
+
+    mode: str
+    steps: int
+    seconds: float
+    window_steps: int
+    window_seconds: float
+    costs: tuple[Cost, ...]
+    failures: tuple[Failures, ...] = ()
+
+    def share(self, cost: Cost) -> float:
+        """Return the fraction of the time that it takes: of a step if it is sampled, else of the whole run."""
+        whole = self.window_seconds if cost.is_sampled else self.seconds
+        return cost.seconds / whole if whole else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        costs, failures = ([each._asdict() for each in part] for part in (self.costs, self.failures))
+        return self._asdict() | {"costs": costs, "failures": failures}
+
+
+class Slice(NamedTuple):
+    """A span (`callback` is empty) or a callback at an event, in seconds from its window's start. Slices nest by their times."""
+
+    name: str
+    begin: float
+    seconds: float
+    step: int
+    callback: str = ""
+
+
+class Window(NamedTuple):
+    """A few timed steps in a row. `began` is in seconds since 1970. `is_whole` is False if slices were left out."""
+
+    first_step: int
+    last_step: int
+    began: float
+    seconds: float
+    slices: tuple[Slice, ...]
+    is_whole: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the window as plain data; a slice is the list of its fields."""
+        return self._asdict() | {"slices": [list(each) for each in self.slices]}
+
+
+class _Cell:
+    """The time that a handler has taken."""
+
+    __slots__ = ("callback", "calls", "event", "seconds", "window_seconds", "worst")
+
+    def __init__(self, callback: str, event: str) -> None:
+        self.callback, self.event = callback, event
+        self.calls = 0
+        self.seconds = self.worst = 0.0
+        self.window_seconds = 0.0  # the part of `seconds` while a window was open
+
+
+class _Open(NamedTuple):
+    """A window that is being recorded: marks are (time, event, step), slices (begin, seconds, event, step, callback)."""
+
+    first_step: int
+    began: float
+    start: float
+    marks: list[tuple[float, str, int]]
+    slices: list[tuple[float, float, str, int, str]]
+
+
+class Costs:
+    """Times the handlers of one manager.
+
+    Args:
+        mode: `sampled`, the default; `all` times every call, which costs 0.2 microseconds each; `off` times nothing.
+        warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
+
+    Raises:
+        ConfigError: the mode is unknown, or the share is not above zero.
+    """
+
+    def __init__(self, mode: str = "sampled", warn_share: float | None = 0.05) -> None:
+        self.mode = one_of("mode of costs", mode, MODES)
+        if warn_share is not None and not warn_share > 0:
+            raise ConfigError(f"warn_share={warn_share!r}: give a fraction of the step above zero, or None")
+        self._warn_share = warn_share
+        self._open: _Open | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, for a run that begins."""
+        self._cells: dict[tuple[int, str, str], _Cell] = {}
+        self._named: set[str] = set()
+        self._open = None
+        self.has_begun = False
+        self._first = self._window_steps = 0
+        self._window_seconds = 0.0
+        self._began = perf_counter()
+        self._latest: Window | None = None
+        self._publish_at = 0.0
+        self.next_step = sys.maxsize
+        """The step after which a window begins or ends."""
+
+    def begin(self, step: int) -> None:
+        """Begin to count after `step`, from which this process trains on."""
+        self.has_begun, self._first = True, step
+        if self.mode != "off":
+            self.next_step = step + _FIRST_STEP
+
+    @property
+    def is_window(self) -> bool:
+        """Whether a window is open, so that events are dispatched from the timed table."""
+        return self._open is not None
+
+    def wraps(self, event: str, *, in_window: bool) -> bool:
+        """Return whether handlers of `event` are timed: in the timed table if `in_window`, else in the plain one."""
+        return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
+
+    def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
+        """Return a function that calls `handler` and measures its time."""
+        label, event = entry.member.label, entry.event
+        cell = self._cells.setdefault((entry.member.number, label, event), _Cell(label, event))
+
+        def run(ctx: Context) -> None:
+            begin = perf_counter()
+            try:
+                handler(ctx)
+            finally:
+                seconds = perf_counter() - begin
+                cell.calls += 1
+                cell.seconds += seconds
+                if seconds > cell.worst:
+                    cell.worst = seconds
+                if self._open is not None:
+                    cell.window_seconds += seconds
+                    self._open.slices.append((begin, seconds, event, ctx.step, label))
+
+        return run
+
+    def mark(self, ctx: Context) -> None:
+        """Note the time of a span's start or end while a window is open."""
+        if self._open is not None:
+            self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
+
+    def switch(self, step: int) -> None:
+        """Begin or end a window after `step` and its boundary."""
+        now = perf_counter()
+        if self._open is None:
+            self._open = _Open(step + 1, time.time(), now, [], [])
+            self.next_step = step + WINDOW_STEPS
+            return
+        opened, self._open = self._open, None
+        slices = _nested(opened)
+        in_steps = sum(each.seconds for each in slices if each.name in _STEP_PARTS)
+        self._window_steps += step + 1 - opened.first_step
+        self._window_seconds += in_steps
+        self._latest = Window(
+            opened.first_step, step, opened.began, now - opened.start, tuple(slices[:_MAX_SLICES]), len(slices) <= _MAX_SLICES
+        )
+        self._warn()
+        pause = min(_MAX_PAUSE_SECONDS, _PAUSE_SHARE * (now - self._began))
+        apart = int(pause * self._window_steps / self._window_seconds) if self._window_seconds else 0
+        self.next_step = step + max((_STEPS_PER_TIMED_STEP - 1) * WINDOW_STEPS, apart)
+
+    def should_publish(self, *, is_last: bool) -> bool:
+        """Return whether the costs should be published now: always at the run's end, and before it less and less often."""
+        now = perf_counter() - self._began
+        if self.mode == "off" or (now < self._publish_at and not is_last):
+            return False
+        self._publish_at = now * _PUBLISH_GROWTH + _PUBLISH_SECONDS
+        return True
+
+    def take_window(self) -> Window | None:
+        """Return the window that ended last, once; None if there is no new one."""
+        latest, self._latest = self._latest, None
+        return latest
+
+    def report(self, step: int, failures: tuple[Failures, ...] = ()) -> CostReport:
+        """Return the report after `step`."""
+        return CostReport(
+            mode=self.mode,
+            steps=step - self._first,
+            seconds=perf_counter() - self._began,
+            window_steps=self._window_steps,
+            window_seconds=self._window_seconds,
+            costs=tuple(
+                Cost(cell.callback, cell.event, cell.calls, cell.seconds, cell.worst, self._is_sampled(cell.event))
+                for cell in self._cells.values()
+                if cell.calls
+            ),
+            failures=failures,
+        )
+
+    def _is_sampled(self, event: str) -> bool:
+        return self.mode == "sampled" and event in PATH_EVENTS
+
+    def _warn(self) -> None:
+        """Warn once about each callback that takes more than `warn_share` of a step."""
+        if self._warn_share is None or self._window_steps < _MIN_WARN_STEPS:
+            return
+        taken: dict[str, float] = {}
+        for cell in self._cells.values():
+            if cell.event in PATH_EVENTS:
+                taken[cell.callback] = taken.get(cell.callback, 0.0) + (cell.window_seconds)
+        for label, seconds in taken.items():
+            share, each = seconds / self._window_seconds, seconds / self._window_steps
+            if share > self._warn_share and each > _MIN_WARN_SECONDS and label not in self._named:
+                self._named.add(label)
+                logger.warning(
+                    "Callback %s takes %.0f %% of the step, %.2g ms of %.2g ms; give it an interval, or make it do less at each step",
+                    label,
+                    100 * share,
+                    1000 * each,
+                    1000 * self._window_seconds / self._window_steps,
+                )
+
+
+def _nested(opened: _Open) -> list[Slice]:
+    """Return the window's slices in the order of their starts, without spans that began before the window or have not ended."""
+    slices = [
+        Slice(event, begin - opened.start, seconds, step, callback) for begin, seconds, event, step, callback in opened.slices
+    ]
+    stack: list[tuple[str, float]] = []
+    for moment, event, step in opened.marks:
+        name = SPAN_OF[event]
+        if event == SPANS[name].start_event:
+            stack.append((name, moment))
+        elif stack and stack[-1][0] == name:  # otherwise the span began before the window
+            slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
+            stack.pop()
+    return sorted(slices, key=lambda each: (each.begin, -each.seconds))

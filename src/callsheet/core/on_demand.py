@@ -1,0 +1,57 @@
+"""Package attributes that are imported at their first use, and hints for names that a package does not have."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from callsheet.core.optional import needed_by
+from callsheet.errors import did_you_mean
+
+_HOMES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
+"""Packages that are searched for a name that was imported from the wrong package."""
+
+
+def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package, which imports an attribute from the module that `modules` names for it.
+
+    If an optional package is missing, the error has the command that installs it. For an unknown attribute it raises AttributeError, or
+    ImportError in `from package import name`; the message says what the attribute is called here, or in which package it is.
+    """
+
+    def get(name: str) -> Any:
+        if name in modules:
+            with needed_by(f"{package}.{name}"):
+                found = getattr(importlib.import_module(modules[name]), name)
+            setattr(sys.modules[package], name, found)  # so that `__getattr__` is called only once for it
+            return found
+        hint = _hint(package, name)
+        if hint and _is_import_from(sys._getframe(1)):
+            # For this statement, Python replaces the message of an AttributeError.
+            raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}")
+
+    return get
+
+
+def _hint(package: str, name: str) -> str:
+    if name.startswith("_"):
+        return ""
+    from callsheet.core.familiar_names import FAMILIAR
+
+    here = FAMILIAR.get(name, name)
+    homes = {home: importlib.import_module(home).__all__ for home in _HOMES}
+    home = next((home for home, names in homes.items() if here in names and (home != package or here != name)), "")
+    if home:
+        called = f"it is called {here} here" if here != name else f"it is in {home}"
+        return f"{called}: from {home} import {here}"
+    return did_you_mean(name, homes.get(package, ()), cutoff=0.75).removeprefix("; ")
+
+
+def _is_import_from(frame: FrameType) -> bool:
+    import dis
+
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]

@@ -1,0 +1,217 @@
+"""The checks on a callback when it is added, so that a mistake fails at once and not a thousand steps later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from callsheet.core.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
+from callsheet.core.lifecycle import EVENTS, FIELDS
+from callsheet.core.ranks import RankGate, check_gate
+from callsheet.core.time import Interval
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
+from callsheet.lanes.background import Background
+from callsheet.lanes.snapshot import NEVER
+
+_EVENTS = frozenset(EVENTS)
+_NO_EVENTS = frozenset({"on_event", "on_error"})
+
+
+class HandlerOptions(NamedTuple):
+    """The checked options of a handler."""
+
+    phase: str
+    ranks: RankGate
+    lane: str
+    on_error: str
+    every: Interval | None
+    draws_random: bool
+
+
+def check_callback(callback: object) -> Callback:
+    """Return `callback` if it is an instance of `Callback` without mistakes.
+
+    Raises:
+        NotACallbackError: it is a class, or not a callback at all.
+        UnknownEventError: a method is named like an event that does not exist.
+        RegistrationError: an option or a method is invalid.
+    """
+    if isinstance(callback, Background):
+        check_callback(callback.callback)
+    if isinstance(callback, type):
+        hint = (
+            f"add an instance of it, {callback.__name__}()"
+            if issubclass(callback, Callback)
+            else "callbacks derive from callsheet.Callback"
+        )
+        raise NotACallbackError(f"{callback.__name__} is a class ({where(callback)}); {hint}")
+    if not isinstance(callback, Callback):
+        if callable(callback):
+            raise NotACallbackError(
+                f"{callback!r} is a function ({where(callback)}); give it an event with manager.register(event, function)"
+            )
+        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{bridge_of(callback)}")
+    for name in _public_names(callback):
+        if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
+            raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
+        if (
+            marks(getattr(callback, name, None)) != Marks()
+            and name not in _EVENTS
+            and marks(getattr(callback, name)).ranks is None
+        ):
+            raise RegistrationError(
+                _at(f"{name!r} has an interval or a phase, but is not an event", callback, getattr(callback, name))
+            )
+    keepable = [field.name for field in FIELDS.values() if field.kept_until]
+    for what, names, valid in (
+        ("keep_fields", callback.keep_fields, keepable),
+        ("snapshot_fields", callback.snapshot_fields, list(FIELDS)),
+    ):
+        for name in names:
+            if name not in valid:
+                kind = "field that can be kept" if what == "keep_fields" else "field"
+                raise RegistrationError(
+                    _at(f"{what}: the context has no {kind} called {name!r}{did_you_mean(name, valid)}", callback)
+                )
+    _policy(callback, Marks(), {}, label_of(callback), where(type(callback)))
+    if not isinstance(callback.name, str):
+        raise RegistrationError(_at(f"the name of a callback must be a string, not {callback.name!r}", callback))
+    return callback
+
+
+_FRAMEWORKS = {
+    "transformers": "huggingface",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "ignite": "ignite",
+    "torchtnt": "torchtnt",
+    "composer": "composer",
+    "keras": "keras",
+    "accelerate": "accelerate",
+}
+"""Which bridge wraps a foreign callback, by the package of its class."""
+
+
+def bridge_of(thing: object) -> str:
+    """Return the hint how to wrap a callback of another framework, or the empty string if it is of none that has a bridge."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
+    bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
+    return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""
+
+
+def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
+    """Return the handlers of a checked callback by event: of all events if it overrides `on_event`."""
+    events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
+    for event, handler in events.items():
+        if not callable(handler):
+            raise RegistrationError(_at(f"{event} should be a method, not {handler!r}", callback))
+    if not is_inherited(callback.on_event, "on_event"):
+        if events:
+            raise RegistrationError(
+                _at(
+                    f"overrides both on_event and {next(iter(events))}; on_event handles that event too, so keep only one of them",
+                    callback,
+                )
+            )
+        return dict.fromkeys(EVENTS, callback.on_event)
+    if not events:
+        for name in _public_names(callback):
+            if f"on_{name}" in _EVENTS and callable(getattr(callback, name)):
+                raise RegistrationError(
+                    _at(f"has no handlers; did you mean on_{name} instead of {name}?", callback, getattr(callback, name))
+                )
+    return events
+
+
+def is_inherited(handler: object, name: str) -> bool:
+    """Return whether `handler` is the empty method of the base class."""
+    return getattr(handler, "__func__", None) is getattr(Callback, name)
+
+
+def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
+    """Return the options of `handler`: those given at registration, else its decorators', else its callback's.
+
+    Raises:
+        RegistrationError: an option is unknown, or two options exclude each other; the message names the callback and its line.
+    """
+    options = _policy(owner, marks(handler), given, label, where(handler))
+    call = getattr(handler, "__call__", handler)  # noqa: B004  # the handler may be an object with `__call__`
+    bodies = [inspect.unwrap(each) for each in (handler, call)]
+    if any(inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body) for body in bodies):
+        raise RegistrationError(
+            f"the handler is a generator, so calling it does not run its body: remove the yield (callback {label}, {where(handler)})"
+        )
+    awaited = any(inspect.iscoroutinefunction(body) for body in bodies)
+    if awaited and options.lane == "inline":
+        raise RegistrationError(
+            "the handler is async, and nothing awaits it on the training thread: make it a plain function, or set `lane = 'background'` "
+            f"(callback {label}, {where(handler)})"
+        )
+    _check_signature(handler, label)
+    return options
+
+
+def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> HandlerOptions:
+    try:
+        phase = one_of("phase", given.get("phase") or own.phase or owner.phase, PHASES)
+        lane = one_of("lane", given.get("lane") or owner.lane, LANES)
+        ranks = check_gate(next(gate for gate in (given.get("ranks"), own.ranks, owner.ranks) if gate is not None))
+        on_error = one_of(
+            "on_error", given.get("on_error") or owner.on_error or ("raise" if lane == "inline" else "isolate"), ERROR_POLICIES
+        )
+        if owner.collective and ranks != "all":
+            raise ConfigError(
+                f"it calls collectives, so it must run on all ranks, not on {ranks}: limit only the writing inside it to some ranks"
+            )
+        if owner.collective and lane != "inline":
+            raise ConfigError(f"it calls collectives, so it must run inline, not in the lane {lane!r}")
+        if owner.collective and on_error == "isolate":
+            raise ConfigError(
+                "it calls collectives, so its errors must be raised: an error isolated on one rank would leave the others waiting"
+            )
+        if owner.draws_random and lane != "inline":
+            raise ConfigError(
+                "it draws random numbers, and a lane would draw them in the middle of training: use a generator of its own, and leave "
+                "draws_random out"
+            )
+        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NEVER]):
+            raise ConfigError(
+                f"snapshot_fields: {', '.join(never)} is not available in a lane, since training keeps changing it; read it inline, and "
+                "log numbers"
+            )
+        if lane != "inline" and on_error == "raise":
+            raise ConfigError(f"errors in the lane {lane!r} are always isolated; leave on_error out")
+    except ConfigError as error:
+        raise RegistrationError(f"{error} (callback {label}, {source})") from None
+    return HandlerOptions(phase, ranks, lane, on_error, given.get("every") or own.every, owner.draws_random)
+
+
+def _check_signature(handler: Callable[..., Any], label: str) -> None:
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):  # a builtin without a signature cannot be checked before the first call
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(handler, "__name__", repr(handler))
+        raise RegistrationError(
+            f"{name}{signature} cannot be called with the context alone: write `def {name}(ctx)`, with self in a class "
+            f"(callback {label}, {where(handler)})"
+        ) from None
+
+
+def _public_names(callback: Callback) -> Iterator[str]:
+    """Yield the names of the callback's own functions and values, without properties, since reading one would run its code."""
+    base = set(dir(Callback)) - _EVENTS
+    for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
+        if not name.startswith("_") and name not in base:
+            static = inspect.getattr_static(callback, name, None)
+            if not hasattr(type(static), "__get__") or isinstance(static, (FunctionType, staticmethod, classmethod)):
+                yield name
+
+
+def _at(message: str, callback: Callback, thing: object = None) -> str:
+    return f"{message} (callback {label_of(callback)}, {where(thing if thing is not None else type(callback))})"

@@ -1,0 +1,206 @@
+"""Spans: context managers that fire a span's start and end, so that the loop reads like the lifecycle.
+
+    with spans.train_step:
+        ...
+
+A span whose events have no handlers only notes its name when an exception passes. Handlers are looked up when an event is fired, so a
+callback that is added inside a span is called at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from callsheet.core.call_sheet import CompiledEvent, Dispatcher, recover
+from callsheet.core.context import Context
+from callsheet.core.lifecycle import EVENTS, SPANS
+
+
+def note_span(error: BaseException, span: str, ctx: Context) -> None:
+    """Note on `error` that it left `span`. Only the first call, for the innermost span, has an effect."""
+    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr, which a frozen exception rejects
+
+
+def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
+    """Return the innermost span that `error` left, and the context of its loop, and remove the note.
+
+    Without the note, the error does not keep the model alive, can be pickled, and can be noted by a run around this one.
+    """
+    noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
+    return noted
+
+
+class Span:
+    """One span of one context: a context manager that fires its start and its end."""
+
+    __slots__ = ("_ctx", "_dispatcher", "ends", "name", "starts")
+
+    def __init__(self, name: str, ctx: Context, dispatcher: Dispatcher) -> None:
+        self.name = name
+        self.starts: CompiledEvent | None = None
+        self.ends: CompiledEvent | None = None
+        self._ctx = ctx
+        self._dispatcher = dispatcher
+
+    def __enter__(self) -> None:
+        if self.starts is not None:
+            self._fire(self.starts)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if error is not None:
+            note_span(error, self.name, self._ctx)
+        elif self.ends is not None:
+            self._fire(self.ends)
+
+    def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
+        first, rest, event, _ = compiled
+        ctx, dispatcher = self._ctx, self._dispatcher
+        outer = dispatcher.current
+        dispatcher.current = ctx.event = event
+        try:
+            first(ctx)  # type: ignore[misc]  # `link` sets only events that have a handler
+            if rest is not None:
+                for handler in rest:
+                    handler(ctx)
+        except BaseException as error:
+            note_span(error, self.name, ctx)
+            try:
+                recover(compiled, locals().get("handler", first), error, ctx)
+            finally:
+                dispatcher.current = ctx.event = outer
+        dispatcher.current = ctx.event = outer
+
+
+_EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
+"""For every start or end event, its span and the slot of `Span` that holds it."""
+for _span in SPANS.values():
+    for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
+        _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
+
+
+class Spans:
+    """The spans of one context, as attributes of their names."""
+
+    __slots__ = ("ctx", "links", *SPANS)
+
+    ctx: Context
+    links: int
+    # generated: spans
+    run: Span
+    checkpoint_load: Span
+    data_init: Span
+    train: Span
+    round: Span
+    epoch: Span
+    fetch: Span
+    train_step: Span
+    forward_backward: Span
+    microbatch: Span
+    forward: Span
+    loss: Span
+    backward: Span
+    clip_gradients: Span
+    optimizer_step: Span
+    eval_all: Span
+    eval: Span
+    eval_step: Span
+    eval_forward: Span
+    test: Span
+    test_step: Span
+    test_forward: Span
+    predict: Span
+    predict_step: Span
+    predict_forward: Span
+    checkpoint_save: Span
+    # end of generated: spans
+
+    def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
+        self.ctx = ctx
+        self.links = 0
+        """How often `link` was called."""
+        for name in SPANS:
+            setattr(self, name, Span(name, ctx, dispatcher))
+
+    def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
+        """Set the compiled form of these events in their spans, after the dispatch table has changed."""
+        self.links += 1
+        for event in events:
+            compiled = table[event]
+            for name, side in _EDGES.get(event, ()):
+                setattr(getattr(self, name), side, compiled if compiled[0] is not None else None)
+
+
+class HasListeners:
+    """Whether an event has a handler, as an attribute of the event's name: `if has_listeners.on_log:` costs no more than a flag."""
+
+    __slots__ = EVENTS
+
+    # generated: has-listeners
+    on_run_start: bool
+    on_checkpoint_load_start: bool
+    on_checkpoint_load_end: bool
+    on_data_init_start: bool
+    on_data_init_end: bool
+    on_train_start: bool
+    on_round_start: bool
+    on_epoch_start: bool
+    on_fetch_start: bool
+    on_fetch_end: bool
+    on_train_step_start: bool
+    on_forward_backward_start: bool
+    on_microbatch_start: bool
+    on_forward_start: bool
+    on_forward_end: bool
+    on_loss_start: bool
+    on_loss_end: bool
+    on_backward_start: bool
+    on_backward_end: bool
+    on_microbatch_end: bool
+    on_forward_backward_end: bool
+    on_clip_gradients_start: bool
+    on_clip_gradients_end: bool
+    on_optimizer_step_start: bool
+    on_optimizer_step_end: bool
+    on_train_step_end: bool
+    on_log: bool
+    on_eval_all_start: bool
+    on_eval_start: bool
+    on_eval_step_start: bool
+    on_eval_forward_start: bool
+    on_eval_forward_end: bool
+    on_eval_step_end: bool
+    on_eval_end: bool
+    on_eval_all_end: bool
+    on_checkpoint_due: bool
+    on_checkpoint_save_start: bool
+    on_checkpoint_save_end: bool
+    on_epoch_end: bool
+    on_round_end: bool
+    on_train_end: bool
+    on_test_start: bool
+    on_test_step_start: bool
+    on_test_forward_start: bool
+    on_test_forward_end: bool
+    on_test_step_end: bool
+    on_test_end: bool
+    on_predict_start: bool
+    on_predict_step_start: bool
+    on_predict_forward_start: bool
+    on_predict_forward_end: bool
+    on_predict_step_end: bool
+    on_predict_end: bool
+    on_checkpoint_published: bool
+    on_preempt: bool
+    on_exception: bool
+    on_run_end: bool
+    # end of generated: has-listeners
+
+    def __init__(self) -> None:
+        for event in EVENTS:
+            setattr(self, event, False)
+
+    def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
+        """Update the attributes of these events after the dispatch table has changed."""
+        for event in events:
+            setattr(self, event, table[event][0] is not None)

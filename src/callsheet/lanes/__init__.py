@@ -1,0 +1,1 @@
+"""Lanes: threads and processes that call slow callbacks beside training."""

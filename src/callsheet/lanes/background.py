@@ -1,0 +1,81 @@
+"""`Background(callback)`: a callback on its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from callsheet.core.callback import Callback, label_of
+from callsheet.errors import NotACallbackError
+from callsheet.lanes.queue import LaneOptions
+
+END_SECONDS = 5.0
+"""How long a callback's process has to end before it is killed."""
+
+
+class Background(Callback):
+    """Run a callback on its own thread. It receives all events in order, as snapshots, and training does not wait for it.
+
+    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods are awaited one after
+    the other. A snapshot holds the fields that need no copy, or those that `snapshot_fields` names, but never the model. `ctx.log` and
+    `ctx.control` work as usual. At the end of a run all events are delivered, within `deadline`.
+
+    Args:
+        callback: the callback.
+        queue: how many events may wait for it.
+        overflow: what happens when the queue is full. `block`: training waits. `drop_oldest`: the oldest event is dropped. `latest`: only the
+            newest event of each kind waits. Dropped events are counted in the report.
+        deadline: seconds that the end of the run waits for the callback, and that training waits for a full queue that does not move.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+        NotACallbackError: `callback` is not a callback, or is in a lane already.
+
+    Example:
+        >>> class Slow(Callback):
+        ...     snapshot_fields = ("loss",)
+        ...     async def on_train_step_end(self, ctx):
+        ...         ...  # await client.post(url, json={"step": ctx.step, "loss": ctx.loss.item()})
+        >>> watcher = Background(Slow(), overflow="drop_oldest")
+    """
+
+    lane = "background"
+    patience: float = inf
+    """Seconds that `state_dict` and `load_state_dict` may wait for the callback; the manager sets them."""
+
+    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
+        if not isinstance(callback, Callback) or isinstance(callback, Background):
+            raise NotACallbackError(f"{type(self).__name__} takes a callback that is not in a lane yet, not {callback!r}")
+        self.callback = callback
+        self.lane_options = LaneOptions(queue, overflow, deadline)
+        self.phase, self.ranks, self.collective, self.draws_random = (
+            callback.phase,
+            callback.ranks,
+            callback.collective,
+            callback.draws_random,
+        )
+        self.keep_fields, self.snapshot_fields = callback.keep_fields, callback.snapshot_fields
+
+    @property
+    def name(self) -> str:
+        """The callback's name. Setting it sets the callback's."""
+        return label_of(self.callback)
+
+    @name.setter
+    def name(self, name: str) -> None:
+        """Set the callback's name."""
+        self.callback.name = name
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the callback's state."""
+        return self.callback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the callback's state."""
+        self.callback.load_state_dict(state)
+
+
+def inner(callback: Callback) -> Callback:
+    """Return the callback itself, without the `Background` around it."""
+    return callback.callback if isinstance(callback, Background) else callback

@@ -1,0 +1,301 @@
+"""Capturing snapshots: the training thread copies an event's fields into a tuple, and the lane's thread builds a snapshot from it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from callsheet.core.context import Context, TrainState
+from callsheet.core.events import Event, as_event
+from callsheet.core.lifecycle import ALWAYS, FIELDS, fields_available
+from callsheet.errors import FieldNotAvailable
+from callsheet.lanes.snapshot import NEVER, ON_REQUEST, Inbox, LaneControl, Snapshot
+
+if TYPE_CHECKING:
+    from callsheet.core.call_sheet import Registration
+    from callsheet.lanes.queue import Lane
+
+_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
+_OF_STATE = ("timestamp", "previous_timestamp", "course")
+"""Attributes of `TrainState` that every snapshot holds. They are replaced, never changed in place, so they need no copy."""
+_STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
+_PLAIN = frozenset({int, float, str, bool, type(None), Event})
+_UNAVAILABLE = object()
+_BEFORE_FIELDS = 4 + len(_OF_STATE)
+
+Values = tuple[Any, ...] | list[Any]
+"""What was captured: the function that delivers it, the snapshot class, and the fields. A list if it holds copies, else a tuple."""
+
+Deliver = Callable[[Values], None]
+
+
+class DeviceNumbers:
+    """Copies the scalar tensors of one event to the host, once for all lanes that handle it, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """The fields that any lane reads."""
+        self._tensors: list[tuple[Any, int | None]] = []  # with their versions: a tensor that was written to is copied again
+        self._copies: dict[int, Any] = {}
+
+    def of(self, ctx: Context) -> dict[int, Any]:
+        """Return copies of the scalars that are available now, by the `id` of their tensors; a `Pending` for one on an accelerator."""
+        tensors: list[Any] = []
+        for name in sorted(self.names):
+            if ctx.has(name):
+                _collect(getattr(ctx, name), tensors)
+        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors]
+        known = len(now) == len(self._tensors) and all(
+            a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)
+        )
+        if not known:
+            self._tensors = now
+            self._copies = {id(tensor): made for tensor, made in zip(tensors, _copies(tensors), strict=True)}
+        return self._copies
+
+
+class Pending:
+    """A scalar whose copy from a device may still be running."""
+
+    __slots__ = ("_arrived", "_buffer", "_place", "_type")
+
+    def __init__(self, buffer: Any, arrived: Any, place: int, type_: Any) -> None:
+        self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
+
+    def read(self) -> Any:
+        """Wait for the copy, and return the scalar as a tensor on the host."""
+        self._arrived.synchronize()
+        return self._buffer[self._place].to(self._type)
+
+
+def _copies(tensors: list[Any]) -> list[Any]:
+    torch = sys.modules["torch"]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    found: dict[int, Any] = {}
+    for device in devices:
+        here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
+        buffer = torch.empty(len(here), dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+        found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}
+    return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
+
+
+class SnapshotCapture:
+    """Captures snapshots of one event for one callback.
+
+    Args:
+        event: the event's name; None outside events.
+        needs: the callback's `snapshot_fields`; empty for the fields that need no copy.
+        by: the callback's name, for its requests.
+        inbox: receives the callback's messages.
+        numbers: shared by all captures of the event.
+    """
+
+    def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
+        available = fields_available(event) if event is not None else ()
+        self._event = as_event(event) if event is not None else None
+        self._is_last = self._event is Event.RUN_END  # when the run has its outcome
+        self._by, self._inbox, self._numbers = by, inbox, numbers
+        wanted = [
+            name
+            for name in dict.fromkeys(needs or _BY_DEFAULT)
+            if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
+        ]
+        self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
+        self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
+        numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
+        self._state: TrainState | None = None  # the state of the run that `_kind` was made for; None: make a new class next time
+        self._kind: type[Snapshot] = Snapshot
+        new = self._names.index("loss") + _BEFORE_FIELDS if "loss" in self._names else None
+        self._functions = _compiled_functions(self._names, self._changing, new)
+
+    def enqueuer(
+        self, deliver: Deliver, member: Registration, queue: Lane, otherwise: Callable[[Context], object]
+    ) -> Callable[[Context], None]:
+        """Return the function that puts the event into the queue, on the training thread.
+
+        Args:
+            deliver: the first item of what is put; the lane calls it with the whole.
+            member: the callback, which receives nothing while it is switched off.
+            queue: the callback's lane.
+            otherwise: called instead if a value must be copied, a field is not available, or the callback is switched off.
+        """
+        enqueue: Callable[[Context], None] = self._functions["enqueuer"](
+            self.snapshot_class_for, deliver, member, queue, otherwise
+        )
+        return enqueue
+
+    def deliverer(
+        self,
+        event: str,
+        member: Registration,
+        handler: Callable[[Snapshot], Any],
+        answered: Callable[[Any], None],
+        fails: Callable[[Snapshot, BaseException], None],
+    ) -> Deliver:
+        """Return the function that builds a snapshot of what was captured and calls the handler with it, on the lane's thread.
+
+        Args:
+            event: the event or logger method; nothing is delivered if the callback is silent at it.
+            member: the callback, whose failures are counted.
+            handler: called with the snapshot.
+            answered: called with what the handler returns, unless that is None.
+            fails: called with the snapshot, which may be incomplete, and the error.
+        """
+        deliver: Deliver = self._functions["deliverer"](self, event, member, handler, answered, fails)
+        return deliver
+
+    def take(self, deliver: Deliver, ctx: Context) -> Values:
+        """Capture the fields, on the training thread, with copies of what may change."""
+        always = [getattr(ctx.state, name) for name in _OF_STATE]
+        fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
+        values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
+        numbers = self._numbers.of(ctx)
+        for place in self._changing:
+            values[place] = copied(values[place], numbers)
+        return values
+
+    def arrived(self, values: Values) -> Values:
+        """Return the values with every `Pending` scalar replaced by its tensor; waits for the copies."""
+        return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
+
+    def drop_unavailable(self, made: Snapshot) -> None:
+        """Delete from a snapshot the fields that were not available."""
+        for name in self._names:
+            if getattr(made, name) is _UNAVAILABLE:
+                delattr(made, name)
+
+    def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
+        """Return the snapshot class for this run, and the run's state: the class is valid as long as the state is the same object."""
+        if self._state is None or self._state is not ctx.state:
+            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of the control that a lane may use
+            self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
+            self._state = ctx.state if not self._is_last else None
+        return self._kind, self._state
+
+
+@functools.cache
+def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
+    """Compile `enqueuer` and `deliverer` for these fields.
+
+    Args:
+        names: the fields to capture.
+        changing: the indices at which a value may change later, and must be copied unless it is a plain one.
+        new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
+
+    The functions are generated because every event in a lane goes through both, and loops over the names take three times as long. The
+    source contains nothing but names from the lifecycle's table.
+    """
+    of_state = [f"state.{name}" for name in _OF_STATE]
+    taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
+    filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
+    is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
+    are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
+    source = f"""
+def enqueuer(snapshot_class_for, deliver, member, queue, otherwise):
+    items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
+    def enqueue(ctx):
+        nonlocal kind, known, loss_is_new
+        try:
+            state = ctx.state
+            if state is not known:
+                kind, known = snapshot_class_for(ctx)
+                loss_is_new = ctx.loss_is_new
+            values = (deliver, kind, {", ".join(taken)})
+        except FieldNotAvailable:
+            return otherwise(ctx)
+        if member.is_off{are_changing}:
+            otherwise(ctx)
+        elif len(items) < queue.room:
+            append(values)
+        else:
+            queue.put(values)
+    return enqueue
+
+def deliverer(capture, event, member, handler, answered, fails):
+    def deliver(values):
+        if member.is_off and member.is_silent_at(event):
+            return
+        made = new(values[1])
+        try:
+            made.state = state = new(TrainState)
+            if type(values) is tuple:
+                _, _, {", ".join(filled)} = values
+            else:
+                _, _, made.step, made.epoch, *_ = values  # the report of a failed copy reads these
+                _, _, {", ".join(filled)} = capture.arrived(values)
+                capture.drop_unavailable(made)
+            if (answer := handler(made)) is not None:
+                answered(answer)
+        except BaseException as error:
+            fails(made, error)
+        else:
+            if member.failures_in_a_row:  # an unneeded write would slow down the training thread's next read
+                member.failures_in_a_row = 0
+    return deliver
+"""
+    scope: dict[str, Any] = {
+        "plain": _PLAIN, "FieldNotAvailable": FieldNotAvailable, "new": object.__new__, "TrainState": TrainState,
+        "is_lone": _is_lone,
+    }  # fmt: skip
+    exec(source, scope)
+    return scope
+
+
+def _is_lone(value: Any) -> bool:
+    """Return whether the tensor lies on the CPU and holds no graph."""
+    return value.is_cpu and not value.requires_grad
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _collect(value: Any, scalars: list[Any]) -> None:
+    """Find the scalar tensors in `value`."""
+    if _is_tensor(value):
+        if value.numel() == 1:
+            scalars.append(value)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, scalars)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, scalars)
+
+
+def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
+    """Return `value` with its containers and tensors copied; other objects go through `copy.deepcopy`."""
+    if type(value) in _PLAIN or value is _UNAVAILABLE:
+        return value
+    if _is_tensor(value):
+        return scalars[id(value)] if id(value) in scalars else value.detach().clone()
+    if isinstance(value, Mapping):
+        copies = {name: copied(each, scalars) for name, each in value.items()}
+        return type(value)(**copies) if is_dataclass(value) else copies  # a Hugging Face ModelOutput is both
+    if type(value) in (list, tuple):
+        return type(value)(copied(each, scalars) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*(copied(each, scalars) for each in value))
+    return copy.deepcopy(value)
+
+
+def _arrived(value: Any) -> Any:
+    """Return `value` with every `Pending` scalar replaced by its tensor."""
+    if type(value) is Pending:
+        return value.read()
+    if isinstance(value, Mapping):
+        there = {name: _arrived(each) for name, each in value.items()}
+        return type(value)(**there) if is_dataclass(value) else there
+    if type(value) in (list, tuple):
+        return type(value)(_arrived(each) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*map(_arrived, value))
+    return value

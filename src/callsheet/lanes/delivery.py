@@ -1,0 +1,159 @@
+"""Delivery of events to callbacks in lanes: the training thread captures the fields, and the lane calls the handler with a snapshot."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from callsheet.core.call_sheet import HandlerEntry, Registration, failed
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.errors import text_of
+from callsheet.lanes.background import END_SECONDS, inner
+from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
+from callsheet.lanes.queue import Lane, close
+from callsheet.lanes.snapshot import Inbox, Snapshot
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from callsheet.lanes.process import Process
+
+
+class LaneExit(Exception):
+    """A callback in a lane raised SystemExit or another error that would have ended a program."""
+
+
+class CallbackLane:
+    """The lane of one callback."""
+
+    def __init__(self, member: Registration, inbox: Inbox) -> None:
+        self.member = member
+        owner = member.thing if isinstance(member.thing, Callback) else Callback
+        self.needs: tuple[str, ...] = owner.snapshot_fields
+        self.inbox = inbox
+        self.lane = Lane(member.label, None, owner.lane_options, kind=_kind, finish=self._finish)
+        self._runner: asyncio.Runner | None = None
+        self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
+        if self._process is not None:
+            self._process.begin()
+
+    def end(self) -> None:
+        """Close the lane, and end its process: politely, or with a kill if it is still busy. `join` waits for it."""
+        is_busy = not self.lane.is_idle
+        close([self.lane])
+        if self._process is not None:
+            self._process.end(at_once=is_busy)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the process of an ended lane, and kill it after `seconds`."""
+        if self._process is not None:
+            self._process.join(seconds)
+
+    def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
+        """Return what calls a method with a snapshot and the payload, on the lane's thread or in its process."""
+        if (process := self._process) is not None:
+            return lambda snapshot: process.call(method.__name__, snapshot, payload)
+        return partial(method, **payload) if payload else method
+
+    def answered(self, answer: Any) -> None:
+        """Await what a handler has returned, if it is awaitable."""
+        if inspect.isawaitable(answer):
+            self._await(answer)
+
+    def _await(self, result: Any) -> None:
+        import asyncio
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # one loop for all of a callback's events, so that its clients can live on it
+
+        async def awaited() -> None:
+            await result
+
+        self._runner.run(awaited())
+
+    def _finish(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+def join(lanes: Iterable[CallbackLane]) -> None:
+    """Wait for the processes of ended lanes, which end at the same time."""
+    until = time.monotonic() + END_SECONDS
+    for lane in lanes:
+        lane.join(max(0.0, until - time.monotonic()))
+
+
+class LaneDelivery:
+    """The delivery of one event, or of one call of a logger's method, to one callback in a lane.
+
+    Args:
+        event: the event's or method's name, for messages about failures.
+        kind: a lane with `overflow="latest"` keeps the newest item of each kind.
+        member: the callback.
+        lane: its lane.
+        handler: called in the lane with a snapshot.
+        capture: captures the snapshots.
+    """
+
+    def __init__(
+        self,
+        event: str,
+        kind: object,
+        member: Registration,
+        lane: CallbackLane,
+        handler: Callable[[Snapshot], Any],
+        capture: SnapshotCapture,
+    ) -> None:
+        self._event, self._member, self._lane, self._capture = event, member, lane, capture
+        self._deliver = capture.deliverer(event, member, handler, lane.answered, self._fails)
+        self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads it from the items of its queue
+
+    @classmethod
+    def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
+        """Return what the training thread calls in place of a handler that runs in a lane."""
+        capture = SnapshotCapture(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
+        made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), capture)
+        return capture.enqueuer(made._deliver, entry.member, lane.lane, made.put)
+
+    @classmethod
+    def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
+        """Enqueue one call of a logger's method, such as `log_table`."""
+        assert isinstance(lane.member.thing, Callback)
+        called = getattr(inner(lane.member.thing), method)
+        capture = SnapshotCapture(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
+        try:
+            handler = lane.bound(called, **copied(payload, {}))
+        except Exception as error:
+            failed(lane.member, method, ctx, error)
+        else:
+            cls(method, (method, payload.get("name")), lane.member, lane, handler, capture).put(ctx)
+
+    def put(self, ctx: Context) -> None:
+        """Enqueue the event, on the training thread, if a value must be copied or the callback may be silent."""
+        if self._member.is_off and self._member.is_silent_at(self._event):
+            return
+        try:
+            values = self._capture.take(self._deliver, ctx)
+        except Exception as error:  # a value that cannot be copied is a failure of the callback, not of the run
+            failed(self._member, self._event, ctx, error)
+        else:
+            self._lane.lane.put(values)
+
+    def _fails(self, ctx: Snapshot, error: BaseException) -> None:
+        """Count and log a failure, on the lane's thread, as `isolated` does inline; also one that would end a program."""
+        failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
+
+
+def _kind(values: Values) -> object:
+    return values[0].kind
+
+
+def as_failure(error: BaseException) -> LaneExit:
+    """Return a `LaneExit` for an error that would have ended a program."""
+    failure = LaneExit(f"{type(error).__name__}: {text_of(error)}")
+    failure.__cause__ = error
+    return failure

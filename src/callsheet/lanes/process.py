@@ -1,0 +1,271 @@
+"""`Process(callback)`: a callback in its own process, for code that holds the interpreter lock or may crash."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from callsheet.core.callback import Callback, CallbackSpec, import_path
+from callsheet.core.lifecycle import FIELDS
+from callsheet.errors import CallsheetError, ConfigError, text_of
+from callsheet.lanes.background import END_SECONDS, Background
+from callsheet.lanes.snapshot import Snapshot
+
+logger = logging.getLogger("callsheet")
+
+_START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
+_ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
+
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # in this process
+
+
+class ProcessDied(CallsheetError, RuntimeError):
+    """The process of a callback died. It is started again for the next event, with the last state that it returned."""
+
+
+class RemoteError(CallsheetError, RuntimeError):
+    """A callback raised an error in its process; the message is the traceback."""
+
+
+class Process(Background):
+    """Run a callback in its own process, so that it can neither slow down nor crash training.
+
+    It works like `Background`; the lane's thread sends the snapshots to the process. The callback is built again in the process, from the
+    constructor's arguments and the state; other attributes are not shared. The process starts at the first event, ends with this process,
+    and ignores Ctrl-C.
+
+    Args:
+        callback: the callback; its class must be importable by its name.
+        queue: see `Background`.
+        overflow: see `Background`.
+        deadline: see `Background`.
+
+    Raises:
+        ConfigError: the callback cannot be built in another process; the message says why.
+        NotACallbackError: `callback` is not a callback, or is in a lane already.
+    """
+
+    lane = "process"
+
+    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
+        super().__init__(callback, queue=queue, overflow=overflow, deadline=deadline)
+        kind = type(callback)
+        if kind.__module__ in ("__main__", "__mp_main__") or "<locals>" in kind.__qualname__:
+            raise ConfigError(
+                f"{kind.__qualname__} is defined in {'a function' if '<locals>' in kind.__qualname__ else 'the script itself'}, where "
+                "another process cannot find it; move the class into a module"
+            )
+        if import_path(f"{kind.__module__}.{kind.__qualname__}") is not kind:
+            raise ConfigError(
+                f"{kind.__module__}.{kind.__qualname__} is not the class of this callback, which another process needs"
+            )
+        try:
+            pickle.dumps(CallbackSpec.of(callback))
+        except Exception as error:
+            raise ConfigError(f"{kind.__qualname__} cannot be built in another process: {error}") from None
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ending: subprocess.Popen[bytes] | None = None  # the child that was asked to end
+        self._connection: Connection | None = None
+        self._theirs: socket.socket | None = None  # the child's end of the connection, until the child has it
+        self._state: Mapping[str, Any] | None = None  # the last one that is known
+
+    def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
+        """Call `method(ctx, **payload)` in the process and wait for it, on the lane's thread."""
+        fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
+        self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state of the callback in the process, or the last known one if it does not answer within its deadline."""
+        if self._child is not None and type(self.callback).state_dict is not Callback.state_dict:
+            try:
+                self._state = self._ask(("state_dict",), seconds=self.lane_options.deadline)
+            except (ProcessDied, RemoteError, TimeoutError) as error:
+                logger.error("the state of %s is an earlier one: %s", self.name, error)
+        return self._state if self._state is not None else self.callback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state here and in the process."""
+        self._state = state
+        self.callback.load_state_dict(state)
+        if self._child is not None:
+            self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
+
+    def begin(self) -> None:
+        """Allow the process to be started, for a run that begins."""
+        self._is_over = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None while there is no process."""
+        child = self._child
+        return child.pid if child is not None else None
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End the process by closing the connection, or kill it if `at_once`. `join` waits for it."""
+        self._is_over = True
+        self._ending, self._child = self._child, None
+        if not at_once:
+            self._close_line()
+        elif self._ending is not None:
+            self._ending.kill()  # the lane still reads from the connection, and sees its end
+
+    def join(self, seconds: float) -> None:
+        """Wait for the process after `end`, and kill it after `seconds`."""
+        child, self._ending = self._ending, None
+        _wait(child, seconds)
+
+    def _hang_up(self, *, at_once: bool = False) -> None:
+        child, self._child = self._child, None
+        if child is not None and at_once:
+            child.kill()
+        self._close_line()
+        _wait(child, END_SECONDS)
+
+    def _close_line(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                line.shutdown(socket.SHUT_RDWR)  # a process that was forked since holds the socket open as well
+            connection.close()
+
+    def _disown(self) -> None:
+        """Forget the process and the connection in a forked child: they belong to the parent."""
+        if self._child is not None:
+            self._child.returncode = 0  # only the parent waits for it
+        for end in (self._connection, self._theirs):
+            if end is not None:
+                end.close()
+        self._child = self._ending = self._connection = self._theirs = None
+        self._is_over = True
+
+    def _ask(self, message: tuple[Any, ...], snapshot: Snapshot | None = None, *, seconds: float | None = None) -> Any:
+        """Send a message to the process and return its answer. With `seconds`, wait at most so long, also for a call of the lane to end."""
+        packed = pickle.dumps(message)  # before the `try`: a message that cannot be pickled must not end the process
+        if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
+            raise TimeoutError("the process was busy with another call all the time")
+        if seconds is not None:
+            seconds = min(seconds, max(self.patience, _ANSWER_SECONDS))
+        try:
+            return self._asked(packed, snapshot, seconds)
+        except RemoteError:
+            raise
+        except TimeoutError:
+            self._hang_up(at_once=True)
+            raise
+        except (EOFError, OSError):
+            child = self._child
+            self._hang_up()
+            ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
+            raise ProcessDied(f"the process of {self.name} died, {ended}") from None
+        except BaseException:  # an answer may still arrive, which would be taken for that of the next message
+            self._hang_up(at_once=True)
+            raise
+        finally:
+            self._lock.release()
+
+    def _asked(self, message: bytes, snapshot: Snapshot | None, seconds: float | None) -> Any:
+        connection = self._connection or self._start()
+        connection.send_bytes(message)
+        while True:
+            if seconds is not None and not connection.poll(seconds):
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            what, value = pickle.loads(connection.recv_bytes())
+            if what == "message" and snapshot is not None:
+                snapshot.forward(value)
+            elif what == "done":
+                return value
+            elif what == "failed":
+                raise RemoteError(value)
+
+    def _start(self) -> Connection:
+        if self._is_over:
+            raise EOFError
+        _started.add(self)
+        ours, self._theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with self._theirs as theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "callsheet.lanes.process_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # so that Ctrl-C reaches only the run's own process
+            )
+        self._theirs = None
+        if self._is_over:  # `end` was called while the process was being started
+            raise EOFError
+        spec = CallbackSpec.of(self.callback)
+        state = self._state if self._state is not None else spec.state
+        self._connection.send_bytes(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))))
+        if not self._connection.poll(_START_SECONDS):
+            raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s")
+        what, value = pickle.loads(self._connection.recv_bytes())
+        if what == "failed":
+            self._hang_up()
+            raise RemoteError(value)
+        return self._connection
+
+
+def _wait(child: subprocess.Popen[bytes] | None, seconds: float) -> None:
+    """Wait until the child has ended, and kill it after `seconds`."""
+    if child is not None:
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _disown_all() -> None:
+    for process in list(_started):
+        process._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_all)
+
+
+def _sendable(value: Any) -> Any:
+    """Return `value` in a form that can be pickled. An exception that cannot be rebuilt in the process arrives as a RuntimeError."""
+    return _Packed(value) if isinstance(value, BaseException) else value
+
+
+class _Packed:
+    """An exception that is unpickled as itself, or else as a RuntimeError under the same name, with its text and its notes."""
+
+    def __init__(self, error: BaseException) -> None:
+        try:
+            self._pickled = pickle.dumps(error)
+        except Exception:  # its class is local to a function, or it holds something that cannot be pickled
+            self._pickled = b""
+        self._name = type(error).__name__
+        self._text = text_of(error)
+        self._notes = tuple(map(str, getattr(error, "__notes__", ())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (self._pickled, self._name, self._text, self._notes)
+
+
+def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> BaseException:
+    try:
+        made = pickle.loads(pickled)
+        if isinstance(made, BaseException):
+            return made
+    except Exception:  # its class may raise anything here; the RuntimeError below replaces it
+        pass
+    error: RuntimeError = type(name, (RuntimeError,), {})(text)
+    for note in notes:
+        error.add_note(note)
+    return error

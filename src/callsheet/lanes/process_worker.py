@@ -1,0 +1,77 @@
+"""The program that a `Process` lane starts: `python -m callsheet.lanes.process_worker FD`.
+
+It unpickles what it receives. That is safe, since only the two processes hold the pair of sockets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from callsheet.core.callback import Callback, CallbackSpec
+from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of, snapshot_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class _RemoteInbox(Inbox):
+    """Sends messages to the run's process."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def put(self, message: LaneMessage) -> None:
+        """Send the message."""
+        self._connection.send_bytes(pickle.dumps(("message", message)))
+
+
+def serve(connection: Connection) -> None:
+    """Build the callback and answer calls until the connection is closed."""
+    callback: Callback | None = None
+    runner: asyncio.Runner | None = None
+    while True:
+        try:
+            received = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            message = pickle.loads(received)  # fails if a class cannot be found here; the next call may succeed
+            answer = None
+            if callback is None:
+                callback = CallbackSpec(*message).build()
+            else:
+                answer = _called(callback, message, _RemoteInbox(connection))
+                if inspect.isawaitable(answer):
+                    import asyncio
+
+                    runner = runner or asyncio.Runner()
+                    answer = runner.run(_awaited(answer))
+            reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
+        except BaseException:  # SystemExit too: a callback must not end this process
+            reply = pickle.dumps(("failed", traceback.format_exc()))
+        connection.send_bytes(reply)
+
+
+def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
+    what, *rest = message
+    if what != "call":
+        return getattr(callback, what)(*rest)
+    method, fields, payload, values = rest
+    control = LaneControl(control_of(values), inbox, callback.name)
+    return getattr(callback, method)(snapshot_of(fields, control), **payload)
+
+
+async def _awaited(result: Any) -> None:
+    await result
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles it, and ends this one
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,277 @@
+"""Snapshots: what a callback in a lane reads instead of the context.
+
+A snapshot is a context in which only a few fields are available, captured when the event was fired. Values that training may change are
+copied. Scalars on a device are copied without waiting, and the lane waits for the copy when it reads them. The model, the optimizer and
+the scheduler are in no snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from callsheet.core.context import Context, RunInfo
+from callsheet.core.control import Control, Request
+from callsheet.core.events import Event
+from callsheet.core.lifecycle import ALWAYS, ANYWHERE, fields_available
+from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
+
+logger = logging.getLogger("callsheet")
+
+NEVER = ("model", "optimizer", "scheduler")
+"""Fields that no snapshot holds, since training keeps changing them."""
+
+ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
+"""Fields that a snapshot holds only if the callback names them in `snapshot_fields`, since they must be copied."""
+
+
+class LaneMessage(NamedTuple):
+    """A message from a lane to the run: `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments."""
+
+    what: str
+    arguments: dict[str, Any]
+    by: str = ""
+
+    def do(self, ctx: Context) -> None:
+        """Carry it out, on the training thread."""
+        if self.what == "log":
+            ctx.log(**self.arguments)
+        elif self.what == "ask":
+            ctx.control.ask(**self.arguments)
+        elif self.what == "switch off":
+            ctx.control.switch_off(**self.arguments)
+        else:
+            ctx._to_loggers(self.what, **self.arguments)
+
+
+class Inbox:
+    """Holds the messages of lanes until the training thread reaches a boundary."""
+
+    def __init__(self) -> None:
+        self._messages: deque[LaneMessage] = deque()
+
+    def put(self, message: LaneMessage) -> None:
+        """Add a message, from any thread."""
+        self._messages.append(message)
+
+    def empty(self, ctx: Context) -> None:
+        """Carry out all messages, on the training thread."""
+        while self._messages:
+            message = self._messages.popleft()
+            try:
+                message.do(ctx)
+            except Exception as error:  # a lane's errors are isolated, those of its messages too
+                logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
+
+    def log_lost(self) -> None:
+        """Log how many messages of each callback came too late, after the run's end. Requests do not count: there is nothing to stop."""
+        lost = Counter((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
+        for (by, what), times in lost.items():
+            logger.error(
+                "Messages from the lane of %s came after the run's end, too late for the loggers: %s, %d times", by, what, times
+            )
+
+
+class LaneControl:
+    """The control of a callback in a lane. Its requests are of this rank alone, and act after the training thread has read them.
+
+    The properties show the requests of this moment; in a process, those of the time when the event was sent.
+    """
+
+    def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
+        self._control, self.inbox, self.by = control, inbox, by
+
+    @property
+    def able(self) -> frozenset[str]:
+        """The requests that the loop supports now."""
+        return frozenset(self._control.able)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self._control.is_shared
+
+    @property
+    def stop_requested(self) -> Request | None:
+        """See `Control.stop_requested`."""
+        return self._control.stop_requested
+
+    @property
+    def save_requested(self) -> Request | None:
+        """See `Control.save_requested`."""
+        return self._control.save_requested
+
+    @property
+    def save_requests(self) -> tuple[Request, ...]:
+        """See `Control.save_requests`."""
+        return self._control.save_requests
+
+    @property
+    def evaluate_requested(self) -> Request | None:
+        """See `Control.evaluate_requested`."""
+        return self._control.evaluate_requested
+
+    @property
+    def accumulation(self) -> int | None:
+        """The number of batches requested with `Control.set_gradient_accumulation`."""
+        return self._control.accumulation
+
+    @property
+    def load_path(self) -> str | None:
+        """The checkpoint requested with `Control.load`."""
+        return self._control.load_path
+
+    def values(self) -> dict[str, Any]:
+        """Return everything that can be read here as plain data, for `control_of`."""
+        requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
+        return {
+            "able": self.able,
+            "is_shared": self.is_shared,
+            "requests": [request for request in requests if request is not None],
+            "accumulation": self.accumulation,
+            "load_path": self.load_path,
+        }
+
+    def hurry(self) -> None:
+        """Make the end of the current step a boundary."""
+        self._control.is_hurried = True
+        self._control.pending = True
+
+    def switch_off(self, callback: str, number: int, failures: int) -> None:
+        """See `Control.switch_off`. For the manager."""
+        self.inbox.put(LaneMessage("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
+
+    def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
+        """Request the end of training; see `Control.stop`."""
+        self._ask(Request("stop", why, self.by, resumable=resumable), replicated)
+
+    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
+        """Request a checkpoint; see `Control.save`."""
+        self._ask(Request("save", why, by or self.by, kind, metric), replicated)
+
+    def evaluate(self, why: str, *, replicated: bool = False) -> None:
+        """Request an evaluation; see `Control.evaluate`."""
+        self._ask(Request("evaluate", why, self.by), replicated)
+
+    def set_gradient_accumulation(self, batches: int) -> NoReturn:
+        """Raise `RequestRejected`: every rank would have to request it before the same step."""
+        raise RequestRejected(
+            f"control.set_gradient_accumulation({batches}) does not work in a lane, where ranks are at different steps; call it inline, on "
+            "every rank"
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> NoReturn:
+        """Raise `RequestRejected`: the checkpoint is loaded before a lane handles `on_checkpoint_load_start`."""
+        raise RequestRejected(
+            f"control.load({os.fspath(path)!r}) does not work in a lane, which handles on_checkpoint_load_start too late; call it inline"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in dir(Control) and not name.startswith("_"):
+                raise FieldNotAvailable(
+                    f"control.{name} is not available in a lane; stop, save, evaluate and the properties such as stop_requested are"
+                )
+            raise AttributeError(f"the control has no {name!r}{did_you_mean(name, dir(LaneControl))}")
+
+    def _ask(self, request: Request, replicated: bool) -> None:
+        if replicated:
+            raise RequestRejected(
+                f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
+            )
+        self._control.check(request)
+        self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
+        self.hurry()
+
+
+def control_of(values: Mapping[str, Any]) -> Control:
+    """Return a control with the requests that `LaneControl.values` returned."""
+    control = Control(values["able"], is_shared=values["is_shared"])
+    for request in values["requests"]:
+        control.agree(request)
+    control.accumulation, control.load_path = values["accumulation"], values["load_path"]
+    return control
+
+
+class Snapshot(Context):
+    """A context that does not change. What is logged on it is in the next record, and its requests act at a boundary.
+
+    Raises:
+        FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
+    """
+
+    __slots__ = ("_lane",)
+
+    _lane: LaneControl
+    """The same object as `control`, with its own type: messages to the run go through it."""
+
+    @classmethod
+    def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
+        """Return the snapshot class for one event of one run. Values that all its snapshots share are attributes of the class."""
+        same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
+        return type(cls.__name__, (cls,), same | {"event": event, "run": run})
+
+    def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
+        """Raise `RequestRejected`: only the training thread may change the call sheet."""
+        raise RequestRejected("a callback in a lane cannot mute or unmute an event; run the callback inline")
+
+    unmute = mute
+
+    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Log numbers for the next record; see `Context.log`."""
+        self._lane.inbox.put(
+            LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
+        )
+
+    def gather(self, value: Any) -> NoReturn:
+        """Raise `RequestRejected`: a collective in a lane would mix with those of training."""
+        raise RequestRejected(
+            "ctx.gather() in a lane would mix with the collectives of training; gather inline, and write in a lane"
+        )
+
+    def has(self, name: str) -> bool:
+        """See `Context.has`."""
+        return name in _SAME or super().has(name)
+
+    def control_values(self) -> dict[str, Any]:
+        """Return what can be read from the control, to send to a lane in another process."""
+        return self._lane.values()
+
+    def forward(self, message: LaneMessage) -> None:
+        """Pass on a message from a lane in another process."""
+        self._lane.inbox.put(message)
+        if message.what == "ask":
+            self._lane.hurry()
+
+    def _to_loggers(self, method: str, **payload: Any) -> None:
+        self._lane.inbox.put(LaneMessage(method, payload, self._lane.by))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in NEVER:
+                raise FieldNotAvailable(
+                    f"ctx.{name} is not available in a lane, since training keeps changing it; use it inline, and log numbers"
+                )
+            if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_available(self.event))):
+                raise FieldNotAvailable(
+                    f"ctx.{name} is not in this snapshot; to get it, set snapshot_fields = ({name!r}, ...) in the callback's class"
+                )
+            return super().__getattr__(name)
+
+
+_SAME = frozenset({"control", "event", "run"})
+
+
+def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
+    """Return a snapshot that holds these fields."""
+    made = Snapshot.__new__(Snapshot)
+    made.control = control  # type: ignore[assignment]  # the part of the control that a lane may use
+    made._lane = control
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made

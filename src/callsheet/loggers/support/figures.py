@@ -1,0 +1,40 @@
+"""Formatting of figures for people."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from callsheet.core.context import Context
+
+
+def place(ctx: Context) -> str:
+    """Return the position in training: `epoch 2  step 120`."""
+    return f"epoch {ctx.epoch}  step {ctx.step}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration: `1:02:05`."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def short(rate: float) -> str:
+    """Return a rate in about three digits: `0.5`, `12.3`, `1,234`."""
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
+
+
+def outcome(ctx: Context) -> str:
+    """Return how and why the run ended, on one line."""
+    reason = f"  ({ctx.run.outcome_reason})" if ctx.run.outcome_reason else ""
+    return f"{ctx.run.name} {ctx.run.outcome}: {place(ctx)}  {clock(ctx.state.timestamp.seconds)} of training{reason}"
+
+
+def speeds(ctx: Context) -> list[str]:
+    """Return the record's speeds: `1,234 samples/s`. The record of an evaluation has none."""
+    rates = {"samples": ctx.record.samples_per_second, "tokens": ctx.record.tokens_per_second}
+    return [f"{short(rate)} {name}/s" for name, rate in rates.items() if rate]
+
+
+def results(ctx: Context) -> str:
+    """Return the evaluation's results: `validation/loss 0.5  validation/accuracy 0.75`."""
+    found = ctx.eval_results.items()
+    return "  ".join(f"{name}/{metric} {value:.4g}" for name, result in found for metric, value in result.items())

@@ -1,0 +1,40 @@
+"""Paths in a run's folder, made from names that users choose."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.errors import ConfigError
+
+
+def path_from(name: str) -> str:
+    """Return `name` as a path that stays inside its folder and that every file system accepts. Slashes separate folders."""
+    return "/".join(re.sub(r"[^\w.-]", "_", part).lstrip(".") or "_" for part in name.split("/"))
+
+
+def folder_of(logger: Callback, ctx: Context) -> Path:
+    """Return the folder of a logger: the run's folder, or, if the logger has a `name`, the folder of that name inside it.
+
+    Raises:
+        ConfigError: the run has no folder.
+    """
+    if ctx.run.folder is None:
+        kind = type(logger).__name__
+        raise ConfigError(f"the run has no folder to write to; give it one, or leave {kind} out")
+    return ctx.run.folder / path_from(logger.name) if logger.name else ctx.run.folder
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # frees space on a full disk
+        raise

@@ -1,0 +1,64 @@
+"""Writing PNG images to files, in a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from callsheet.lanes.capture import copied
+from callsheet.lanes.queue import Lane, LaneOptions, close, drain
+from callsheet.loggers.support.file_names import replace_file
+
+_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # queued images take memory
+
+
+class ImageWriter:
+    """Writes images as PNG files into a folder, one batch after the other, in the background.
+
+    A thread is enough, because encoding releases the interpreter lock.
+
+    Raises:
+        OSError, ConfigError: from `write` and `flush`, once, if an earlier batch failed.
+    """
+
+    def __init__(self, label: str, folder: Path) -> None:
+        self._folder = folder
+        self._failure: Exception | None = None
+        self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
+
+    def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
+        """Copy `images`, write them to `files`, paths in the folder, and then call `then`."""
+        here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
+        self._lane.put((list(files), copied(here, {}), then))
+        self._report_failure()
+
+    def flush(self) -> None:
+        """Wait up to a minute until everything is written."""
+        left = drain([self._lane], _OPTIONS.deadline)
+        self._report_failure()
+        for undelivered in left:
+            raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            close([self._lane])
+
+    def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
+        from callsheet.loggers.support.pixels import png  # needs numpy
+
+        files, images, then = batch
+        try:
+            for file, image in zip(files, images, strict=True):
+                replace_file(self._folder / file, png(image))
+            then()
+        except Exception as error:  # raised by the next `write` or `flush`
+            self._failure = error
+
+    def _report_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,61 @@
+"""Reading what a `JSONLLogger` wrote, also while it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from callsheet.core.context import MetricsRecord
+
+METRICS = "metrics.jsonl"
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of a JSONL file; none if there is no such file. Lines that a killed process left incomplete are skipped.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file (reading a named pipe could block forever).
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file; remove it")
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return
+    with file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # incomplete, still being written, or not ours
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
+    """Return the records in a run's folder, in the order in which they were logged; none if there is no `metrics.jsonl`.
+
+    If the run was resumed, the records after the checkpoint are left out, so that no step appears twice. Incomplete lines are skipped.
+    May be called while the run writes.
+    """
+    records: list[MetricsRecord] = []
+    for line in read_lines(Path(folder) / METRICS):
+        try:
+            if "resumed_from_step" in line:
+                del records[int(line["records"]) :]
+            else:
+                records.append(_record(line))
+        except (KeyError, TypeError, ValueError, AttributeError):  # not one of our lines
+            continue
+    return records
+
+
+def _record(line: dict[str, Any]) -> MetricsRecord:
+    # Another version may have written fewer fields.
+    known = {field.name: line[field.name] for field in fields(MetricsRecord) if field.name in line}
+    return MetricsRecord(**{**known, "values": {name: float(value) for name, value in line["values"].items()}})

@@ -1,0 +1,120 @@
+"""Access to MLflow: short timeouts, runs to resume or to create, and allowed names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from callsheet.core.context import RunInfo
+
+logger = logging.getLogger("callsheet")
+
+LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
+"""The limits of MLflow, in characters."""
+
+
+_lock = threading.Lock()
+_talking: list[int] = []  # the timeouts of current requests, each on its own thread
+_before: dict[Any, Any] = {}  # MLflow's own defaults, while requests are made
+
+
+@contextmanager
+def patience(mlflow: Any, timeout: int) -> Iterator[None]:
+    """Use a short timeout for requests inside the context, because MLflow's defaults would wait for minutes.
+
+    MLflow reads its defaults at every request, and the user's environment variables override them. This changes the defaults, not the
+    environment: writing it in one thread while a library reads it in another may crash the program.
+    """
+    known = mlflow.environment_variables
+    with _lock:
+        _talking.append(timeout)
+        for variable, value in ((known.MLFLOW_HTTP_REQUEST_TIMEOUT, timeout), (known.MLFLOW_HTTP_REQUEST_MAX_RETRIES, 1)):
+            _before.setdefault(variable, variable.default)
+            variable.default = value
+    try:
+        yield
+    finally:
+        with _lock:
+            _talking.remove(timeout)
+            if not _talking:
+                for variable, value in _before.items():
+                    variable.default = value
+                _before.clear()
+
+
+def active_run(mlflow: Any) -> Any:
+    """Return the program's active run, or None. MLflow shows a thread only its own runs, and the logger may be on another thread.
+
+    The main thread's run comes first, then the only run of another thread. If several other threads have runs, it returns None, because
+    it is not known which one the logger should use.
+    """
+    if (own := mlflow.active_run()) is not None:
+        return own
+    living = {thread.ident for thread in threading.enumerate()}
+    stacks = mlflow.tracking.fluent._active_run_stack.get_all_thread_values()
+    runs = {thread: stack[-1] for thread, stack in stacks.items() if stack and thread in living}
+    if (main := threading.main_thread().ident) in runs:
+        return runs[main]
+    if len(runs) > 1:
+        logger.warning(
+            "several threads have an active MLflow run, so the logger uses none of them; to use the run of its own thread, set logger.lane = 'inline'"
+        )
+    return next(iter(runs.values())) if len(runs) == 1 else None
+
+
+def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
+    """Return a client of `uri`. None means MLflow's own setting, or else `mlflow.db` next to the run's folder."""
+    if uri is None and not mlflow.is_tracking_uri_set() and run.folder is not None:
+        folder = run.folder.absolute().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        uri = f"sqlite:///{folder / 'mlflow.db'}"
+    return mlflow.MlflowClient(tracking_uri=uri or mlflow.get_tracking_uri())
+
+
+def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
+    """Set the run with this id to RUNNING and return it. If it no longer exists, warn and return None."""
+    try:
+        run = client.get_run(run_id)
+    except mlflow.MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        run = None
+    if run is None or run.info.lifecycle_stage == "deleted":
+        logger.warning("MLflow no longer has the run %s of the checkpoint; a new run is created", run_id)
+        return None
+    client.update_run(run_id, status="RUNNING")
+    return run
+
+
+def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: Mapping[str, str]) -> Any:
+    """Create a run in `experiment`, which is created if necessary. None means the environment's, or `callsheet`."""
+    if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        return client.create_run(number, run_name=name, tags=tags)
+    title = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "callsheet"
+    found = client.get_experiment_by_name(title)
+    if found is None:
+        try:
+            client.create_experiment(title, artifact_location=_beside(client.tracking_uri))
+        except mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created it
+                raise
+        found = client.get_experiment_by_name(title)
+    return client.create_run(found.experiment_id, run_name=name, tags=tags)
+
+
+def allowed(name: str) -> str:
+    """Return `name` with only the characters and path parts that MLflow allows."""
+    parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
+    return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:LONGEST_NAME] or "_"
+
+
+def _beside(uri: str) -> str | None:
+    """Return the artifact location: next to an SQLite file, not in the working directory. None lets the server choose."""
+    path = uri.partition("sqlite:///")[2]
+    return (Path(path).absolute().parent / "mlartifacts").as_uri() if path else None

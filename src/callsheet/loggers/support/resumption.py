@@ -1,0 +1,31 @@
+"""The records in a run's folder after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from callsheet.core.context import Context
+
+
+def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> int:
+    """Return how many records in the run's folder, given by their steps, are before the checkpoint. Called at `on_checkpoint_load_end`.
+
+    `counted` is the number in the checkpoint; None compares steps instead. If the run starts from the beginning or is a fork, the result
+    is 0.
+    """
+    resumed = ctx.checkpoint
+    if resumed is None or not _is_own(ctx, resumed.path):
+        return 0
+    if counted is not None:
+        return min(counted, len(steps))  # a crash of the machine may have lost some of them
+    return sum(step <= resumed.step for step in steps)
+
+
+def _is_own(ctx: Context, checkpoint: str) -> bool:
+    """Return whether a checkpoint is in this run's folder or in its folder of checkpoints."""
+    run = ctx.run
+    if "://" in run.checkpoints:
+        return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")
+    places = [Path(place).absolute() for place in (run.folder, run.checkpoints) if place]
+    return "://" not in checkpoint and any(Path(checkpoint).absolute().is_relative_to(place) for place in places)

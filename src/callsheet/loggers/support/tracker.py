@@ -1,0 +1,189 @@
+"""The base class of loggers for trackers: one run of the tracker, opened before training and closed with the run's outcome.
+
+A logger derives from `Tracker`, sets `package` and `extra`, and implements:
+
+    _open(ctx, run_id)      create a run of the tracker, or resume the one with that id; return `Opened(run_id, is_ours)`
+    _write(ctx, values)     log a record's values, by name
+    _settings(ctx, values)  log hyperparameters, by dotted name (`flat`)
+    _fail(ctx, error)       log an exception, on one line (optional)
+    _close(ctx, outcome)    end the run; only called if `is_ours`
+
+These methods run in a lane, on one thread, while training continues: the context is a snapshot, and the `deadline` of `lane_options`
+should allow for the time that `_close` may take. They are only called while a run is open. Methods of `Logger` that the logger
+overrides itself, such as `log_images`, check `self.is_open`. If the logger has its own `state_dict`, it extends this one's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+from callsheet.core.context import Context, Outcome
+from callsheet.core.optional import load
+from callsheet.errors import ConfigError
+from callsheet.loggers.logger import Logger
+
+_SECRETS = ("password", "secret", "token", "key")
+
+
+class Opened(NamedTuple):
+    """A run of the tracker. `is_ours` means that the logger opened it, and so closes it."""
+
+    run_id: str
+    is_ours: bool = True
+
+
+class Tracker(Logger):
+    """The base class of loggers that write to a run of a tracker; see the module.
+
+    The run is opened at `on_checkpoint_load_end`. A resume under the same run name continues the tracker's run whose id is in the
+    checkpoint. A resume under another name is a fork, and gets a run of its own.
+
+    Raises:
+        MissingPackage: the tracker's package is not installed.
+    """
+
+    lane = "background"
+    """A tracker may be slow or unavailable, and training does not wait for it. A subclass can choose `inline` if that is necessary."""
+
+    package: ClassVar[str]
+    """The package that is imported."""
+    extra: ClassVar[str]
+    """The name of the extra in `pip install 'callsheet[...]'`."""
+
+    _opened: ClassVar[set[str]] = set()
+    """The ids of runs that loggers of this process have opened. Another logger may find them active, and must not use them."""
+    _opening: ClassVar[dict[str, threading.Lock]] = {}
+    """Locks by package. Two loggers of one tracker, each in its lane, open their runs one after the other, so that the second knows the first's."""
+
+    def __init__(self) -> None:
+        self.run_id: str | None = None  # the id of the tracker's run; stays when it is closed
+        self.is_open = False
+        self._is_ours = False
+        self._saved: dict[str, Any] = {}
+        if find_spec(self.package) is None:  # raise the error now; the import happens when a run is opened
+            self._module()
+
+    @property
+    def state_is_ready(self) -> bool:
+        """Whether the state is complete without waiting for the lane: the run is open, and the subclass adds no state."""
+        return self.is_open and type(self).state_dict is Tracker.state_dict
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        """Open a run, or the one of the checkpoint."""
+        is_resumed = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
+        self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if is_resumed else None}
+        with self._opening.setdefault(self.package, threading.Lock()):
+            self.run_id, self._is_ours = self._open(ctx, self._saved["run_id"])
+            if self._is_ours:
+                self._opened.add(self.run_id)
+        self._saved["run_id"], self.is_open = self.run_id, True
+        if ctx.run.config:
+            self.log_hyperparameters(ctx, ctx.run.config)
+
+    def on_log(self, ctx: Context) -> None:
+        """Write the record."""
+        if self.is_open:
+            self._write(ctx, ctx.record.values)
+
+    def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        """Log hyperparameters under dotted names."""
+        if self.is_open:
+            self._settings(ctx, flat(values))
+
+    def on_exception(self, ctx: Context) -> None:
+        """Log the exception."""
+        if self.is_open:
+            self._fail(ctx, f"{type(ctx.exception).__name__}: {ctx.exception}"[:5000])
+
+    def on_run_end(self, ctx: Context) -> None:
+        """Close the run if the logger opened it."""
+        if self.is_open:
+            self.is_open = False
+            if self._is_ours:
+                self._opened.discard(self.run_id or "")
+                self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the id of the tracker's run, and the name of ours."""
+        return dict(self._saved) if self._saved.get("run_id") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._saved = dict(state)
+
+    # --- methods that a subclass implements ---
+
+    def _open(self, ctx: Context, run_id: str | None) -> Opened:
+        raise NotImplementedError
+
+    def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _fail(self, ctx: Context, error: str) -> None:
+        """Log an exception that leaves the trainer."""
+
+    def _close(self, ctx: Context, outcome: Outcome) -> None:
+        raise NotImplementedError
+
+    def _module(self) -> Any:
+        """Import the tracker's package. It is not stored, so that a logger can be copied."""
+        return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested values to dotted names (`optimizer.lr`, `callbacks.0.keep`). The results are numbers, strings, None, or lists of these."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, (set, frozenset)):
+            value = sorted(value, key=str)
+        if isinstance(value, (list, tuple)) and any(isinstance(each, (Mapping, list, tuple)) for each in value):
+            value = {str(place): each for place, each in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{path}.")
+        elif isinstance(value, (list, tuple)):
+            found[path] = [plain(each) for each in value]
+        else:
+            found[path] = plain(value)
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse `flat`: return nested dictionaries, one level per dot."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *outer, last = name.split(".")
+        inside = found
+        for part in outer:
+            if not isinstance(inside.get(part), dict):
+                inside[part] = {}
+            inside = inside[part]
+        inside[last] = value
+    return found
+
+
+def check_no_secret(what: str, url: str | None, environment: str) -> None:
+    """Reject a URL with a password or a token, since options are written to the run's folder. `environment` names the alternative."""
+    parts = urlsplit(url or "")
+    asked = any(secret in name for name, _ in parse_qsl(parts.query) for secret in _SECRETS)
+    if asked or parts.password is not None or (parts.scheme.startswith("http") and parts.username is not None):
+        raise ConfigError(
+            f"{what} contains a secret, and options are written to the run's folder; give it as {environment} instead"
+        )
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as a number, a string or None, which trackers can show in a cell."""
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # numpy scalars and tensors
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):  # more than one element
+            return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

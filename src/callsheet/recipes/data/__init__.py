@@ -1,0 +1,1 @@
+"""Data of the recipes: rows, texts, images, and how they become batches."""

@@ -1,0 +1,240 @@
+"""Convert rows of text to tokens, and mark those that are learnt: chats (with a template), prompts with completions, or plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.data.rows import Row, reject
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COLUMNS = "`messages`, or `prompt` and `completion`, or `text`"
+
+PLAIN = "plain"
+"""The value of `chat_template` that means no template."""
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids, and for each token whether it is learnt."""
+
+    ids: list[int]
+    is_learnt: list[bool]
+
+
+class Conversations:
+    """Converts rows to the tokens that a model sees, and marks the tokens that it learns.
+
+    A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
+    are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
+    answer. Without one, the two texts are concatenated.
+
+    The assistant's messages are learnt, including the template's end of a message: the part inside `{% generation %}` of the template
+    or, if it has no such block, what each answer appends to the rendered messages before it. Of a plain text everything is learnt.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        template: None for the tokenizer's own chat template, `plain` for no template, else the path of a template file, which is set
+            on the tokenizer.
+        completion_only: False learns the prompts as well.
+
+    Raises:
+        ConfigError: the template does not exist, or the tokenizer cannot return the offsets of its tokens in a text.
+    """
+
+    def __init__(self, tokenizer: Any, *, template: str | None = None, completion_only: bool = True) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"the tokenizer {type(tokenizer).__name__} cannot return the offsets of its tokens in a text; give one with a tokenizer.json"
+            )
+        if template not in (None, PLAIN):
+            try:
+                tokenizer.chat_template = Path(str(template)).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"chat_template={template!r}: {error}; give a Jinja file, or `{PLAIN}`") from None
+        self._tokenizer = tokenizer
+        self._has_template = template != PLAIN and tokenizer.chat_template is not None
+        self._completion_only = completion_only
+
+    def example(self, row: Row, place: str) -> Example:
+        """Return the row's tokens.
+
+        Raises:
+            ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.
+        """
+        row = _there(row)
+        if "messages" in row or _is_chat(row.get("prompt")):
+            return self._of_chat(*_conversation(row, place), place)
+        if "prompt" in row:
+            prompt, completion = _text(row, "prompt", place), _text(row, "completion", place)
+            if self._has_template:
+                return self._of_chat([_user(prompt), {"role": "assistant", "content": completion}], None, place)
+            question, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
+            return Example(question + answer, [not self._completion_only] * len(question) + [True] * len(answer))
+        if "text" not in row:
+            reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS}")
+        ids = self._ended(self._ids(_text(row, "text", place), special=True))
+        return Example(ids, [True] * len(ids))
+
+    def prompt(self, row: Row, place: str) -> list[int]:
+        """Return the tokens that the model continues: the row without its last answer, and the template's start of an answer.
+
+        Raises:
+            ConfigError: as in `example`.
+        """
+        row = _there(row)
+        if "messages" in row or _is_chat(row.get("prompt")):
+            messages, tools = _conversation({**row, "completion": []}, place)
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
+        if "prompt" not in row:
+            reject(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
+        text = _text(row, "prompt", place)
+        if self._has_template:
+            return self._ids(self._rendered([_user(text)], None, place, add_generation_prompt=True))
+        return self._ids(text, special=True)
+
+    def _of_chat(self, messages: Sequence[Message], tools: Any, place: str) -> Example:
+        if not any(message["role"] == "assistant" for message in messages):
+            reject(place, "it has no message of the assistant, so there is nothing to learn; give one with the role `assistant`")
+        text, spans = self._answers(messages, tools, place)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = encoded["input_ids"]
+        if not self._completion_only:
+            return Example(ids, [True] * len(ids))
+        is_learnt = [False] * len(ids)
+        token = iter(enumerate(start for start, _ in encoded["offset_mapping"]))
+        i, at = next(token, (0, len(text)))
+        for start, end in spans:
+            while at < end:
+                is_learnt[i] = at >= start
+                i, at = next(token, (0, len(text)))
+        return Example(ids, is_learnt)
+
+    def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
+        """Return the whole text, and the spans of the assistant's messages in it, in order."""
+        if self._has_template and _GENERATION.search(template := str(self._tokenizer.get_chat_template(None, tools=tools))):
+            return self._marked(messages, tools, template, place)
+        text = self._rendered(messages, tools, place)
+        found: list[Span] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:i], tools, place, add_generation_prompt=True) if i else ""
+            after = self._rendered(messages[: i + 1], tools, place) if i + 1 < len(messages) else text
+            if not (before and text.startswith(before) and text.startswith(after) and len(before) < len(after)):
+                reject(
+                    place,
+                    f"the chat template renders the messages up to message {i + 1} differently when more follow, so that the "
+                    "answer in it cannot be located; put {% generation %} around the "
+                    "assistant's messages in the template (chat_template), or give one answer in each row",
+                )
+            found.append((len(before), len(after)))
+        return text, found
+
+    def _marked(self, messages: Sequence[Message], tools: Any, template: str, place: str) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def render() -> Any:
+            return render_jinja_template(
+                conversations=[_without_none(messages)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+
+        (text,), (spans,) = _taken(render, place)
+        return text, sorted((start, end) for start, end in spans)
+
+    def _rendered(self, messages: Sequence[Message], tools: Any, place: str, *, add_generation_prompt: bool = False) -> str:
+        if not self._has_template:
+            reject(
+                place,
+                "the tokenizer has no chat template for these messages; name a file with one in chat_template, or give `text`",
+            )
+        text: str = _taken(
+            lambda: self._tokenizer.apply_chat_template(
+                _without_none(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            ),
+            place,
+        )
+        return text
+
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the token ids of a text. `special` adds the tokenizer's special tokens, which a rendered template already has."""
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = self._tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _taken(render: Callable[[], Any], place: str) -> Any:
+    """Render a template, and reject the row if the template raises an error."""
+    from jinja2 import TemplateError
+
+    try:
+        return render()
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        reject(place, f"the chat template does not take these messages: {error}")
+
+
+def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
+    """Return the messages of a row, and its tools."""
+    parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
+    messages: list[Message] = []
+    for column, value in parts:
+        if not isinstance(value, (list, tuple)) or not all(
+            isinstance(message, Mapping) and "role" in message for message in value
+        ):
+            reject(place, f"{column} is {_short(value)}; give a list of messages, each with `role` and `content`")
+        for number, message in enumerate(value, 1):
+            if message.get("content") is None and not message.get("tool_calls"):
+                reject(place, f"message {number} of {column} has no `content`; give a text, an empty one if it has none")
+        messages += value
+    if not messages:
+        reject(place, "there are no messages; give a list of them, each with `role` and `content`")
+    return messages, row.get("tools") or None
+
+
+def _there(row: Row) -> Row:
+    """Return the row without None: Parquet files have every column in every row, and every key in every message."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _text(row: Row, column: str, place: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str) or not value:
+        missing = f"there is no column {column!r} (it has {', '.join(row)}); give a text"
+        reject(place, missing if column not in row else f"{column} is {_short(value)}; give a text")
+    return value
+
+
+def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages without None values: templates check whether a key exists."""
+    return [dict(_there(message)) for message in messages]
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+Encode = Callable[["Row", str], Example]

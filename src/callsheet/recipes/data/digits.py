@@ -1,0 +1,58 @@
+"""The handwritten digits of scikit-learn as rows: an image, a question, and the digit's name in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from callsheet.core.optional import load
+from callsheet.recipes.data.rows import Table
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+QUESTION = "Which digit is this?"
+PARTS = ("train", "validation", "test")
+
+
+class Digits(Table):
+    """Some of the 1,797 images of 8 by 8 pixels (Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits).
+
+    Args:
+        part: `train`, or `validation` or `test`, which are a tenth each. The part of an image depends only on its number.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._numbers = _numbers()[part]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        from PIL import Image
+
+        images, names = _digits()
+        number = self._numbers[index]
+        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # the pixels are 0 to 16
+        return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
+
+    def place(self, index: int) -> str:
+        """The number of the image in the set."""
+        return f"digit {self._numbers[index]} of scikit-learn"
+
+
+@cache
+def _digits() -> tuple[Any, Sequence[int]]:
+    found = load("sklearn.datasets", extra="digits", wanted_by="the recipe finetune_vlm, for its example,").load_digits()
+    return found.images, found.target.tolist()
+
+
+@cache
+def _numbers() -> dict[str, list[int]]:
+    parts: dict[str, list[int]] = {part: [] for part in PARTS}
+    for number in range(len(_digits()[1])):
+        draw = sha256(str(number).encode()).digest()[0] % 10
+        parts[PARTS[draw + 1] if draw < 2 else "train"].append(number)
+    return parts

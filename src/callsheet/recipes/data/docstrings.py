@@ -1,0 +1,111 @@
+"""Questions and answers from Python source: what does this function do? The files are parsed, not run."""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.data.rows import Row, Table
+
+_TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Documented(Table):
+    """Functions with a docstring: the user gives the module and the signature, and the assistant the docstring's first line."""
+
+    def __init__(self, rows: list[tuple[str, Row]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index][1]
+
+    def place(self, index: int) -> str:
+        """File and line of the function."""
+        return self._rows[index][0]
+
+
+@dataclass
+class Docstrings:
+    """The documented functions of a folder of Python files. Some files are held out; a file's name decides, so that the split is stable.
+
+    Args:
+        folder: None is the standard library of the running Python, without its tests.
+        held_out_percent: the percentage of files for validation.
+        longest_signature: functions with a longer one, in characters, are left out.
+    """
+
+    folder: str | None = None
+    held_out_percent: int = 10
+    longest_signature: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out_percent < 100:
+            raise ConfigError(f"docstrings.held_out_percent={self.held_out_percent}: give more than 0 and less than 100")
+
+    @property
+    def train(self) -> Documented:
+        """Functions and methods."""
+        return self._tables["train"]
+
+    @property
+    def validation(self) -> dict[str, Documented]:
+        """Return the `functions`, and the `methods` of classes, of the held-out files."""
+        return {name: self._tables[name] for name in ("functions", "methods")}
+
+    @cached_property
+    def _tables(self) -> dict[str, Documented]:
+        root = Path(self.folder if self.folder is not None else sysconfig.get_path("stdlib"))
+        rows: dict[str, list[tuple[str, Row]]] = {"train": [], "functions": [], "methods": []}
+        for path in sorted(root.rglob("*.py")):
+            inside = path.relative_to(root)
+            if _TESTS & set(inside.parts):
+                continue
+            is_held_out = int(sha256(inside.as_posix().encode()).hexdigest(), 16) % 100 < self.held_out_percent
+            for owner, function in _documented(path):
+                signature = f"{owner}{function.name}({ast.unparse(function.args)})"
+                answer = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
+                if not answer or len(signature) > self.longest_signature:
+                    continue
+                module = ".".join(inside.with_suffix("").parts)
+                messages = [
+                    {"role": "user", "content": f"{module}: {signature}"},
+                    {"role": "assistant", "content": answer},
+                ]
+                name = "train" if not is_held_out else "methods" if owner else "functions"
+                rows[name].append((f"{path}:{function.lineno}", {"messages": messages}))
+        if missing := [name for name, found in rows.items() if not found]:
+            raise ConfigError(
+                f"docstrings.folder: {root} has no documented functions for {', '.join(missing)}; give a folder with more files"
+            )
+        return {name: Documented(found) for name, found in rows.items()}
+
+
+def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
+    """Yield each function of the file that is not nested in another, with the name of its class and a dot, or an empty string."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in third-party source
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # a template, or source for another version of Python
+    stack: list[tuple[str, ast.AST]] = [("", tree)]
+    while stack:
+        owner, node = stack.pop()
+        if isinstance(node, _Function):
+            yield owner, node
+        else:
+            inside = f"{node.name}." if isinstance(node, ast.ClassDef) else owner
+            stack.extend((inside, child) for child in reversed(list(ast.iter_child_nodes(node))))

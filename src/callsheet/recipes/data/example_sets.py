@@ -1,0 +1,68 @@
+"""The datasets of a job as tokenized examples, by name, padded or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.recipes.data.conversations import Conversations
+from callsheet.recipes.data.examples import Examples, ExampleStream, Fit
+from callsheet.recipes.data.packing import Pack, Packed, PackedStream
+from callsheet.recipes.data.padding import Padding
+from callsheet.recipes.data.rows import Stream, Table
+
+
+class ExampleSets:
+    """Tokenizes all rows, except streamed ones, which are tokenized as they are read.
+
+    Args:
+        rows: the rows by the dataset's name.
+        conversations: converts a row to tokens.
+        longest: the most tokens of an example, and of a packed row.
+        too_long: what happens to longer examples.
+        packing: whether several examples are put into one row.
+        flat: whether all packed rows of a batch are concatenated into one, as flash attention needs it.
+        pad_id: the padding token.
+
+    Raises:
+        ConfigError: a row cannot be used, or is too long and `too_long` is `refuse`; the message names its place.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, Table | Stream],
+        conversations: Conversations,
+        *,
+        longest: int,
+        too_long: str,
+        packing: bool,
+        flat: bool,
+        pad_id: int,
+    ) -> None:
+        self._longest, self._packing = longest, packing
+        self._fits = {name: Fit(longest, too_long) for name in rows}
+        self.examples: dict[str, Examples | ExampleStream] = {
+            name: Examples(some, conversations.example, self._fits[name])
+            if isinstance(some, Table)
+            else ExampleStream(some, conversations.example, self._fits[name])
+            for name, some in rows.items()
+        }
+        self.collate: Any = Pack(pad_id, flat=flat) if packing else Padding(pad_id)
+        """Makes a batch of samples of any of the datasets."""
+
+    def dataset(self, name: str) -> Any:
+        """Return the samples of a dataset: examples, or packed rows."""
+        examples = self.examples[name]
+        if not self._packing:
+            return examples
+        return Packed(examples, self._longest) if isinstance(examples, Examples) else PackedStream(examples, self._longest)
+
+    def __str__(self) -> str:
+        """Return the number of examples of each dataset, and of those that were too long."""
+        parts = []
+        for name, examples in self.examples.items():
+            count = "a stream"
+            if isinstance(examples, Examples):
+                count = f"{len(examples):,} examples" + (f" in {len(self.dataset(name)):,} rows" if self._packing else "")
+            parts.append(f"{name}: {count}{self._fits[name]}")
+        return "; ".join(parts)

@@ -1,0 +1,132 @@
+"""Tokenized examples to train on: those of a table in memory, or those of a stream as they arrive. None exceeds the length limit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from callsheet.core.callback import one_of
+from callsheet.errors import ConfigError
+from callsheet.recipes.data.conversations import Encode, Example
+from callsheet.recipes.data.rows import Stream, Table, reject
+from callsheet.trainer.tasks import IGNORED_LABEL
+
+logger = logging.getLogger("callsheet")
+
+TOO_LONG = ("reject", "truncate", "drop")
+
+Sample = dict[str, Tensor]
+
+
+class Fit:
+    """Enforces that no example is longer than `longest` tokens, and that each has a learnt token.
+
+    Attributes:
+        truncated: how many examples were cut.
+        dropped: how many examples were left out.
+    """
+
+    def __init__(self, longest: int, too_long: str) -> None:
+        one_of("too_long", too_long, TOO_LONG)
+        self.longest = longest
+        self.truncated = self.dropped = 0
+        self._too_long = too_long
+
+    def __call__(self, example: Example, place: str) -> Example | None:
+        """Return the example, or its first `longest` tokens, or None if it is dropped.
+
+        Raises:
+            ConfigError: the example is too long and `too_long` is `refuse`, or it has no learnt token; the message names the place.
+        """
+        if len(example.ids) > self.longest:
+            if self._too_long == "reject":
+                reject(
+                    place,
+                    f"it has {len(example.ids)} tokens, more than the sequence_length of {self.longest}; give more (as many as the "
+                    "model takes), or too_long: truncate or drop",
+                )
+            example = Example(example.ids[: self.longest], example.is_learnt[: self.longest])
+            if self._too_long == "drop" or not any(example.is_learnt[1:]):
+                self.dropped += 1
+                return None
+            self.truncated += 1
+        if not any(example.is_learnt[1:]):  # no logits predict the first token
+            reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
+        return example
+
+    def __str__(self) -> str:
+        counts = {"truncated": self.truncated, "left out": self.dropped}
+        return "".join(f", {count} longer than {self.longest} tokens {what}" for what, count in counts.items() if count)
+
+
+class Examples(Dataset[Sample]):
+    """The examples of a table's rows, in memory: five bytes per token. Every row is checked here, before training."""
+
+    def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
+        ids, is_learnt, ends = array("i"), array("b"), array("q", [0])
+        began, has_logged = time.monotonic(), False
+        for index in range(len(rows)):
+            place = rows.place(index)
+            if (example := fit(encode(rows[index], place), place)) is not None:
+                ids.extend(example.ids)
+                is_learnt.extend(example.is_learnt)
+                ends.append(len(ids))
+            if not has_logged and time.monotonic() - began > 10:
+                has_logged = True
+                logger.info(
+                    "tokenized %d of %d rows; streaming: true tokenizes them during training instead", index + 1, len(rows)
+                )
+        if len(ends) == 1:
+            raise ConfigError(f"{rows.place(0)} and all further rows are too long{fit}; give a longer sequence_length")
+        self.ids = np.frombuffer(ids, dtype=np.int32)
+        self.is_learnt = np.frombuffer(is_learnt, dtype=np.bool_)
+        self._ends = np.frombuffer(ends, dtype=np.int64)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of tokens of each example."""
+        lengths: list[int] = np.diff(self._ends).tolist()
+        return lengths
+
+    @property
+    def starts(self) -> Any:
+        """The index in `ids` at which each example begins."""
+        return self._ends[:-1]
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
+        here = slice(self._ends[index], self._ends[index + 1])
+        return sample(self.ids[here], self.is_learnt[here])
+
+
+class ExampleStream(IterableDataset[Sample]):
+    """The examples of a stream's rows, as they arrive. A row that cannot be used stops the run when it is read."""
+
+    def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
+        self._rows, self._encode, self._fit = rows, encode, fit
+
+    def __iter__(self) -> Iterator[Sample]:
+        for place, row in self._rows.places():
+            if (example := self._fit(self._encode(row, place), place)) is not None:
+                yield sample(np.array(example.ids), np.array(example.is_learnt))
+
+
+def sample(ids: Any, is_learnt: Any) -> Sample:
+    """Return `input_ids` and `labels`, int64, (length,). Labels of the first token, and of tokens not learnt, are ignored by the loss."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    learnt = torch.from_numpy(is_learnt.copy())
+    learnt[0] = False
+    return {"input_ids": tokens, "labels": torch.where(learnt, tokens, IGNORED_LABEL)}

@@ -1,0 +1,55 @@
+"""Open the images of rows: files beside the rows, bytes, or Pillow images. Errors name the place of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from callsheet.recipes.data.rows import reject
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Image:
+    """Return the image, upright and in RGB.
+
+    Args:
+        value: a path, absolute or relative to `folder`; bytes of a file; a dictionary of either, as `datasets` writes it; or an image.
+        pixels: whether the pixels are needed; False reads only the header of the file.
+
+    Raises:
+        ConfigError: `value` is none of these, there is no such file, or it has no readable image.
+    """
+    from PIL import Image, ImageOps
+
+    if isinstance(value, Mapping):  # {"bytes": ..., "path": ...}
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if not isinstance(value, (Image.Image, bytes, str, Path)):
+        reject(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")
+    what = f"an image of {len(value)} bytes" if isinstance(value, bytes) else "an image"
+    try:
+        if isinstance(value, Image.Image):
+            image = value
+        elif isinstance(value, bytes):
+            image = Image.open(BytesIO(value))
+        else:
+            what = str(folder / value)
+            image = Image.open(what)
+        if not pixels:
+            if image is not value:
+                image.close()
+            return image
+        upright: Image.Image = ImageOps.exif_transpose(image).convert("RGB")
+    except FileNotFoundError:
+        reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder if it is given")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises these for broken files
+        reject(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
+    return upright
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}" if value is not None else "none (null)"

@@ -1,0 +1,60 @@
+"""Convert rows of a text and a label to samples of token ids and a class number. Errors name the place of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.recipes.data.class_labels import ClassLabels
+from callsheet.recipes.data.rows import check_columns, reject
+
+TOO_LONG = ("truncate", "reject")
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Converts rows to samples. All methods take the row's place, and raise ConfigError with it if they cannot use the row.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        labels: the classes.
+        text_column: the column of texts.
+        label_column: the column of labels.
+        longest: the most tokens of a text.
+        truncates: whether longer texts are cut; otherwise they are rejected.
+    """
+
+    tokenizer: Any
+    labels: ClassLabels
+    text_column: str
+    label_column: str
+    longest: int
+    truncates: bool
+
+    def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
+        """Return the row's text, and its class number. Tokens are counted only if there may be too many."""
+        text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
+        if not self.truncates:
+            self.ids(row, place)
+        return text, label
+
+    def sample(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """`input_ids` and `labels`."""
+        return {"input_ids": self.ids(row, place), "labels": self.labels.number(row[self.label_column], place)}
+
+    def ids(self, row: Mapping[str, Any], place: str) -> list[int]:
+        """Return the tokens of the row's text; the row needs no label."""
+        text, most, cut = self._text(row, place), self.longest, self.truncates
+        ids: list[int] = self.tokenizer(text, truncation=cut, max_length=most if cut else None, verbose=False)["input_ids"]
+        if not 0 < len(ids) <= most:
+            hint = "give a longer sequence_length, or too_long=truncate" if ids else "leave the row out"
+            reject(place, f"its {self.text_column} has {len(ids)} tokens, and may have 1 to {most}; {hint}")
+        return ids
+
+    def _text(self, row: Mapping[str, Any], place: str) -> str:
+        check_columns(place, row, [self.text_column])
+        text = row[self.text_column]
+        if not isinstance(text, str) or not text:
+            reject(place, f"its {self.text_column} is {text!r}; give a text, or leave the row out")
+        return text

@@ -1,0 +1,149 @@
+"""Pack several examples into one row, with little padding. Each example has its own positions and attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.data.examples import Examples, ExampleStream, Sample
+from callsheet.recipes.data.padding import filled
+from callsheet.trainer.tasks import IGNORED_LABEL
+
+_ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
+"""Tolerances of logits, relative to the largest, for fp32 weights and others: between rows of one shape, and of several."""
+
+
+def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the examples of each row of `room` tokens, by best fit decreasing: the longest first, each where it leaves the least room."""
+    rows: list[list[int]] = []
+    with_left: dict[int, list[int]] = defaultdict(list)  # rows by how many tokens are left in them
+    lefts = 0  # the keys of `with_left` that have rows, as bits
+    for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[example]
+        enough = lefts >> length
+        if enough:
+            left = length + (enough & -enough).bit_length() - 1
+            row = with_left[left].pop()
+            if not with_left[left]:
+                lefts &= ~(1 << left)
+            rows[row].append(example)
+        else:
+            left, row = room, len(rows)
+            rows.append([example])
+        with_left[left - length].append(row)
+        lefts |= 1 << (left - length)
+    return rows
+
+
+def packed(samples: Iterable[Sample]) -> Sample:
+    """Return one row of several examples; `position_ids` start from 0 in each."""
+    given = list(samples)
+    return {
+        "input_ids": torch.cat([one["input_ids"] for one in given]),
+        "labels": torch.cat([one["labels"] for one in given]),
+        "position_ids": torch.cat([torch.arange(len(one["labels"])) for one in given]),
+    }
+
+
+class Packed(Dataset[Sample]):
+    """The examples of a table, packed into rows of up to `room` tokens; the rows are the same in every epoch."""
+
+    def __init__(self, examples: Examples, room: int) -> None:
+        self.rows = plan(examples.lengths, room)
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return packed(self._examples[i] for i in self.rows[index])
+
+
+class PackedStream(IterableDataset[Sample]):
+    """The examples of a stream, packed in order into rows of up to `room` tokens."""
+
+    def __init__(self, examples: ExampleStream, room: int) -> None:
+        self._examples, self._room = examples, room
+
+    def __iter__(self) -> Iterator[Sample]:
+        row: list[Sample] = []
+        left = self._room
+        for one in self._examples:
+            if len(one["labels"]) > left:
+                yield packed(row)
+                row, left = [], self._room
+            row.append(one)
+            left -= len(one["labels"])
+        if row:
+            yield packed(row)
+
+
+class Pack:
+    """Makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
+
+    There is no attention mask: without one, models of transformers separate examples where positions restart from 0. The padding of
+    shorter rows is one more such example, which is not learnt.
+
+    Args:
+        token: the padding token.
+        flat: concatenate all rows into one, as flash attention needs it.
+    """
+
+    def __init__(self, token: int, *, flat: bool = False) -> None:
+        self._token, self._flat = token, flat
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        if self._flat:
+            return {name: torch.cat([one[name] for one in samples])[None] for name in samples[0]}
+        longest = max(len(one["labels"]) for one in samples)
+        positions = [torch.cat([one["position_ids"], torch.arange(longest - len(one["position_ids"]))]) for one in samples]
+        return {
+            "input_ids": filled([one["input_ids"] for one in samples], self._token),
+            "labels": filled([one["labels"] for one in samples], IGNORED_LABEL),
+            "position_ids": torch.stack(positions),
+        }
+
+
+@torch.no_grad()
+def check_kept_apart(model: nn.Module) -> None:
+    """Check, by running the model, that packed examples give the same logits as each example alone.
+
+    Raises:
+        ConfigError: the logits differ, or the model does not take positions.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    weight = next(model.parameters())
+    most = model.get_input_embeddings().num_embeddings - 1  # type: ignore[operator]  # a model of transformers
+    ids = torch.arange(1, 8, device=weight.device).clamp(max=most)[None]
+    positions = torch.arange(7, device=weight.device).repeat(2)[None]
+
+    def logits(*examples: Tensor, **more: Any) -> Tensor:
+        return model(input_ids=torch.cat(examples, dim=1), use_cache=False, **more).logits[:, -7:].float()  # type: ignore[no-any-return]
+
+    try:
+        model.eval()
+        alone = logits(ids)
+        behind, behind_another = (logits(first, ids, position_ids=positions) for first in (ids, ids.flip(1)))
+        largest = alone.abs().max().clamp(min=1e-12)
+        leak, shift = (float((given - behind).abs().max() / largest) for given in (behind_another, alone))
+        of_one, of_several = _ROUNDING[weight.dtype == torch.float32]
+        why = (
+            "attends from one example to another"
+            if leak > of_one
+            else "does not restart its positions"
+            if shift > of_several
+            else ""
+        )
+    except TypeError:
+        why = "takes no position_ids"
+    finally:
+        for module, training in modes:
+            module.training = training
+    if why:
+        raise ConfigError(f"packing: true does not work with {type(model).__name__}, which {why}; give packing: false")

@@ -1,0 +1,109 @@
+"""Rows of text as one long sequence of tokens, cut into windows, to pretrain a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from callsheet.errors import ConfigError
+from callsheet.recipes.data.byte_files import Windows
+from callsheet.recipes.data.rows import Rows, Stream, Table, reject
+
+
+@dataclass
+class TextRows:
+    """Rows with a text each, for training, validation and the test.
+
+    Args:
+        train: rows to train on; may be streamed.
+        validation: rows to evaluate on, by the dataset's name.
+        test: rows to test on once, after training.
+        column: the column of texts.
+        sequence_length: tokens per window; texts are concatenated, each followed by the end token.
+    """
+
+    train: Rows
+    validation: dict[str, Rows] = field(default_factory=dict)
+    test: Rows | None = None
+    column: str = "text"
+    sequence_length: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 2:
+            raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
+
+    def sets(self, tokenizer: Any) -> TextSets:
+        """Return all datasets as windows of tokens.
+
+        Raises:
+            ConfigError: a row without a text, with its place; too few tokens for one window.
+        """
+        given = {"train": self.train, **self.validation} | ({"test": self.test} if self.test is not None else {})
+        return TextSets(
+            {name: rows.read([self.column]) for name, rows in given.items()}, self.column, tokenizer, self.sequence_length
+        )
+
+
+class TextSets:
+    """The datasets by name. Rows that are not streamed are tokenized at once, with four bytes per token."""
+
+    def __init__(self, rows: Mapping[str, Table | Stream], column: str, tokenizer: Any, length: int) -> None:
+        self._tokenizer = tokenizer
+        self._column = column
+        self.datasets: dict[str, Dataset[Any]] = {}
+        self._tokens: dict[str, NDArray[np.uint32]] = {}
+        for name, some in rows.items():
+            if isinstance(some, Stream):
+                self.datasets[name] = _StreamedWindows(some, self._ids, length)
+                continue
+            lines = [np.asarray(self._ids(place, row), dtype=np.uint32) for place, row in some.places()]
+            self._tokens[name] = tokens = np.concatenate(lines)
+            if len(tokens) < length:
+                raise ConfigError(
+                    f"{name} has {len(tokens)} tokens, and a window has {length}: give more rows, or a shorter sequence_length"
+                )
+            self.datasets[name] = Windows(tokens, length)
+
+    def __str__(self) -> str:
+        """Return the size of each dataset."""
+        counts = (f"{len(self._tokens[name]):,} tokens" if name in self._tokens else "a stream" for name in self.datasets)
+        return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
+
+    def unigram(self, name: str) -> float | None:
+        """Return the cross-entropy of a dataset's tokens under the training tokens' counts, plus one each (Laplace); None for a stream."""
+        if not {"train", name} <= self._tokens.keys():
+            return None
+        counts = np.bincount(self._tokens["train"], minlength=len(self._tokenizer)) + 1.0
+        return float(-np.log(counts / counts.sum())[self._tokens[name]].mean())
+
+    def _ids(self, place: str, row: Mapping[str, Any]) -> list[int]:
+        text = row[self._column]
+        if not isinstance(text, str):
+            reject(place, f"the column {self._column!r} holds {type(text).__name__}, not a text")
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        return [*ids, end] if end is not None else list(ids)
+
+
+class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
+    """Windows of a stream's tokens, as they arrive. With several workers each reads its own shards of the stream."""
+
+    def __init__(self, rows: Stream, ids: Any, length: int) -> None:
+        self._rows = rows
+        self._ids = ids
+        self._length = length
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        waiting: list[int] = []
+        for place, row in self._rows.places():
+            waiting += self._ids(place, row)
+            while len(waiting) >= self._length:
+                window, waiting = torch.tensor(waiting[: self._length]), waiting[self._length :]
+                yield {"input_ids": window, "labels": window}

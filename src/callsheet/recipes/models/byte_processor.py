@@ -1,0 +1,35 @@
+"""A processor that needs no download: the byte tokenizer, and an image processor that needs only Pillow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from callsheet.recipes.models.byte_tokenizer import IMAGE, byte_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<|image|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""The byte tokenizer's chat template, for contents in parts: text, or an image's token."""
+
+
+def byte_processor(image_size: int, patch_size: int) -> Any:
+    """A `LlavaProcessor` for square images of `image_size` pixels, cut into patches of `patch_size`, for a vision tower shaped like CLIP's."""
+    import transformers
+
+    # Newer versions of transformers call the Pillow class `...Pil`; the plain name then means the torchvision class.
+    images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+    square = {"height": image_size, "width": image_size}
+    return transformers.LlavaProcessor(
+        image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=byte_tokenizer(),
+        patch_size=patch_size,
+        vision_feature_select_strategy="default",  # the patches, without the tower's class token
+        num_additional_image_tokens=1,  # the class token
+        image_token=IMAGE,
+        chat_template=CHAT_TEMPLATE,
+    )

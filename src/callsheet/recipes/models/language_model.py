@@ -1,0 +1,240 @@
+"""A language model from a folder, from the hub, or from a configuration with random weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.models.configuration_keys import check_changed, check_made
+
+BYTE_TOKENIZER = "bytes"
+"""The name of the tokenizer that needs no file."""
+
+CLASSIFIES = "ForSequenceClassification"
+"""The end of the names of models with a classification head."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class LanguageModel:
+    """A language model and the source of its weights. Weights are read only from safetensors, and no code of a model's repository is run.
+
+    Args:
+        path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes one with random weights.
+        revision: the revision of a model on the hub.
+        config: for a model with random weights, the values of a transformers configuration, including `model_type`; for one with
+            weights, values that override its own. Without `path` and `config` the model is a Llama of the shape below.
+        tokenizer: its folder or name; `bytes` is one that needs no file; None is the model's own, or `bytes` for a model without a path.
+        hidden_size: width of the residual stream.
+        layers: number of blocks.
+        heads: number of attention heads, which must divide `hidden_size`.
+        intermediate_size: width of the feed-forward layers.
+        dtype: the type of the weights: `float32`, `bfloat16` or `float16`.
+        attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves it to transformers.
+        freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    hidden_size: int = 192
+    layers: int = 4
+    heads: int = 6
+    intermediate_size: int = 512
+    dtype: str = "float32"
+    attention: str | None = None
+    freeze: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"model.dtype={self.dtype!r}{did_you_mean(self.dtype, _DTYPES)}: give one of {', '.join(_DTYPES)}")
+        if self.path is None and self.config is None and self.hidden_size % (2 * self.heads):
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} does not divide into {self.heads} heads of even width; give a multiple of {2 * self.heads}"
+            )
+        if self.path is None and self.config is not None and "model_type" not in self.config:
+            raise ConfigError("model.config needs a `model_type`, such as llama, where there is no model.path")
+
+    def make_tokenizer(self) -> Any:
+        """Return the tokenizer, with a padding token.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        name = self.tokenizer or self.path or BYTE_TOKENIZER
+        if name == BYTE_TOKENIZER:
+            return byte_tokenizer()
+        from transformers import AutoTokenizer
+
+        tokenizer = loaded(AutoTokenizer, name, "tokenizer", revision=self.revision if name == self.path else None)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def build(self, auto: Any, *, vocabulary: int, longest: int, **values: Any) -> nn.Module:
+        """Return the model.
+
+        Args:
+            auto: the transformers class that makes it, such as `AutoModelForCausalLM`.
+            vocabulary: the number of ids of its tokenizer.
+            longest: the most tokens of a sequence.
+            values: further values of the configuration, such as `num_labels`.
+
+        Raises:
+            ConfigError: the model cannot be loaded or made, or does not fit the tokenizer or the length.
+        """
+        values |= {"attn_implementation": self.attention} if self.attention is not None else {}
+        if self.path is not None:
+            model: Any = self._loaded(auto, {**values, **(self.config or {})})
+        else:
+            config = self._configuration(vocabulary, longest, values)
+            try:
+                model = auto.from_config(config, dtype=_DTYPES[self.dtype])
+            except ValueError as error:  # the configuration is for another type of model
+                raise ConfigError(f"this recipe cannot train a model of model.config: {error}") from error
+        self._check(model, vocabulary, longest)
+        self._freeze(model)
+        return model  # type: ignore[no-any-return]
+
+    def _loaded(self, auto: Any, values: dict[str, Any]) -> Any:
+        from transformers import AutoConfig
+
+        if self.config:
+            over = {name: value for name, value in self.config.items() if name != "attn_implementation"}
+            check_changed(over, loaded(AutoConfig, str(self.path), "model", self.revision))
+        model, found = loaded(auto, str(self.path), "model", self.revision, dtype=_DTYPES[self.dtype], use_safetensors=True,
+                              output_loading_info=True, **values)  # fmt: skip
+        lacking = sorted(name for name in found["missing_keys"] if not _is_of_new_head(name, model))
+        if lacking:
+            raise ConfigError(
+                f"the model {self.path} lacks {len(lacking)} of the weights of a {type(model).__name__}, which would be random, such as "
+                f"{lacking[0]}; give a model that has them"
+            )
+        return model
+
+    def _configuration(self, vocabulary: int, longest: int, values: dict[str, Any]) -> Any:
+        from transformers import AutoConfig
+
+        if self.config is not None:
+            return self._configured({"vocab_size": vocabulary, **values, **self.config})
+        return AutoConfig.for_model(
+            "llama",
+            **{
+                "vocab_size": vocabulary,
+                "hidden_size": self.hidden_size,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "intermediate_size": self.intermediate_size,
+                "max_position_embeddings": longest,
+                "tie_word_embeddings": True,
+                "use_cache": False,
+                "bos_token_id": None,
+                "eos_token_id": None,
+                **values,
+            },
+        )
+
+    def _configured(self, given: dict[str, Any]) -> Any:
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        kind = given["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise ConfigError(
+                f"model.config.model_type={kind!r} is unknown to transformers{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
+            )
+        config = AutoConfig.for_model(**given)
+        check_made(self.config or {}, config)
+        return config
+
+    def _freeze(self, model: nn.Module) -> None:
+        freeze(model, self.freeze)
+
+    def _check(self, model: Any, vocabulary: int, longest: int) -> None:
+        has = model.get_input_embeddings().num_embeddings
+        if has < vocabulary:
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer or self.path} has {vocabulary} tokens, and the model {self.path or 'of model.config'} "
+                f"knows {has}; give the tokenizer that belongs to the model"
+            )
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and longest > most:
+            raise ConfigError(
+                f"sequences of up to {longest} tokens are longer than the {most} that the model takes; give shorter ones"
+            )
+
+
+def _is_of_new_head(name: str, model: Any) -> bool:
+    """Return whether a weight belongs to a classification head, or to the pooler before it, that the folder does not claim to have."""
+    if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
+        return False
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def loaded(auto: Any, name: str, what: str, revision: str | None = None, **options: Any) -> Any:
+    """Return `auto.from_pretrained(name)`, without running code of the model's repository.
+
+    Raises:
+        ConfigError: it does not exist, or cannot be loaded.
+    """
+    try:
+        return auto.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+    ) as error:  # for missing packages, and weights that do not fit
+        raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
+
+
+def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
+    """Return a hint for the user; for other errors the packages' own message."""
+    give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
+    if (folder := Path(name)).is_dir():
+        if not (folder / "config.json").is_file() and what == "model":
+            return f"the folder has no config.json, so it holds no model; {give}"
+        if what == "tokenizer" and not any(folder.glob("token*")):
+            return "the folder has no tokenizer; name one with model.tokenizer, such as bytes"
+        return str(error)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return f"there is no such folder; {give}"
+    causes, cause = set(), error
+    while cause is not None and type(cause).__name__ not in causes:
+        causes.add(type(cause).__name__)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # the loop ends there
+    if "GatedRepoError" in causes:
+        return "it is gated on the hub; request access on its page, and log in with `hf auth login`"
+    if "RevisionNotFoundError" in causes:
+        return "the hub has the model, but no such revision of it; give another model.revision"
+    if "RepositoryNotFoundError" in causes:
+        return f"there is no such folder, and the hub has no model of that name, or a private one; {give}"
+    if isinstance(error, OSError):
+        return f"there is no such folder, no copy of a model of that name is kept here, and the hub could not be asked; {give}"
+    return str(error)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    names = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(f"freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}")
+        for name in matching:
+            names[name].requires_grad_(False)

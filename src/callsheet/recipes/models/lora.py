@@ -1,0 +1,157 @@
+"""Low-rank adapters (LoRA): training beside frozen weights, checkpoints, and export."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from callsheet.checkpoint.ranks import RankGroup
+from callsheet.core import optional as extras
+from callsheet.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class Lora:
+    """Train two low-rank matrices beside each weight matrix, which stays frozen (Hu et al. 2021, LoRA).
+
+    Args:
+        r: the rank of the matrices.
+        alpha: their product is scaled by `alpha / r`.
+        dropout: the dropout of their input.
+        targets: the names of the modules, such as `q_proj`; `all-linear` is every linear layer but the last.
+        merge: whether the export adds them to the model's weights; False exports only the adapters, as a folder that peft loads over
+            the model of `model.path`.
+    """
+
+    r: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str | list[str] = ALL_LINEAR
+    merge: bool = True
+
+    def __post_init__(self) -> None:
+        if self.r < 1 or self.alpha <= 0:
+            raise ConfigError(f"lora.r={self.r}, lora.alpha={self.alpha}: give a rank of 1 or more, and more than 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"lora.dropout={self.dropout}: give a probability from 0 to below 1")
+        if not self.targets:
+            raise ConfigError(f"lora.targets is empty; name modules, such as q_proj, or give {ALL_LINEAR}")
+
+    def add_to(self, model: Any) -> None:
+        """Add the adapters to a model of transformers. From then on only they are trained, in fp32, and only they are in its state dict.
+
+        Raises:
+            ConfigError: there is no module of a given name, or it is of a type that has no adapters.
+        """
+        targets = self.targets
+        if isinstance(targets, list):
+            names = {name for path, _ in model.named_modules() for name in (path, path.rpartition(".")[2])}
+            if missing := [target for target in targets if target not in names]:
+                linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+                raise ConfigError(
+                    f"lora.targets: the model has no module called {', '.join(missing)}; its linear layers are {', '.join(sorted(linear))}"
+                )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # peft warns about how it treats types of layers
+                model.add_adapter(self._config())
+        except ValueError as error:
+            raise ConfigError(f"lora.targets={targets}: {error}") from error
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()  # optimizer steps are smaller than the resolution of bf16
+        model.register_state_dict_post_hook(_leave_out_frozen)
+        model.register_load_state_dict_post_hook(_need_no_frozen)
+
+    def export_merged(self, model: Any, path: str | Path, *, writes: bool, processor: Any = None) -> None:
+        """Write the model, with its adapters merged, as a Hugging Face folder. A collective, which returns when all is written.
+
+        Args:
+            writes: whether this rank writes; it holds all weights in host memory during the call.
+            processor: the tokenizer or processor to save beside the model.
+
+        Raises:
+            CheckpointError: on all ranks, if the model cannot be written.
+        """
+        with _group() as group:
+            ranks = RankGroup(group)
+            tensors = ranks.together(lambda: {**_frozen(model), **model.state_dict()})
+            turns = _gathered(tensors)
+
+            def write() -> None:
+                try:
+                    if writes:  # cloned because merging changes them in place
+                        self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
+                finally:
+                    for _ in turns:  # gather the rest, too: the other ranks take part in it
+                        pass
+
+            ranks.together(write)
+
+    def _write(self, model: Any, whole: dict[str, Tensor], path: str | Path, processor: Any) -> None:
+        peft = extras.load("peft", extra="hf", wanted_by="lora")
+        kind = next(
+            kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
+        )  # the model's own class, not that of FSDP's wrapper
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore", FutureWarning)  # peft imports a deprecated name of transformers
+            twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
+        twin.base_model.model.load_state_dict(whole, assign=True)
+        twin.base_model.model.tie_weights()
+        merged = twin.merge_and_unload()
+        merged.generation_config = model.generation_config
+        merged.save_pretrained(path)
+        if processor is not None:
+            processor.save_pretrained(path)
+
+    def _config(self) -> Any:
+        peft = extras.load("peft", extra="hf", wanted_by="lora")
+        return peft.LoraConfig(
+            task_type="CAUSAL_LM", r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.targets
+        )
+
+
+@contextmanager
+def _group() -> Iterator[distributed.ProcessGroup | None]:
+    """Yield a process group of all ranks for the coordination of the writing; None for a single process."""
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        yield None
+        return
+    group = distributed.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        distributed.destroy_process_group(group)
+
+
+def _gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _frozen(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if not parameter.requires_grad}
+
+
+def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Remove the frozen weights, which can be loaded again from their source: the checkpoint is a hundredth of the model's size."""
+    for name in _frozen(model):
+        state.pop(prefix + name, None)
+
+
+def _need_no_frozen(model: nn.Module, keys: Any) -> None:
+    frozen = _frozen(model)
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name not in frozen]

@@ -1,0 +1,1 @@
+"""Tasks, schedules, baselines and text generation of the recipes."""

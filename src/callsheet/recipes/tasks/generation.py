@@ -1,0 +1,63 @@
+"""Generate text with the trained language model at the end of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from callsheet.callbacks.support.continuations import Prompt, Prompts, written
+from callsheet.trainer import Trainer
+
+FINAL_TABLE = "generations/final"
+
+
+def log_continuations(
+    trainer: Trainer, prompts: Sequence[Prompt], tokenizer: Any, most: int, *, temperature: float = 0.0, seed: int = 0
+) -> list[tuple[str, str]]:
+    """Return each prompt with the model's continuation, and log them as a table. With sharded weights every rank must call this.
+
+    Args:
+        trainer: the trainer of the model.
+        prompts: texts, special tokens included, or their ids.
+        tokenizer: the model's tokenizer.
+        most: the most tokens to generate.
+        temperature: the sampling temperature; 0 takes the most likely token.
+        seed: the seed of the sampling.
+    """
+    rows = continuations(trainer, prompts, tokenizer, most, temperature=temperature, seed=seed)
+    if rows:
+        trainer.ctx.log_table(FINAL_TABLE, ["prompt", "continuation"], [list(row) for row in rows])
+    return rows
+
+
+def continuations(
+    trainer: Trainer,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    most: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 8,
+) -> list[tuple[str, str]]:
+    """Return each prompt with the model's continuation, without logging; otherwise as `log_continuations`."""
+    if not prompts:
+        return []
+    words: dict[str, Any] = {"max_new_tokens": most, "do_sample": temperature > 0}
+    if temperature > 0:
+        words["temperature"] = temperature
+    return written(
+        trainer.model,
+        Prompts(list(prompts), tokenizer),
+        str(trainer.device),
+        world_size=trainer.run.world_size,
+        seed=seed,
+        batch_size=batch_size,
+        words=words,
+        options={},
+    )
+
+
+def passages(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return prompts with their continuations, ready to be printed."""
+    return [f"--- {prompt!r} continued ---\n{prompt}{written}\n" for prompt, written in rows]

@@ -1,0 +1,52 @@
+"""Token counts as baselines for a language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from callsheet.recipes.data.examples import Examples
+
+
+class TokenCounts:
+    """Counts of the learnt tokens, and of the pairs of a token and the learnt one after it.
+
+    The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen once more (Laplace). For pairs, the
+    weight of unseen ones is the number of different successors, distributed like the single tokens (Witten and Bell 1991).
+
+    Args:
+        examples: the examples to count.
+        vocabulary: the number of tokens.
+    """
+
+    def __init__(self, examples: Examples, vocabulary: int) -> None:
+        before, learnt = _pairs(examples)
+        self._vocabulary = vocabulary
+        single = np.bincount(learnt, minlength=vocabulary) + 1.0
+        self._single: NDArray[Any] = single / single.sum()
+        self._pairs, self._seen = np.unique(before * vocabulary + learnt, return_counts=True)
+        self._seen_before = np.bincount(before, minlength=vocabulary)
+        self._followers = np.bincount(self._pairs // vocabulary, minlength=vocabulary)
+
+    def cross_entropies(self, examples: Examples) -> tuple[float, float]:
+        """Return two cross-entropies of the learnt tokens, in nats per token: by single tokens, and given the token before."""
+        before, learnt = _pairs(examples)
+        single = self._single[learnt]
+        pair = before * self._vocabulary + learnt
+        place = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
+        seen = np.where(self._pairs[place] == pair, self._seen[place], 0)
+        followers = self._followers[before]
+        joint = np.where(
+            followers > 0, (seen + followers * single) / np.maximum(self._seen_before[before] + followers, 1), single
+        )
+        return float(-np.log(single).mean()), float(-np.log(joint).mean())
+
+
+def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return, for each learnt token, the token before it and the token itself. The first token of an example is never learnt."""
+    is_learnt = examples.is_learnt.copy()
+    is_learnt[examples.starts] = False
+    places = np.flatnonzero(is_learnt)
+    return examples.ids[places - 1].astype(np.int64), examples.ids[places].astype(np.int64)

@@ -1,0 +1,145 @@
+"""Agreement: a request of one rank becomes known to all ranks at the same step, without waiting."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from callsheet.core.control import Control, Request
+from callsheet.errors import DistributedError
+from callsheet.run.process_groups import Pending, ProcessGroups
+from callsheet.run.signals import SignalWatch
+
+PERIOD_SECONDS = 0.1
+"""The approximate time between two messages, converted to steps. A longer time delays requests; a shorter one slows the steps."""
+LONGEST_PERIOD = 1000  # the largest number of steps between two messages
+
+
+class Agreement:
+    """Exchanges a message between the ranks every few steps, and applies requests on all ranks at the same boundary.
+
+    The message is five integers, reduced with MAX on its own process group: begun at one step, and read at a fixed later one. If
+    it says that a rank has a request, all ranks exchange their requests. Every step of training and evaluation counts. Ranks with
+    different counts raise an error, since they would wait for each other in different places. With one rank nothing is exchanged.
+
+    `signal` is the signal that all ranks know of. `published` is how many background checkpoints are durable on all ranks.
+
+    Raises, wherever it waits:
+        DistributedError: a rank does not answer, or is at another step.
+    """
+
+    def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
+        self._next = 0  # the count at which to read the message
+        self._steps = 0  # the count of training and evaluation steps
+        self._evaluated = 0  # the count of evaluation steps
+        self.published = 0
+        self.durable: Callable[[], int] = lambda: 0
+        """Returns how many background checkpoints this rank has finished."""
+        self._signal: signal.Signals | None = None
+        self._world = world
+        self._control = control
+        self._signals = signals
+        self._pending: Pending | None = None
+        self._period = 1
+        self._sent = (0, 0.0)  # the step and time of the last message
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The preemption signal that all ranks know of."""
+        return self._signals.received if self._world.size == 1 else self._signal
+
+    @property
+    def seconds_left(self) -> float:
+        """The rest of the grace period, once a signal has come to any rank. The launcher kills ranks without a signal too."""
+        return min(self._signals.seconds_left, self._signals.grace)
+
+    @property
+    def next_step(self) -> int:
+        """The training step after which `look` must be called."""
+        return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
+
+    def look(self, step: int) -> None:
+        """After training step `step`: read the message that is due, and send the next one."""
+        if self._world.size == 1:
+            self.published = self.durable()
+            return
+        self._steps = step + self._evaluated
+        if self._steps >= self._next:
+            self._read()
+            self._send()
+            if not self._period:  # a step is longer than the period: waiting costs less than acting a step late
+                self._read()
+
+    def evaluated_step(self, step: int) -> None:
+        """Do the same as `look` after a step of evaluation."""
+        self._evaluated += 1
+        self.look(step)
+
+    def settle(self, step: int) -> None:
+        """At a point that all ranks reach: wait for the pending message and for one more, so that all requests are known."""
+        if self._world.size == 1:
+            self.published = self.durable()
+            return
+        self._steps = step + self._evaluated
+        self._read()
+        self._send()
+        self.change_pace()
+
+    def change_pace(self) -> None:
+        """At a point that all ranks reach: exchange a message at every step again, since the next steps may be much slower."""
+        self._read()
+        self._period, self._next, self._sent = 1, self._steps + 1, (0, 0.0)
+
+    def _send(self) -> None:
+        asks = bool(self._control.local_requests) or (self._signals.received is not None and self._signal is None)
+        period = self._measured_period() if self._world.rank == 0 else 0
+        self._pending = self._world.begin_max([asks, self._steps, -self._steps, -self.durable(), period])
+        self._next = self._steps + max(1, self._period)
+
+    def _measured_period(self) -> int:
+        """Return how many steps last `PERIOD_SECONDS`, measured since the last message; 0 if a step is longer. All ranks use rank
+        0's."""
+        (step, moment), self._sent = self._sent, (self._steps, time.monotonic())
+        steps, seconds = self._steps - step, self._sent[1] - moment
+        if not moment or not steps:
+            return self._period
+        return min(LONGEST_PERIOD, int(steps * PERIOD_SECONDS / seconds)) if seconds else LONGEST_PERIOD
+
+    def _read(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        began = time.monotonic()
+        asks, last, first, published, period = pending.wait(lambda: self._deadline(began))
+        if last != -first:
+            steps = self._world.gather(self._steps)
+            raise DistributedError(
+                f"the ranks are not at the same step: {', '.join(f'rank {rank} at {step}' for rank, step in enumerate(steps))}; "
+                "do all of them get the same number of batches?"
+            )
+        self._period = int(period)
+        self.published = int(-published)
+        if asks:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange the requests and signals of all ranks, and apply them in the order of ranks. This is rare."""
+        received = self._signals.received
+        of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
+        for requests, number in of_ranks:
+            for request in requests:
+                self._control.agree(request)
+            if number and self._signal is None:
+                self._signal = signal.Signals(number)
+
+    def _deadline(self, began: float) -> float:
+        """Return when to stop waiting. A launcher signals all ranks, also after one has died, so a rank that is late then will
+        not answer.
+
+        The time counts from the signal or from the start of the waiting, whichever is later: a checkpoint in between takes time
+        too.
+        """
+        arrived, grace = self._signals.arrived_at, self._signals.grace
+        return max(arrived, began) + grace / 3 if arrived is not None else float("inf")

@@ -1,0 +1,272 @@
+"""The boundaries between steps, epochs and rounds: the ranks agree, `on_log` is fired, evaluations run, checkpoints are saved."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from callsheet.core.context import CheckpointInfo, Context, Outcome
+from callsheet.core.control import Request
+from callsheet.core.events import Event
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Interval, TimeUnit
+from callsheet.run.agreement import Agreement
+from callsheet.run.checkpoints import Checkpoints
+from callsheet.run.disk_thread import finish_deletions
+from callsheet.run.lifetime import Lifetime, stop_reason
+from callsheet.run.records import Records
+from callsheet.run.run_guard import RunGuard
+from callsheet.trainer.evaluation import Evaluation, Undone
+
+logger = logging.getLogger("callsheet")
+
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # these units advance only at log boundaries
+
+
+class Boundaries:
+    """The boundaries of a run: after a step, an epoch, a round.
+
+    Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary without a
+    reason; it then finds nothing to do.
+    """
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        ctx: Context,
+        lifetime: Lifetime,
+        agreement: Agreement,
+        records: Records,
+        evaluation: Evaluation,
+        checkpoints: Checkpoints,
+        guard: RunGuard,
+    ) -> None:
+        self._manager = manager
+        self._ctx = ctx
+        self._lifetime = lifetime
+        self._agreement = agreement
+        self._records = records
+        self._evaluation = evaluation
+        self._checkpoints = checkpoints
+        self._guard = guard
+        self._is_alone = ctx.run.world_size == 1
+        self._next_due = 0  # the step after which more than a log boundary can be due
+        self.is_making_way = False
+        """True once a signal has preempted the run and `on_preempt` has been fired."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has reached its duration, was stopped, or is preempted."""
+        return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
+
+    def next_step(self) -> int:
+        """Return the next step after which something can be due. Units other than batches advance only at log boundaries and ends
+        of epochs."""
+        ctx = self._ctx
+        step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
+        self._next_due = 0
+        if self._evaluation.due(ctx, is_over=False):  # a crash prevented it, so the first step is a boundary
+            return step + 1
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks the agreement reports when it is durable
+            return step + 1
+        ctx.control.is_rescheduled = False
+        ctx.control.look_again()
+        steps = [self._agreement.next_step, self._manager.next_step, self._checkpoints.next_step]
+        moves_at_logs = longest is not None and longest.unit in _SETTLED
+        if longest is not None and longest.unit is TimeUnit.BATCH:
+            steps.append(int(longest.value))
+        for schedule in self._evaluation.schedules.values():
+            if schedule.every is not None:
+                steps.append(self._next_of(schedule.every))
+                moves_at_logs = moves_at_logs or schedule.every.every.unit in _SETTLED
+        if not moves_at_logs:
+            self._next_due = min(steps)
+        return min(*steps, self._next_of(self._records.every))
+
+    def _next_of(self, every: Interval) -> int:
+        """Return the next step at which the interval can be due; for a unit that advances at log boundaries, `sys.maxsize`."""
+        unit, now = every.every.unit, self._ctx.state.timestamp
+        if unit is TimeUnit.BATCH:
+            return int((every.index(now) + 1) * every.every.value)
+        return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
+
+    def reach(self, boundary: str) -> bool:
+        """Carry out a boundary: log, evaluate and save what is due. Return whether training is over."""
+        ctx, records, agreement = self._ctx, self._records, self._agreement
+        self._guard.raise_if_lost()
+        if boundary == "step" and ctx.step < self._next_due and self._is_unread:
+            self._manager.process_lane_messages(ctx)
+            records.tally.settle(ctx.state)
+            records.tell(ctx)
+            self.fire_checkpoint_due(boundary)
+            return False
+        if boundary == "step":
+            agreement.look(ctx.step)
+        else:
+            agreement.settle(ctx.step)
+        self._manager.process_lane_messages(ctx)
+        self._checkpoints.publish(agreement.published)
+        self._checkpoints.prepare(ctx.step)
+        self._preempt()
+        logs = records.are_due(ctx)
+        if logs or boundary != "step" or self.is_over or self._due():
+            records.tally.settle(ctx.state)
+        if self.is_over:  # this may be the last record
+            self._manager.flush_lanes(ctx)
+        if logs or self.is_over or self._due():  # updating the counts may have reached the duration
+            records.tell(ctx)
+            self._preempt()
+        return self._end(boundary)
+
+    def finish_undone(self, boundary: str) -> bool:
+        """After a resume: finish a boundary of this kind, if its evaluation was still due when the checkpoint was saved. Return
+        whether training is over then."""
+        undone = self._evaluation.undone
+        return undone is not None and undone.boundary == boundary and self._end(boundary)
+
+    def _end(self, boundary: str) -> bool:
+        """Evaluate and save what is due."""
+        ctx = self._ctx
+        if self._plan(boundary):
+            self._fire_before_evaluation()
+            with self._training_stopped():
+                self._evaluate()
+            self._agreement.settle(ctx.step)
+            self._preempt()
+        is_over = self.is_over
+        self.fire_checkpoint_due(boundary)
+        if boundary == "step" and ctx.step >= self._manager.next_step:
+            self._manager.between_steps(ctx.step)
+        return is_over  # a stop requested since then takes effect at the next boundary
+
+    def fire_checkpoint_due(self, boundary: str) -> None:
+        """Let callbacks request a checkpoint, and save if one was requested."""
+        if self._manager.has_listeners.on_checkpoint_due:
+            self._ctx.boundary = boundary
+            self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
+            self._ctx.close("on_checkpoint_due")
+        if self._ctx.control.save_requested is not None:
+            with self._training_stopped():
+                self._save_requested()
+
+    def finish(self) -> None:
+        """After training: save what was requested after the last boundary, such as at `on_train_end`; run the evaluation that a
+        signal prevented, if it is still due; and wait for background saves."""
+        self._manager.process_lane_messages(self._ctx)
+        self._agreement.settle(self._ctx.step)
+        self._preempt()
+        if self._due():
+            self._end("round")
+            self._records.tally.stop()
+        if self._ctx.control.save_requested is not None:
+            self._save_requested()
+        self._checkpoints.finish()
+        finish_deletions()
+
+    def begin(self) -> None:
+        """Before training: repeat the stop request that completed the run before it was resumed, if there was one."""
+        self._checkpoints.stopped_by = None
+        request = self._checkpoints.earlier_stop()
+        if request is None:
+            return
+        ctx = self._ctx
+        ctx.control.agree(request)
+        if ctx.run.is_world_process_zero:
+            logger.warning(
+                "%s was stopped by %s at step %d: %s. The run is complete, and no further step is taken. To continue, change the settings of %s "
+                "or remove it, or give a longer max_duration. To train from the start, choose another run_name (for a "
+                "recipe, --resume new sets this run aside)",
+                ctx.run.folder or ctx.run.name,
+                request.by,
+                ctx.step,
+                request.why,
+                request.by,
+            )
+
+    def conclude(self) -> None:
+        """After training: set the run's outcome, unless a signal has set it."""
+        if self.is_making_way:
+            return
+        stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
+        self._lifetime.outcome = Outcome.FINISHED if stop is None else Outcome.STOPPED
+        if stop is not None:
+            self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
+
+    def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
+        """Evaluate, and fire `on_log` with what was logged during the evaluation."""
+        results = self._evaluation.evaluate(loaders, standalone=standalone)
+        self._records.fire_evaluation(self._ctx, self._evaluation.take())
+        return results
+
+    def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo:
+        """Save for these requests, or for a call by hand if there are none."""
+        val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
+        return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether no callback reads the record at this log boundary, and nothing has been requested since it was scheduled."""
+        return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
+
+    def _due(self) -> list[str]:
+        """Return the evaluations that are due, including those that a signal prevents. A signal does not make an evaluation
+        due."""
+        if self.is_making_way and not self._evaluation.is_resumed:
+            return []
+        ctx = self._ctx
+        is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
+        return self._evaluation.due(ctx, is_over)
+
+    def _plan(self, boundary: str) -> bool:
+        """Note which evaluations are due, so that checkpoints hold them until they are done. Return whether to run them now."""
+        due = self._due()
+        undone = self._evaluation.undone
+        if due and (undone is None or undone.boundary != boundary or undone.step != self._ctx.step):
+            self._evaluation.undone = Undone(self._ctx.step, boundary, due)
+        return bool(due) and self._agreement.signal is None
+
+    def _fire_before_evaluation(self) -> None:
+        """Fire `on_checkpoint_due` before an evaluation, once, even if the run is resumed from the checkpoint that was then
+        saved."""
+        undone = self._evaluation.undone
+        if undone is not None and not undone.is_told:
+            undone.is_told = True
+            self.fire_checkpoint_due("before_eval")
+
+    def _evaluate(self) -> None:
+        undone = self._evaluation.undone
+        assert undone is not None
+        self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
+        if self._agreement.signal is None:  # otherwise it was cut short, and runs again after a resume
+            self._evaluation.done(self._ctx, undone.names)
+
+    def _save_requested(self) -> None:
+        requests = self._ctx.control.save_requests
+        self._ctx.control.done("save")
+        self.save(requests, waits=self.is_making_way)
+
+    def _preempt(self) -> None:
+        """If a signal came: fire `on_preempt`, once, and request a checkpoint."""
+        received = self._agreement.signal
+        if received is None or self.is_making_way:
+            return
+        self.is_making_way = True
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills ranks without a signal too
+        is_ctrl_c = received is signal.SIGINT
+        outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
+        self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
+        self._manager.fire(Event.PREEMPT, self._ctx)
+        request = self._ctx.control.save_requested
+        if request is None or request.kind != "preempt":  # a callback may have made the request already
+            self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
+
+    @contextmanager
+    def _training_stopped(self) -> Iterator[None]:
+        """Stop the clock of training for the duration of the block."""
+        self._records.tally.stop()
+        yield
+        self._records.tally.start()

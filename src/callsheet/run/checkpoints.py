@@ -1,0 +1,488 @@
+"""Saves and loads the run's checkpoints, fires their events, and chooses the one to resume from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from callsheet.checkpoint import (
+    AsyncWriter,
+    Loaded,
+    RankLost,
+    Seal,
+    all_finite,
+    delete_later,
+    find_checkpoints,
+    flatten,
+    point_latest,
+    read_checkpoint,
+    write_checkpoint,
+)
+from callsheet.checkpoint.layout import LATEST
+from callsheet.core.callback import label_of
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.control import SAVE_KINDS, Request
+from callsheet.core.events import Event
+from callsheet.core.manager import CallbackManager
+from callsheet.core.spans import Spans
+from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
+from callsheet.run.disk_thread import finish_deletions
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.reasons import one_line
+from callsheet.run.run_guard import RunGuard
+from callsheet.run.run_marker import is_marked
+
+logger = logging.getLogger("callsheet")
+
+AUTO = "auto"
+
+_OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
+
+
+class Stateful(Protocol):
+    """A part of the run that a checkpoint holds."""
+
+    def state_dict(self) -> Any:
+        """Return its state, as plain data and tensors."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Load what `state_dict` returned."""
+
+
+class Typed:
+    """An optimizer or scheduler as a part. Its class is saved with it: another class's state would load, and fail later."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the part's state and its class's name."""
+        return {"class": type(self.part).__name__, "state": self.part.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state. Raise ValueError if it is another class's."""
+        if state["class"] != type(self.part).__name__:
+            raise ValueError(f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}")
+        self.part.load_state_dict(state["state"])
+
+
+class Checkpoints:
+    """Reads and writes `<run folder>/checkpoints`. Every method but `durable` is a collective.
+
+    Args:
+        in_background: whether to save a copy of the state while training continues.
+        grace: seconds between a preemption signal and the process being killed.
+    """
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        ctx: Context,
+        spans: Spans,
+        world: ProcessGroups,
+        guard: RunGuard,
+        *,
+        in_background: bool,
+        grace: float,
+    ) -> None:
+        self.shared: dict[str, Stateful] = {}
+        """The parts that are the same on all ranks, or sharded over them; loaded in this order."""
+        self.local: dict[str, Stateful] = {}
+        """This rank's own parts, loaded after the shared ones."""
+        self.begun = 0
+        """How many background saves have begun."""
+        self.stopped_by: Request | None = None
+        """The request that ended training, for a checkpoint that is saved afterwards."""
+        self._manager = manager
+        self._ctx = ctx
+        self._spans = spans
+        self._world = world
+        self._guard = guard
+        self._writer = AsyncWriter(world.saving) if in_background else None
+        self._pending: CheckpointInfo | None = None  # the background save that is not yet published
+        self._grace = grace
+        self._is_slow = False
+        self._began = 0.0  # when the background save began
+        self._written: set[str] = set()
+        self._named: set[str] = set()
+        self._is_auto = False
+        self._stop: Mapping[str, Any] | None = None  # the stop request that the checkpoint of an automatic resume holds
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, until this run has written one itself
+        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate buffers
+        self._prepare_again = 1  # the number of steps until the next attempt
+        self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
+
+    @property
+    def folder(self) -> str:
+        """The folder of the checkpoints: a path or a URL."""
+        return self._ctx.run.checkpoints or "checkpoints"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a background save has not been published yet."""
+        return self._pending is not None
+
+    def durable(self) -> int:
+        """Return how many background saves this rank has finished. Never waits."""
+        return self.begun - (self._writer is not None and not self._writer.is_done)
+
+    def save(
+        self,
+        requests: tuple[Request, ...],
+        path: str | os.PathLike[str] | None,
+        *,
+        train_loss: float | None,
+        val_losses: dict[str, float],
+        waits: bool = False,
+    ) -> CheckpointInfo:
+        """Write one checkpoint for all requests, or for a call by hand if there are none, and fire its events.
+
+        A checkpoint whose weights or loss are not finite is marked so in its manifest, and automatic resume ignores it.
+
+        Args:
+            waits: write it now, even if saves run in the background.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, or a callback's state is not plain data.
+        """
+        ctx = self._ctx
+        self.finish()
+        finish_deletions()
+        epoch, step = ctx.state.timestamp.epoch, ctx.state.timestamp.batch
+        kind = max((request.kind for request in requests), key=SAVE_KINDS.index, default="requested")
+        ctx.checkpoint = info = CheckpointInfo(
+            path=os.fspath(path) if path is not None else self._free_path(f"ep{epoch}-ba{step}", kind),
+            step=step,
+            epoch=epoch,
+            kind=kind,
+            train_loss=train_loss,
+            val_losses=val_losses,
+            best_metric_key=next((request.metric for request in requests if request.metric), None),
+            requested_by=tuple(dict.fromkeys(request.by for request in requests)),
+        )
+        began = time.monotonic()
+        with self._spans.checkpoint_save:
+            shared = {name: part.state_dict() for name, part in self.shared.items()}
+            local = {name: part.state_dict() for name, part in self.local.items()}
+            local["callbacks"]["user_state"] = self._plain(local["callbacks"]["user_state"])
+            info = replace(info, is_finite=train_loss is None or math.isfinite(train_loss))
+            record = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
+            record["run"] = ctx.run.name
+            stop = ctx.control.stop_requested or self.stopped_by
+            if stop is not None and not stop.resumable:
+                record["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._stop_conditions(stop.by)}
+            self._written.add(info.path)
+            check_owner = partial(self._guard.check, acquires=path is None)
+            # A checkpoint at this path dates from before a resume and is obsolete; it is removed once the new one is committed.
+            is_good = partial(
+                _is_good, frozenset(f"model.{name}" for name, _ in ctx.model.named_parameters(remove_duplicate=False))
+            )
+            if self._writer is None or waits:
+                seal = write_checkpoint(
+                    info.path,
+                    shared,
+                    local,
+                    record,
+                    group=self._world.saving,
+                    overwrite=True,
+                    check_owner=check_owner,
+                    is_good=is_good,
+                )
+                ctx.checkpoint = info = _sealed(info, seal)
+            else:
+                self._writer.begin(info.path, shared, local, record, overwrite=True, check_owner=check_owner, is_good=is_good)
+                self.begun += 1
+                self._prepare_at = sys.maxsize
+                self._pending = ctx.checkpoint = info
+        ctx.close("on_checkpoint_save_end")
+        if self._pending is None:
+            self._fire_published(info)
+            self._compare_with_grace(time.monotonic() - began)
+        else:
+            self._began = began
+        return info
+
+    @property
+    def next_step(self) -> int:
+        """The training step after which `prepare` must be called."""
+        return self._prepare_at
+
+    def prepare(self, step: int) -> None:
+        """After training step `step`: begin to allocate buffers for the first background save, so that it does not wait for them.
+
+        The first attempt is after the first step, when the optimizer has created its state. Later attempts become ever rarer:
+        more state may appear, or a callback that asks for checkpoints. Nothing is allocated while no callback listens to
+        `on_checkpoint_due`.
+        """
+        if self._writer is None or step < self._prepare_at:
+            return
+        self._prepare_at, self._prepare_again = step + self._prepare_again, 2 * self._prepare_again
+        if self._manager.has_listeners.on_checkpoint_due:
+            optimizer = self.shared.get("optimizer")
+            state = optimizer.part.state if isinstance(optimizer, Typed) else {}
+            self._writer.prepare([*self._ctx.model.parameters(), *self._ctx.model.buffers(), *_tensors_in(state)])
+
+    def publish(self, durable: int) -> None:
+        """Publish the background save, if all ranks know that it is durable."""
+        if self._pending is not None and durable >= self.begun:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the background save, and publish it.
+
+        Raises:
+            CheckpointError: the save failed, on any rank.
+        """
+        if self._pending is not None and self._writer is not None:
+            info, self._pending = self._pending, None
+            seal = self._writer.result()
+            self._compare_with_grace(time.monotonic() - self._began)
+            self._fire_published(_sealed(info, seal))
+
+    def close(self) -> None:
+        """Let the background save finish, if it can. The run is over, so no event is fired."""
+        finish_deletions()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _fire_published(self, info: CheckpointInfo) -> None:
+        self._guard.check()  # the listeners may delete older checkpoints
+        self._guard.mark()
+        is_in_folder = info.path.rpartition("/")[0] == self.folder
+        if not info.is_finite:
+            logger.error("%s has weights or a loss that are not finite: automatic resume ignores it", info.path)
+        elif is_in_folder and self._world.rank == 0:
+            try:
+                point_latest(info.path)
+            except CheckpointError as error:  # no code depends on this file, so a failure must not end the run
+                logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
+        if is_in_folder:  # so this run holds the lock, and no other process writes these
+            abandoned, self._abandoned = self._abandoned, []
+            for path in abandoned:
+                if path != info.path:
+                    logger.info("deleting %s, which a killed process left unfinished", path)
+                    delete_later(path, is_abandoned=True)
+        self._ctx.checkpoint = info
+        self._manager.fire(Event.CHECKPOINT_PUBLISHED, self._ctx)
+        self._ctx.close("on_checkpoint_published")
+
+    def _compare_with_grace(self, seconds: float) -> None:
+        if seconds > self._grace and not self._is_slow:
+            self._is_slow = True
+            logger.warning(
+                "saving took %.1f s, but a process is killed %.1f s after a preemption signal: a preempted run could not save a "
+                "checkpoint of its last step; save regularly, or raise grace_seconds if the launcher waits longer",
+                seconds,
+                self._grace,
+            )
+
+    def load(self, resume: str | os.PathLike[str] | None) -> None:
+        """Restore the checkpoint that a callback requests or, if none does, that `resume` names.
+
+        Raises:
+            ConfigError: `resume` is None, and another run has written to the folder.
+            CheckpointError: the checkpoint is not valid, or does not fit this run's parts.
+        """
+        ctx = self._ctx
+        ctx.control.able.add("load")
+        with self._spans.checkpoint_load:
+            ctx.control.able.discard("load")
+            ctx.checkpoint = self._restore_newest(self._candidates(ctx.control.load_path or resume))
+        ctx.close("on_checkpoint_load_end")
+
+    def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
+        """Restore the first candidate that is valid on all ranks, and log why others are not. Raise CheckpointError if none is
+        valid."""
+        rejected: list[str] = []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path, group=self._world.saving, target=partial(self._target, path))
+            except CheckpointError as error:
+                if not self._is_auto or isinstance(error, RankLost):
+                    raise
+                logger.warning("not resuming from %s: %s", path, error)
+                rejected.append(str(error))
+                continue
+            info = _info(path, found)
+            self._restore({**found.shared, **found.local}, path)
+            self._tensors = None
+            stop = found.info.get("stop") if self._is_auto else None
+            self._stop = stop if isinstance(stop, Mapping) else None
+            logger.debug("resumed from %s, step %d", path, info.step)
+            return info
+        if candidates:
+            raise CheckpointError(
+                f"none of the {len(candidates)} sealed checkpoint(s) in {self.folder} could be resumed from: {'; '.join(rejected)}; "
+                "fix these problems, or start a new run with another run_name: this one would overwrite the checkpoints"
+            )
+        return None
+
+    def earlier_stop(self) -> Request | None:
+        """Return the request that stopped the run before it was resumed with `"auto"`, or None if the run may continue training.
+
+        It may continue if the duration, or the settings of the callback that made the request, have changed.
+        """
+        stop = self._stop
+        if stop is None:
+            return None
+        by = str(stop.get("by"))
+        if any(stop.get(name) != now for name, now in self._stop_conditions(by).items()):
+            return None
+        return Request("stop", str(stop.get("why")), by)
+
+    def _stop_conditions(self, by: str) -> dict[str, str]:
+        """Return the settings of which one must change for training to continue after the callback `by` has stopped the run."""
+        made = [(type(each).__qualname__, each._arguments) for each in self._manager.callbacks if label_of(each) == by]
+        return {
+            "max_duration": str(self._ctx.state.max_duration),
+            # A digest, since settings may hold secrets. The addresses of objects differ between processes, so they are left out.
+            "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
+        }
+
+    def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
+        """Return the checkpoints to try, the best first. Rank 0 looks them up for all ranks."""
+        found: list[str] | CallsheetError = []
+        if self._world.rank == 0:
+            try:
+                found = self._listed(resume)
+            except CallsheetError as error:  # raised on all ranks, below
+                found = error
+        found = self._world.of_rank_zero(found)
+        if isinstance(found, CallsheetError):
+            raise found
+        self._is_auto = resume is not None and os.fspath(resume) == AUTO
+        return found
+
+    def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
+        """Return the one named path; or, for `"auto"`, the valid checkpoints, the newest first, and log why others are not
+        used."""
+        folder = self._ctx.run.folder
+        if resume is None:
+            is_begun = folder is not None and is_marked(folder)
+            if is_begun or find_checkpoints(self.folder).checkpoints:
+                raise ConfigError(
+                    f"{folder if is_begun else self.folder} already holds a run; resume it with resume='auto', or choose another run_name"
+                )
+            return []
+        if os.fspath(resume) != AUTO:
+            if "://" not in os.fspath(resume) and not Path(resume).exists():
+                raise CheckpointError(
+                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
+                )
+            return [os.fspath(resume)]
+        found = find_checkpoints(self.folder)
+        for path, reason in found.skipped:
+            logger.warning("not resuming from %s: %s", path, reason)
+        if folder is not None and Path(self.folder).parent == folder:  # the run's lock protects no other folder
+            self._abandoned = found.abandoned
+        good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
+        for checkpoint in found.checkpoints:
+            if checkpoint not in good:
+                logger.warning("not resuming from %s: it was saved with weights or a loss that are not finite", checkpoint.path)
+        return [os.fspath(checkpoint.path) for checkpoint in good]
+
+    def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor to read into: the model's own, or for the optimizer's state an empty one, sharded like its
+        parameter."""
+        part, _, rest = name.partition(".")
+        if part == "model":
+            if self._tensors is None:
+                self._tensors = self._ctx.model.state_dict()
+            if rest not in self._tensors:
+                raise CheckpointError(f"{path} does not fit: it holds the weight {rest!r}, which this model does not have")
+            if self._tensors[rest].shape != size:
+                there, here = list(size), list(self._tensors[rest].shape)
+                raise CheckpointError(
+                    f"{path} does not fit: its weight {rest!r} has the size {there}, and this model's has the size {here}"
+                )
+            return self._tensors[rest]
+        if match := _OPTIMIZER_STATE.match(name):
+            parameter = dict(enumerate(self._parameters())).get(int(match[1]))
+            if isinstance(parameter, DTensor) and parameter.shape == size:
+                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return None
+
+    def _parameters(self) -> list[Tensor]:
+        """The optimizer's parameters, in the order in which its state numbers them."""
+        optimizer = self.shared.get("optimizer")
+        groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _restore(self, state: Mapping[str, Any], path: str) -> None:
+        if unclaimed := sorted(state.keys() - self.shared.keys() - self.local.keys()):
+            logger.warning("%s holds the state of parts that this run does not have: %s", path, ", ".join(unclaimed))
+        for name, part in (*self.shared.items(), *self.local.items()):
+            if name not in state:
+                raise CheckpointError(f"{path} holds no {name}; was it saved by a trainer without one?")
+            try:
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{path} does not fit: its {name} cannot be loaded into this run's: {type(error).__name__}: {error}"
+                ) from error
+
+    def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries that can be saved. Warn of each other entry once."""
+        plain: dict[str, Any] = {}
+        for name, value in user_state.items():
+            try:
+                flatten(value)
+                plain[name] = value
+            except CheckpointError as error:
+                if name not in self._named:
+                    logger.warning("ctx.user_state[%r] is not saved in checkpoints: %s", name, error)
+                    self._named.add(name)
+        return plain
+
+    def _free_path(self, name: str, kind: str) -> str:
+        """Return a folder that this process has not written to yet."""
+        path, number = f"{self.folder}/{name}", 1
+        while path in self._written:
+            path, number = f"{self.folder}/" + (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
+        return path
+
+
+def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
+    """Return whether a piece of a tensor is good: no NaN or infinity in a weight, no NaN in a buffer (masks hold infinities)."""
+    if not name.startswith("model.") or all_finite([piece]):
+        return True
+    return name not in parameters and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
+
+
+def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
+    """Return `info` with the size and `is_finite` of the written checkpoint."""
+    return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
+
+
+def _tensors_in(tree: object) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors_in(value)
+
+
+def _info(path: str, found: Loaded) -> CheckpointInfo:
+    """Return what the manifest of a Trainer's checkpoint says."""
+    record = found.info
+    names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
+    if any(name not in record for name in names):
+        raise CheckpointError(f"{path} was not saved by a Trainer: its manifest lacks some of {', '.join(names)}")
+    return CheckpointInfo(path=path, size_bytes=found.seal.size_bytes, **{name: record[name] for name in names})

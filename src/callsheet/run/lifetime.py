@@ -1,0 +1,149 @@
+"""The lifetime of a run: fire its start once, an exception at most once, and its end exactly once, however it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+from callsheet.core.context import Context, Outcome
+from callsheet.core.control import Request
+from callsheet.core.events import Event
+from callsheet.core.manager import CallbackManager
+from callsheet.core.spans import take_noted_span
+from callsheet.errors import RunEndedError, text_of
+from callsheet.run.reasons import error_line, one_line
+
+logger = logging.getLogger("callsheet")
+
+
+class Lifetime:
+    """Fires `on_run_start`, `on_exception` and `on_run_end`.
+
+    A loop runs everything in `with lifetime:`, which may be nested. An exception that leaves the outermost block fires `on_exception`, ends
+    the run, and is raised unchanged.
+
+    Raises:
+        RunEndedError: on entering it after the run has ended.
+    """
+
+    def __init__(self, manager: CallbackManager, ctx: Context) -> None:
+        self.outcome: Outcome = Outcome.FINISHED
+        """The outcome if no exception is raised; a loop sets it when it is stopped or preempted."""
+        self.reasons: dict[Outcome, str] = {}
+        """The reason for an outcome, for those whose reason the loop knows."""
+        self._manager = manager
+        self._ctx = ctx
+        self._depth = 0
+        self._started = False
+        self._ended = False
+        self._pid = os.getpid()
+        self._closers: list[Callable[[], object]] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `on_run_start` has been fired."""
+        return self._started
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `on_run_end` has been fired."""
+        return self._ended
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the loop is running now."""
+        return self._depth > 0
+
+    def at_end(self, close: Callable[[], object]) -> None:
+        """Call `close` after `on_run_end`, the last one given first. Each is called even if another raises."""
+        self._closers.append(close)
+
+    def start(self) -> None:
+        """Compile the call sheet for this run, and fire `on_run_start`."""
+        self._manager.open(self._ctx)
+        self._started = True
+        self._manager.fire(Event.RUN_START, self._ctx)
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Fire `on_run_end` if it was not fired before. All its handlers are called, and the first of their errors is raised.
+
+        In a process that was forked from the run's process it does nothing, since the run continues there.
+        """
+        if self._ended or os.getpid() != self._pid:
+            return
+        self._ended = True
+        with ExitStack() as closing:
+            for close in self._closers:
+                closing.callback(close)
+            if self._started:
+                self._ctx.close_all(before=Event.RUN_END)
+                run = self._ctx.run
+                run.outcome = outcome or self.outcome
+                run.outcome_reason = self.reasons.get(run.outcome) or self._reason(run.outcome)
+                closing.callback(self._manager.close)
+                closing.callback(self._ctx.close_all)
+                closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
+                self._manager.drain(self._ctx)
+                self._ctx.run.failures = self._manager.cost_report(self._ctx.step).failures
+                self._manager.publish_costs(self._ctx, is_last=True)
+
+    def __enter__(self) -> None:
+        if self._ended:
+            raise RunEndedError(
+                f"the run {self._ctx.run.name!r} has ended ({self._ctx.run.outcome}); make a new trainer, with resume= to continue the run"
+            )
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        self._depth -= 1
+        if error is not None and self._depth == 0:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Fire `on_exception` and `on_run_end` for an error that leaves the trainer. Errors that are raised by these are noted on it."""
+        if self._ended:
+            return
+        if not self._started:
+            self.end()
+            return
+        span, ctx = take_noted_span(error) or ("run", self._ctx)
+        ctx.exception, ctx.span = error, span
+        outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
+        if outcome is Outcome.FAILED:
+            self.reasons[outcome] = error_line(error)
+        for fire in (partial(self._manager.fire, Event.EXCEPTION, ctx), partial(self.end, outcome)):
+            try:
+                fire()
+            except BaseException as another:
+                text = f"{type(another).__name__}: {text_of(another)}"
+                logger.error("While the run was ending, another error was raised: %s", text, exc_info=another)
+                error.add_note(f"while the run was ending, another error was raised: {text}")
+        ctx.close_all()
+
+    def _reason(self, outcome: Outcome) -> str:
+        """Return the reason for an outcome that the loop gave no reason for."""
+        ctx = self._ctx
+        if outcome is Outcome.FINISHED:
+            if ctx.state.is_complete:
+                return f"reached max_duration, {ctx.state.max_duration}"
+            return "the training loop ended" if ctx.state.timestamp.batch > ctx.state.baseline.batch else ""
+        if outcome is Outcome.STOPPED and ctx.control.stop_requested is not None:
+            return stop_reason(ctx.control.stop_requested)
+        return _REASONS[outcome]
+
+
+def stop_reason(request: Request) -> str:
+    """Return the sentence that says which callback stopped a run, and why."""
+    return f"stopped by {one_line(f'{request.by}: {request.why}')}"
+
+
+_REASONS = {
+    Outcome.STOPPED: "the training loop stopped early",
+    Outcome.PREEMPTED: "the training loop was preempted",
+    Outcome.INTERRUPTED: "interrupted with Ctrl-C",
+    Outcome.FAILED: "the training loop was left before its end",
+}

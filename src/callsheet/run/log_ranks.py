@@ -1,0 +1,51 @@
+"""Filtering of log messages on ranks above 0, so that a message does not appear once for every rank."""
+
+from __future__ import annotations
+
+import logging
+
+from callsheet.core.ranks import Ranks
+from callsheet.errors import ConfigError, did_you_mean
+
+CHOICES = ("zero", "all")
+
+
+class LogRanks:
+    """Keeps log records below ERROR off the handlers of ranks above 0, from `start` to `end`.
+
+    The filter is on the handlers, since a filter on a logger does not apply to the records of its children. Handlers that are added after
+    `start` are not filtered.
+
+    Args:
+        choice: `"zero"`, or `"all"` to log on every rank.
+        ranks: of this process.
+
+    Raises:
+        ConfigError: an unknown choice.
+    """
+
+    def __init__(self, choice: str, ranks: Ranks) -> None:
+        if choice not in CHOICES:
+            raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
+        self._filters = choice == "zero" and ranks.rank > 0
+        self._handlers: list[logging.Handler] = []
+
+    def start(self) -> None:
+        """Add the filter; does nothing on rank 0."""
+        if self._filters and not self._handlers:
+            named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+            loggers = [logging.getLogger(), *named]
+            self._handlers = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
+            if not logging.getLogger().handlers and logging.lastResort is not None:
+                self._handlers.append(logging.lastResort)
+            for handler in self._handlers:
+                handler.addFilter(self._is_error)
+
+    def end(self) -> None:
+        """Remove the filter; may be called twice."""
+        for handler in self._handlers:
+            handler.removeFilter(self._is_error)
+        self._handlers = []
+
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method, so that each run has a filter of its own
+        return record.levelno >= logging.ERROR

@@ -1,0 +1,343 @@
+"""Collect logged values, and reduce them at a log boundary to one record of floats that is the same on all ranks.
+
+Tensors stay on their device until the boundary. There each device's tensors are copied to the host at once, and the values of all ranks are
+reduced with one sum and one maximum. The layout of both is a schema that all ranks share. The ranks compare digests of their schemas, and
+extend the shared schema if a rank logged new names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice, repeat
+from typing import Any, Protocol
+
+from callsheet.core.callback import one_of
+from callsheet.core.context import Loggable
+from callsheet.errors import ConfigError
+
+OVER = ("last", "mean", "sum")
+ACROSS = ("mean", "sum", "max", "same")
+
+_FOLD = 256  # values are summed after this many, so that memory does not grow in a loop that never makes a record
+
+
+Schema = dict[str, tuple[str, str]]
+"""Names, with their `over` and `across`."""
+
+Names = str | tuple[str, ...]
+"""One name, or the names of the numbers in a one-dimensional tensor."""
+
+
+class Reducer(Protocol):
+    """Reduces values over the ranks. Every rank makes the same calls in the same order."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks."""
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over the ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+
+
+class Series:
+    """The values of one name since the last log boundary, or of several names that are logged in one tensor."""
+
+    __slots__ = ("across", "over", "unweighted", "values", "weights")
+
+    def __init__(self, over: str, across: str) -> None:
+        self.over = over
+        self.across = across
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self.values: list[Any] = []
+        self.weights: list[Any] = []
+        self.unweighted = 0  # number of values without a weight, each of which has weight 1
+
+    def add(self, value: Any, weight: Any = None) -> None:
+        """Add a value."""
+        if self.over == "last":
+            self.values = [value]
+            return
+        values = self.values
+        if weight is None or self.over == "sum":
+            values.append(value)
+            self.unweighted += 1
+        else:
+            values.append(_wider(value) * _wider(weight))
+            self.weights.append(weight)
+        if len(values) >= _FOLD:
+            self.values = [_total(values)]
+            self.weights = [_total(self.weights)] if self.weights else []
+
+    def split(self, names: Sequence[str]) -> Mapping[str, Series]:
+        """Return a series for each name, with its part of the values."""
+        apart: dict[str, Series] = {}
+        for place, name in enumerate(names):
+            apart[name] = series = Series(self.over, self.across)
+            series.values = [vector[place] for vector in self.values]
+            series.weights, series.unweighted = list(self.weights), self.unweighted
+        return apart
+
+    def result(self) -> tuple[Any, Any]:
+        """Return the total and the weight to divide it by: numbers or scalar tensors."""
+        if self.over != "mean":
+            return _total(self.values), 1
+        return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
+
+
+class MetricLog:
+    """Collects logged values, and returns them reduced at a log boundary.
+
+    Args:
+        reducer: reduces over the ranks; None for a single rank.
+    """
+
+    def __init__(self, reducer: Reducer | None = None) -> None:
+        self._series: dict[Names, Series] = {}  # each name is in exactly one series
+        self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
+        self._reducer = reducer
+        self._schema: Schema = {}  # the names that all ranks know
+
+    def __bool__(self) -> bool:
+        return any(series.values for series in self._series.values())
+
+    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+        """Add values by name, or by several names; see `Context.log`.
+
+        Raises:
+            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
+        """
+        if weight is not None:
+            weight = scalar("weight", weight)
+        for name, value in values.items():
+            if isinstance(name, tuple):
+                self._log_vector(name, _vector(name, value), over, across, weight)
+                continue
+            series = self.series(name, over, across)
+            if type(value) is not float and type(value) is not int:
+                value = scalar(name, value)
+            series.add(value, weight)
+
+    def series(self, names: Names, over: str, across: str) -> Series:
+        """Return the series of one name, for a loop that adds to it at every step. Raises as `log` does."""
+        series = self._series.get(names)
+        if series is None:
+            one_of("over", over, OVER)
+            one_of("across", across, ACROSS)
+            if names in self._how:  # so far it was logged in one tensor with others
+                self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
+                return self.series(names, over, across)
+            self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
+            self._series[names] = series = Series(over, across)
+        elif series.over != over or series.across != across:
+            name = names if isinstance(names, str) else names[0]
+            raise ConfigError(
+                f"the metric {name!r} was logged with over={series.over!r}, across={series.across!r} before, and now with "
+                f"over={over!r}, across={across!r}; use one, or another name"
+            )
+        return series
+
+    def _log_vector(self, names: tuple[str, ...], vector: Any, over: str, across: str, weight: Any) -> None:
+        if names in self._series or self._how.keys().isdisjoint(names):
+            self.series(names, over, across).add(vector, weight)
+        else:  # some names were logged alone, or in another tensor
+            for name, value in zip(names, vector.unbind(), strict=True):
+                self.series(name, over, across).add(value, weight)
+
+    def _split(self, names: tuple[str, ...]) -> None:
+        """Replace the series of several names by one for each name."""
+        apart: dict[Names, Series] = {}
+        for key, series in self._series.items():
+            apart.update(series.split(names) if key == names else {key: series})
+        self._series = apart
+
+    def latest(self, family: str) -> dict[str, Any]:
+        """Return the last value of each `<family>/<name>` since the last `take`, by full name; see `Context.logged`."""
+        found = {name: series.values[-1] for name, series in self._series.items() if isinstance(name, str) and series.values}
+        return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
+
+    def take(self) -> dict[str, float]:
+        """Return everything since the last call as floats, in the order in which names were first logged. Waits for devices that hold tensors.
+
+        A mean whose weights are all zero is left out. With a reducer this is a collective, and the result holds the names of all ranks.
+
+        Raises:
+            ConfigError: ranks logged one name in different ways.
+        """
+        keys = [key for key, series in self._series.items() if series.values]
+        numbers = [number for key in keys for number in self._series[key].result()]  # total, weight, total, weight, ...
+        self.clear()
+        _fetch(numbers)
+        totals: dict[str, tuple[float, float]] = {}
+        for key, total, weight in zip(keys, numbers[::2], numbers[1::2], strict=True):
+            if isinstance(key, tuple):
+                totals |= zip(key, zip(total, repeat(float(weight))), strict=True)
+            else:
+                totals[key] = (float(total), float(weight))
+        if self._reducer is not None:
+            totals = self._reduced(totals, self._reducer)
+        return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+    def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
+        """Return the totals and weights over all ranks."""
+        while True:
+            wanted = self._schema | self._how
+            digest = _digest(wanted)
+            by_max = [name for name, (_, across) in self._schema.items() if across in _BY_MAX]
+            by_sum = [name for name in self._schema if name not in by_max]
+            maxima = reducer.max([digest, -digest, *(slot for name in by_max for slot in _max_slots(totals.get(name)))])
+            sums = reducer.sum([slot for name in by_sum for slot in _sum_slots(totals.get(name), self._schema[name][1])])
+            if maxima[0] == -maxima[1] == _digest(self._schema):
+                break
+            self._schema = wanted if maxima[0] == -maxima[1] else _merged(self._schema, reducer.gather(self._how))
+        found = dict(zip(by_max, map(_of_max_slots, maxima[2::2], maxima[3::2]), strict=True))
+        for name, total, weight in zip(by_sum, sums[::2], sums[1::2], strict=True):
+            found[name] = (total, (1.0 if weight else 0.0) if self._schema[name][1] == "sum" else weight)
+        return {name: found[name] for name in self._schema}
+
+    def clear(self) -> None:
+        """Forget everything since the last `take`, without waiting for anything."""
+        for series in self._series.values():
+            if series.values:
+                series.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was logged since the last boundary, as plain data and tensors: a resumed run's next record is that of an unbroken one."""
+        return {
+            key if isinstance(key, str) else key[0]: {
+                "over": series.over,
+                "across": series.across,
+                "values": list(series.values),
+                "weights": list(series.weights),
+                "unweighted": series.unweighted,
+                "names": [] if isinstance(key, str) else list(key),
+            }
+            for key, series in self._series.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._series, self._how = {}, {}
+        for name, saved in state.items():
+            series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])
+            series.values, series.weights, series.unweighted = list(saved["values"]), list(saved["weights"]), saved["unweighted"]
+
+
+_BY_MAX = ("max", "same")
+"""`same` values are reduced by their maximum too, since a sum over three ranks divided by three may be a different number."""
+
+
+def _sum_slots(total: tuple[float, float] | None, across: str) -> tuple[float, float]:
+    """Return a rank's summand and weight; with `across="sum"` the summand is the rank's own mean."""
+    if total is None or not total[1]:
+        return 0.0, 0.0
+    return (total[0] / total[1], 1.0) if across == "sum" else total
+
+
+def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
+    """Return a rank's value for a maximum and a mark: 0 for no value, 1 for a number, 2 for NaN, which a maximum would lose."""
+    if total is None or not total[1]:
+        return -math.inf, 0.0
+    value = total[0] / total[1]
+    return (-math.inf, 2.0) if math.isnan(value) else (value, 1.0)
+
+
+def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
+    return (math.nan if mark == 2.0 else value), min(mark, 1.0)
+
+
+def _digest(schema: Schema) -> int:
+    """Return the digest of a schema, order included, as a whole number that a float holds exactly."""
+    return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
+
+
+def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
+    """Return all names: the known ones, then the new ones in the order of ranks."""
+    merged, first = dict(known), dict[str, int]()
+    for rank, schema in enumerate(schemas):
+        for name, how in schema.items():
+            if merged.setdefault(name, how) != how:
+                where = f"on rank {first[name]}" if name in first else "before"
+                raise ConfigError(
+                    f"the metric {name!r} was logged with over={how[0]!r}, across={how[1]!r} on rank {rank}, and with "
+                    f"over={merged[name][0]!r}, across={merged[name][1]!r} {where}; use one, or another name"
+                )
+            first.setdefault(name, rank)
+    return merged
+
+
+def scalar(name: str, value: Any) -> Any:
+    """Return `value` as a number or a detached scalar tensor."""
+    if hasattr(value, "detach"):
+        if value.dim() and value.numel() == 1:
+            value = value.reshape(())
+        if value.dim():
+            raise ConfigError(
+                f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
+            )
+        return value.detach()  # even without a gradient, since it may get one before the boundary
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the metric {name!r} is {value!r}, not a number") from None
+
+
+def _vector(names: tuple[str, ...], value: Any) -> Any:
+    """Return `value` as a detached tensor of one number for each name."""
+    if not hasattr(value, "detach") or not names or tuple(value.shape) != (len(names),):
+        what = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "detach") else repr(value)
+        raise ConfigError(
+            f"the {len(names)} metrics {names[:3]!r}, ... take a tensor of one dimension, as many numbers, not {what}"
+        )
+    return value.detach()
+
+
+def _fetch(numbers: list[Any]) -> None:
+    """Replace scalar tensors by floats, and one-dimensional tensors by lists of floats, with one copy for each device."""
+    by_device: dict[Any, list[int]] = {}
+    for place, number in enumerate(numbers):
+        if hasattr(number, "device"):
+            by_device.setdefault(number.device, []).append(place)
+    for device, places in by_device.items():
+        torch, wide = sys.modules["torch"], _wide(device)
+        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their places in `numbers`
+        scalars: dict[Any, list[int]] = {}  # by dtype, since tensors of one dtype can be stacked
+        for place in places:
+            if numbers[place].dim():
+                parts.append((numbers[place], [place]))
+            else:
+                scalars.setdefault(numbers[place].dtype, []).append(place)
+        parts += [(torch.stack([numbers[place] for place in group]), group) for group in scalars.values()]
+        floats = iter(torch.cat([part.to(wide) for part, _ in parts]).tolist())
+        for part, owners in parts:
+            for place in owners:
+                numbers[place] = list(islice(floats, len(part))) if numbers[place].dim() else next(floats)
+
+
+def _total(values: list[Any]) -> Any:
+    """Return the sum. Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision."""
+    if len(values) > 1 and all(hasattr(value, "device") for value in values):
+        torch, wide = sys.modules["torch"], _wide(values[0].device)
+        if len({value.dtype for value in values}) > 1:
+            values = [value.to(wide) for value in values]
+        return torch.stack(values).to(wide).sum(0)
+    return _wider(values[0]) if len(values) == 1 else sum(map(_wider, values[1:]), start=_wider(values[0]))
+
+
+def _wider(value: Any) -> Any:
+    """Return `value`; a tensor of fewer than 32 bits is converted to a dtype in which it can be multiplied and summed."""
+    return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
+
+
+def _wide(device: Any) -> Any:
+    torch = sys.modules["torch"]
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,367 @@
+"""The run's process groups, and the small collectives with which the ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from callsheet.core.ranks import Ranks, initialised_distributed
+from callsheet.errors import DistributedError, text_of
+from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
+
+ANSWER_SECONDS = 5.0
+"""The longest time that a rank, after a failed collective, searches for the rank at fault; at most a quarter of the timeout."""
+LOOK_SECONDS = 0.5
+"""The longest time between two looks at the store for a question whether the ranks are present."""
+
+_TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
+_BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
+
+
+class LateAfterSignal(DistributedError):
+    """Some rank did not answer in time after a preemption signal."""
+
+
+class Pending:
+    """A pending reduction."""
+
+    def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._payload = payload
+        self._work = work
+        self._collective = collective
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        # FakeWork never reports that it is completed.
+        return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
+
+    def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
+        """Wait for the result and return it. `deadline()` is a time of `time.monotonic()`, and may become earlier while waiting.
+
+        Raises:
+            LateAfterSignal: the deadline has passed.
+            DistributedError: the reduction failed; the message names the missing rank.
+        """
+        pause = 0.0001
+        while deadline is not None and not self.is_done:
+            if time.monotonic() > deadline():
+                raise LateAfterSignal("some rank did not answer in time after a preemption signal")
+            time.sleep(pause)  # waiting in the collective would delay signal handlers
+            pause = min(2 * pause, 0.005)
+        if self._work is not None:
+            with self._collective("reduction"):
+                self._work.wait()
+        reduced: list[float] = self._payload.tolist()
+        return reduced
+
+
+class ProcessGroups:
+    """This rank's connection to the others. With one rank every call returns at once, without torch.distributed.
+
+    If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
+    tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
+    for a gradient or for each other. All methods but `rank`, `size`, `say`, `lost` and `close` are collectives: every rank must
+    call them, in the same order.
+
+    Args:
+        ranks: this process's rank and the world size, from the launcher.
+        device: the rank's own device, such as `cuda:3`.
+        timeout: seconds within which a rank that does not answer is found and named. The groups made here get a shorter timeout,
+            which leaves time for finding the rank.
+
+    Raises:
+        ConfigError: the environment does not contain the rendezvous address.
+        DistributedError: a rank does not join in time.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
+        self.rank = ranks.rank
+        self.size = ranks.world_size
+        self.timeout = timeout
+        self.words: Any = None
+        """The gloo group of the agreement; None with one rank."""
+        self.saving: Any = None
+        """The gloo group of checkpoints; None with one rank."""
+        self.at_step: Callable[[], int] = lambda: 0
+        """Returns the current step, for messages; set by the Trainer or a host."""
+        self._is_ours = False
+        self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
+        self._presence: _Presence | None = None
+        self._notes = _Notes("", self.rank, self._answer_seconds)
+        self._machines: list[str] = []
+        if self.size == 1:
+            return
+        patience = timedelta(seconds=timeout - self._answer_seconds)
+        with _as_ours():
+            if initialised_distributed() is None:
+                distributed.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=attempt_store(ranks, timeout),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=patience,
+                    device_id=device if device.type == "cuda" else None,
+                )
+                self._is_ours = True
+            is_fake = distributed.get_backend() == "fake"
+            backend = "fake" if is_fake else "gloo"
+            self.words = distributed.new_group(backend=backend, timeout=patience)
+            self.saving = distributed.new_group(backend=backend, timeout=patience)
+        mine = (os.urandom(8).hex(), socket.gethostname())
+        each = [mine] * self.size if is_fake else self.gather(mine)
+        self._machines = [machine for _, machine in each]
+        self._notes = _Notes(f"callsheet/{each[0][0]}", self.rank, self._answer_seconds)
+        self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks, bitwise the same on all ranks."""
+        return self._begin(values, distributed.ReduceOp.SUM).wait()
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over the ranks. Whole numbers are exact below 2**53."""
+        return self._begin(values, distributed.ReduceOp.MAX).wait()
+
+    def begin_max(self, values: Sequence[float]) -> Pending:
+        """Begin `max` without waiting."""
+        return self._begin(values, distributed.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank, in the order of ranks. Values are pickled."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            with self._collective("gather"):
+                distributed.all_gather_object(values, value, group=self.words)
+        return values
+
+    def of_rank_zero(self, value: Any) -> Any:
+        """Return rank 0's `value` on all ranks. It is pickled."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._collective("broadcast"):
+            distributed.broadcast_object_list(values, src=0, group=self.words)
+        return values[0]
+
+    def say(self, step: int, error: BaseException) -> None:
+        """Leave a message for the other ranks that says why this rank ends."""
+        if self.size > 1 and not isinstance(error, DistributedError):
+            first = (text_of(error).splitlines() or [""])[0][:300]
+            self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
+
+    def lost(self, error: BaseException, what: str = "") -> DistributedError:
+        """Return the error that names the ranks at fault, after a collective failed with `error`."""
+        first = (str(error).splitlines() or [""])[0]
+        return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
+
+    def _missing(self, step: int, error: BaseException) -> str:
+        """Return which ranks are at fault, if that can be found out.
+
+        If several ranks wait in a ring, a rank's death fails only its neighbours' collectives. So this rank asks the others
+        through the store whether they are present; they answer while they wait. A rank that answers is at fault only if no other
+        rank can be.
+        """
+        if self._presence is None:
+            return "a rank was lost before or after the run, when it cannot be found out which one"
+        is_broken = any(sign in str(error).lower() for sign in _BROKEN)
+        self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
+        try:
+            return self._notes.ask(lambda: self._to_blame(step, is_broken))
+        except TimeoutError:
+            keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
+            return (
+                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or stopped; it keeps the rendezvous "
+                "store, so the other ranks could not be asked"
+            )
+        except RuntimeError:
+            if keeper_of_store() == "rank 0":
+                return f"{self._named([0])} has ended, and with it the rendezvous store; this rank was at step {step}"
+            return f"{keeper_of_store()} has ended; this rank was at step {step}"
+
+    def _to_blame(self, step: int, is_broken: bool) -> str:
+        notes, ranks = self._notes, range(self.size)
+        notes.question()
+        deadline = time.monotonic() + 0.8 * self._answer_seconds
+        while True:
+            words = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            silent = [rank for rank in ranks if words[rank] is None and not notes.answered(rank)]
+            late = [rank for rank in ranks if words[rank] is None and rank not in silent]
+            waiting = {rank: word[1] for rank, word in words.items() if word and word[0] in (_TIMED_OUT, _CUT_OFF)}
+            found = [f"{self._named([rank])} failed {word[1]}" for rank, word in words.items() if word and word[0] == _FAILED]
+            left = [rank for rank, word in words.items() if word and word[0] == _LEFT]
+            if time.monotonic() > deadline or (not silent and (found or left or not late)):
+                break
+            time.sleep(0.05)
+        if silent:
+            # A broken connection fails at once, without a timeout.
+            is_timeout = any(word and word[0] == _TIMED_OUT for word in words.values())
+            waited = f" within {self.timeout:g} s" if is_timeout else ""
+            found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
+        if left and not found:
+            found.append(
+                f"{self._named(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"
+            )
+        if late and not found:
+            found.append(f"{self._named(late)} did not reach step {step}: stuck, or much slower than the others")
+        if not found and len(set(waiting.values())) > 1:
+            where = ", ".join(f"rank {rank} at step {at}" for rank, at in waiting.items())
+            found.append(
+                f"the ranks wait for each other in different places: {where}; do all of them make the same requests with replicated=True?"
+            )
+        elif not found:
+            found.append(
+                f"every rank answers now, and all are at step {step}: the network may have failed briefly, or a callback called a "
+                "collective, or made a request with replicated=True, on some ranks only"
+            )
+        return "; ".join(found)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return named_ranks(ranks, self._machines)
+
+    def close(self) -> None:
+        """Destroy the groups that were made here. Can be called twice. Not a collective."""
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
+        if self.size == 1 or initialised_distributed() is None:
+            return
+        self._notes.leave(_LEFT, "")
+        if self._is_ours:
+            self._is_ours = False
+            distributed.destroy_process_group()
+        elif self.words is not None:
+            for group in (self.words, self.saving):
+                distributed.destroy_process_group(group)
+        self.words = self.saving = None
+
+    @contextlib.contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Raise an error that names the missing rank if a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.lost(error, f"a {what} over the ranks failed: ") from error
+
+    def _begin(self, values: Sequence[float], operation: Any) -> Pending:
+        payload = torch.tensor(values, dtype=torch.float64)
+        if self.size == 1:
+            return Pending(payload, None, self._collective)
+        with self._collective("reduction"):
+            work = distributed.all_reduce(payload, op=operation, group=self.words, async_op=True)
+        return Pending(payload, work, self._collective)
+
+
+class _Notes:
+    """The messages that the ranks of one run leave for each other in the store: why each has ended, and which are present.
+
+    Args:
+        prefix: of this run's keys; shared by its ranks, and unique to the run and attempt.
+    """
+
+    def __init__(self, prefix: str, rank: int, seconds: float) -> None:
+        self._prefix, self._rank, self._seconds = prefix, rank, seconds
+        self.is_silent = not prefix
+        """True once the store has failed to answer."""
+        self._has_left = False
+
+    def ask(self, act: Callable[[], str]) -> str:
+        """Return `act()`, which uses the store.
+
+        Raises:
+            TimeoutError: the store does not answer, or did not answer earlier.
+            RuntimeError: the store has ended.
+        """
+        if self.is_silent:
+            raise TimeoutError
+        try:
+            return within(self._seconds, act)
+        except TimeoutError:
+            self.is_silent = True
+            raise
+
+    def leave(self, kind: str, word: str) -> None:
+        """Say why this rank ends. Only the first call counts: it is nearest to the cause. Errors of the store are ignored."""
+        if not self._has_left:
+            self._has_left = True
+            with contextlib.suppress(RuntimeError, ValueError, TimeoutError):
+                self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
+
+    def read(self, rank: int) -> tuple[str, str] | None:
+        """Return what that rank left with `leave`, or None."""
+        word = self._get(f"gone/{rank}")
+        if word is None:
+            return None
+        kind, text = json.loads(word)
+        return kind, text
+
+    def question(self) -> None:
+        """Ask all ranks whether they are present."""
+        self._set("who", "")
+
+    def is_asked(self) -> bool:
+        """Return whether some rank asks."""
+        return self._get("who") is not None
+
+    def answer(self) -> None:
+        """Answer that this rank is present."""
+        self._set(f"here/{self._rank}", "")
+
+    def answered(self, rank: int) -> bool:
+        """Return whether that rank has answered."""
+        return self._get(f"here/{rank}") is not None
+
+    def _get(self, key: str) -> str | None:
+        store = distributed.distributed_c10d._get_default_store()
+        return store.get(f"{self._prefix}/{key}").decode() if store.check([f"{self._prefix}/{key}"]) else None
+
+    def _set(self, key: str, word: str) -> str:
+        distributed.distributed_c10d._get_default_store().set(f"{self._prefix}/{key}", word)
+        return word
+
+
+class _Presence:
+    """A thread that answers for this rank when another one asks after a failed collective. The main thread may be blocked
+    then."""
+
+    def __init__(self, notes: _Notes, pause: float) -> None:
+        self._is_over = threading.Event()
+        self._notes = notes
+        self._thread = threading.Thread(target=self._run, args=(notes, pause), name="callsheet-presence", daemon=True)
+        self._thread.start()
+
+    def _run(self, notes: _Notes, pause: float) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store or the group has ended
+            while not self._is_over.wait(pause):
+                if notes.is_asked():
+                    notes.answer()
+                    return
+
+    def end(self) -> None:
+        self._is_over.set()
+        if not self._notes.is_silent:  # otherwise it waits for the store: do not join it
+            self._thread.join(LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _as_ours() -> Iterator[None]:
+    """Convert torch's error to `DistributedError`. Until there is a group, the other ranks cannot be asked."""
+    try:
+        yield
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        raise DistributedError(
+            f"the ranks have met but could not connect: {(str(error).splitlines() or [''])[0]}; has one of them died?"
+        ) from error

@@ -1,0 +1,139 @@
+"""Metrics records: what was logged between two log boundaries, passed to `on_log`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.events import Event
+from callsheet.core.manager import CallbackManager
+from callsheet.core.time import Interval
+from callsheet.run.metrics import MetricLog, Series, scalar
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.tally import Tally
+
+
+class Records:
+    """Collects the run's metrics and counts, and makes a record of them at each log boundary, the same on all ranks."""
+
+    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
+        self.metrics = MetricLog(world if world.size > 1 else None)
+        self._train_loss = self.metrics.series("train/loss", "mean", "mean")
+        self._others: dict[str, Series] = {}  # the other losses, by name
+        self.tally = Tally(world)
+        self.learning_rate: Any = None
+        """The last step's; None if it has not been set since the last record was discarded."""
+        self.last_loss: Tensor | None = None
+        """This rank's mean loss of the last step. The mean over the ranks is the step's loss."""
+        self.every = every
+        self._manager = manager
+        self._has_listeners = manager.has_listeners
+        self._device = device
+        self._world = world
+        self._process = psutil.Process()  # created here: after a fork, an older one would describe the parent process
+        self._passed = 0  # how many intervals have a record
+        self._recorded_step = 0  # the step of the last record
+
+    @property
+    def are_read(self) -> bool:
+        """Whether any callback listens to `on_log`. With several ranks it may be a callback of another rank."""
+        return self._world.size > 1 or self._has_listeners.on_log
+
+    def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
+        """Add one step's mean losses by name. If no callback reads records, keep only the last loss, for checkpoints.
+
+        `scale` is the weight of this rank's mean relative to the other ranks'; `moved` is False for a skipped step.
+        """
+        if scale is not None:
+            losses = {name: loss * scale for name, loss in losses.items()}
+        loss = losses["loss"]
+        if moved:  # the loss of a skipped step may have overflowed
+            self.last_loss = loss
+        if not self.are_read:
+            return
+        self._train_loss.add(loss)
+        if len(losses) > 1:
+            for name, each in losses.items():
+                if name != "loss":
+                    series = self._others.get(name)
+                    if series is None:
+                        series = self._others[name] = self.metrics.series(f"train/{name}", "mean", "mean")
+                    series.add(scalar(name, each))
+
+    def are_due(self, ctx: Context) -> bool:
+        """Return whether a log boundary has been reached since the last record."""
+        return self.every.index(ctx.state.timestamp) > self._passed
+
+    def tell(self, ctx: Context) -> None:
+        """Fire `on_log` with what was logged since the last record, if anything was. `tally.settle` must have run. A
+        collective."""
+        self._passed = self.every.index(ctx.state.timestamp)
+        if not self.are_read:
+            self._recorded_step, self.learning_rate = ctx.step, None
+            self.tally.since_record()
+            self.metrics.clear()  # discard it without waiting for the device
+            return
+        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # no rank has logged more
+            return
+        self._recorded_step = ctx.step
+        samples, tokens, seconds = self.tally.since_record()
+        now = ctx.state.timestamp
+        logged: dict[str, float] = {"train/learning_rate": self.learning_rate} if self.learning_rate is not None else {}
+        if tokens and seconds:
+            logged["train/tokens_per_second"] = tokens / seconds
+        logged |= {"time/epoch": now.epoch, "time/batch": now.batch, "time/sample": now.sample, "time/token": now.token}
+        self.metrics.log(logged, across="same")
+        self._fire(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
+
+    def fire_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
+        """Fire `on_log` with what was logged in an evaluation, if anything was."""
+        if values:
+            self._fire(ctx, values, 0.0, 0.0)
+
+    def mean_loss(self) -> float | None:
+        """Return the last step's mean loss over all ranks, or None before the first step. A collective that waits for the
+        device."""
+        if self.last_loss is None:
+            return None
+        here = self.last_loss.item()
+        return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
+
+    def _fire(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
+        if not self._has_listeners.on_log:
+            return
+        ctx.record = MetricsRecord(
+            ctx.step,
+            values,
+            elapsed_seconds=ctx.state.timestamp.seconds,
+            samples_per_second=samples_per_second,
+            tokens_per_second=tokens_per_second,
+            memory_bytes=self._memory_bytes(),
+        )
+        self._manager.fire(Event.LOG, ctx)
+        ctx.close("on_log")
+        self._manager.publish_costs(ctx)
+
+    def _memory_bytes(self) -> int:
+        """Return the peak of allocated device memory since the process began, or on the CPU the current resident memory."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return int(self._process.memory_info().rss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been logged and is not in a record yet."""
+        return {
+            "metrics": self.metrics.state_dict(),
+            "passed": self._passed,
+            "told_at": self._recorded_step,
+            "learning_rate": self.learning_rate,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.metrics.load_state_dict(state["metrics"])
+        self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
+        self._passed, self._recorded_step, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]

@@ -1,0 +1,148 @@
+"""Allows one writer in the folder of a run: rank 0 holds the lock, and all ranks learn whether it was acquired."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from callsheet.core.context import RunInfo
+from callsheet.core.control import Control
+from callsheet.errors import ConfigError, RunInUseError
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
+from callsheet.run.run_marker import mark_run
+
+logger = logging.getLogger("callsheet")
+
+_SLICE_SECONDS = 1.0
+
+
+class RunGuard:
+    """The lock of a run, and the marker that makes its folder a run's.
+
+    A run with a name of its own acquires the lock before it does anything else. A run whose name was made from the time, and one
+    that only evaluates, acquire it when they write to their folder.
+
+    Args:
+        timeout: how long to wait for the lock.
+        is_busy: whether the run is doing anything; if not, another run of this process may take over its folder.
+    """
+
+    def __init__(
+        self, world: ProcessGroups, run: RunInfo, control: Control, *, timeout: float, is_busy: Callable[[], bool]
+    ) -> None:
+        self._world = world
+        self._run = run
+        self._timeout = timeout
+        self._has_begun = False
+        self._is_unguarded = False
+
+        def hurry() -> None:  # on the lock's thread; the loop reacts after its next step
+            run.has_lost_folder = control.is_hurried = control.pending = True
+
+        self._lock: RunLock | None = None  # on rank 0
+        if run.is_world_process_zero and run.folder is not None:
+            self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=hurry)
+
+    def acquire(self) -> None:
+        """Acquire the lock, before anything is written. A collective.
+
+        Raises:
+            RunInUseError: on all ranks: another process trains in the run's folder, and has not ended in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
+            pass  # each exchange is short, so that no rank waits longer than a collective may
+        if rejection:
+            raise RunInUseError(rejection)
+
+    def _attempt(self, deadline: float) -> str | None:
+        """Wait briefly for the lock. Return the empty string if it is held, the reason if it cannot be had, or None to keep
+        waiting."""
+        if self._lock is None:
+            return ""
+        until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._world.timeout / 4))
+        try:
+            while (owner := self._lock.attempt()) is not None:
+                now = time.monotonic()
+                if now >= deadline or owner.is_in_this_thread:
+                    return self._lock.rejection(owner)
+                self._lock.log_waiting(owner, self._timeout)
+                if now >= until:
+                    return None
+                time.sleep(0.1)
+        except OSError as error:
+            self._cannot_lock(error)
+        return ""
+
+    def check(self, *, acquires: bool = False) -> None:
+        """On rank 0, before it writes: raise if the lock is lost. With `acquires`, first acquire it if this run has not.
+
+        Raises:
+            RunLockLostError: another process has taken over the folder.
+            RunInUseError: another process trains in the folder that this run has not written to before.
+        """
+        lock = self._lock
+        if lock is None:
+            return
+        if acquires and not lock.was_acquired and not self._is_unguarded:
+            try:
+                lock.acquire(0)
+            except OSError as error:
+                self._cannot_lock(error)
+        lock.check()
+
+    def raise_if_lost(self) -> None:
+        """On rank 0: raise as `check` does if the heartbeat has found the lock lost. Does not access the disk otherwise."""
+        if self._lock is not None and self._lock.is_lost:
+            self._lock.check()
+
+    def begin(self) -> None:
+        """Note that training begins: from now on the folder is a run's. On rank 0."""
+        self._has_begun = True
+        self.mark()
+
+    def mark(self) -> None:
+        """Once training has begun: if the folder exists, mark it as a run's, and hold its lock."""
+        folder = self._run.folder
+        if self._lock is None or folder is None or not self._has_begun or not folder.is_dir():
+            return
+        self.check(acquires=True)
+        try:
+            mark_run(folder, self._run.name)
+        except OSError as error:
+            logger.warning("cannot mark %s as a run's: %s", folder, error.strerror or error)
+
+    def end(self) -> None:
+        """Release the lock at the end of the run."""
+        if self._lock is None:
+            return
+        try:
+            if self._lock.is_held:
+                self.mark()  # something may have been written since training began
+        finally:
+            self._lock.release()
+
+    def _cannot_lock(self, error: OSError) -> None:
+        if not self._is_unguarded:
+            self._is_unguarded = True
+            logger.warning(
+                "cannot create a lock beside %s (%s): a second process that trains in this folder would not be rejected",
+                self._run.folder,
+                error.strerror or error,
+            )
+
+
+def checked_lock_timeout(seconds: float) -> float:
+    """Return `seconds`, if it is a valid time to wait.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ConfigError(f"lock_timeout_seconds={seconds!r}: give a number of seconds, or 0 not to wait")
+    return seconds
+
+
+__all__ = ["LOCK_TIMEOUT_SECONDS", "RunGuard", "checked_lock_timeout"]

@@ -1,0 +1,75 @@
+"""Counts between two boundaries: samples, tokens and seconds of training."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from callsheet.core.context import TrainState
+from callsheet.run.process_groups import ProcessGroups
+
+
+class Tally:
+    """Counts each step on this process, and adds the counts to the run's timestamp at boundaries.
+
+    Samples and tokens are those of all ranks; the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and
+    seconds do not change, so every decision that depends on them uses values that all ranks share. The clock runs only during
+    training: evaluation and saving stop it.
+    """
+
+    def __init__(self, world: ProcessGroups) -> None:
+        self._world = world
+        self.samples = 0
+        self.tokens = 0
+        self._seconds = 0.0
+        self._running_since: float | None = None
+        self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last record
+
+    def count(self, samples: int, tokens: int) -> None:
+        """Count one step, with the samples and tokens of its batches."""
+        self.samples += samples
+        self.tokens += tokens
+
+    def start(self) -> None:
+        """Start the clock."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        if self._running_since is not None:
+            self._seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    def settle(self, state: TrainState) -> None:
+        """Add the counts of all ranks to the timestamp. A collective."""
+        if self._running_since is not None:
+            self.stop()
+            self.start()
+        counted = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
+        samples, tokens, seconds = counted if self._world.size == 1 else self._world.sum(counted)
+        state.timestamp = state.timestamp.settled(samples=int(samples), tokens=int(tokens), seconds=seconds)
+        before = self._record
+        self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
+        self.samples = self.tokens = 0
+        self._seconds = 0.0
+
+    def since_record(self) -> tuple[int, int, float]:
+        """Return the samples, tokens and seconds of training that were settled since the last call."""
+        record, self._record = self._record, (0, 0, 0.0)
+        return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks have counted since the last `settle`, and what was settled since the last record. A
+        collective."""
+        here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
+        samples, tokens, seconds = self._world.sum(here)
+        return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Rank 0 takes the counts, whatever the number of ranks was."""
+        is_counted = self._world.rank == 0
+        self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
+        self._seconds = state["seconds"] if is_counted else 0.0
+        samples, tokens, seconds = state["record"]
+        self._record = (samples, tokens, seconds)
