@@ -19,11 +19,8 @@ import fsspec
 
 from callsheet import Background, Callback, CheckpointError, Context
 from callsheet.callbacks import CheckpointSaver
-from callsheet.checkpoint import read_manifest
-from callsheet.checkpoint.seal import MANIFEST
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.checkpoint import MANIFEST, read_manifest
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 logger = logging.getLogger("upload")
 

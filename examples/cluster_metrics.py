@@ -15,9 +15,7 @@ import sys
 from typing import Any
 
 from callsheet import Callback, Context, every
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class MetricsClient:

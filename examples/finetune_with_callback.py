@@ -21,9 +21,7 @@ import torch
 
 from callsheet import Callback, CallbackManager, Context, rank_zero_only
 from callsheet.callbacks import CheckpointSaver
-from callsheet.recipes import FinetuneConfig, finetune
-from callsheet.recipes.data.rows import Rows
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import FinetuneConfig, LanguageModel, Rows, finetune
 
 ROWS = Path(__file__).resolve().parent / "arithmetic"
 

@@ -15,9 +15,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from callsheet import Callback, Context
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class HTTPReporter(Callback):

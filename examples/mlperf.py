@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from callsheet import Trainer
-from callsheet.callbacks.mlperf import MLPerfCallback
+from callsheet.callbacks import MLPerfCallback
 
 
 def main() -> None:

@@ -16,9 +16,7 @@ import torch
 
 from callsheet import Callback, Context, at
 from callsheet.callbacks import EMA
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class HandwrittenEMA(Callback):

@@ -12,9 +12,7 @@ from __future__ import annotations
 import sys
 
 from callsheet.callbacks import Notify
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 def main(folder: str = "runs") -> None:

@@ -14,9 +14,7 @@ import torch
 
 from callsheet import Callback, Context, rank_zero_only
 from callsheet.callbacks import LRMonitor
-from callsheet.recipes import PretrainConfig, pretrain
-from callsheet.recipes.data.byte_files import ByteFiles
-from callsheet.recipes.models.language_model import LanguageModel
+from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class ReduceOnPlateau(Callback):

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from callsheet import ConfigError
-from callsheet.lanes.queue import Lane, LaneOptions, close, drain
+from callsheet.core.lane_options import LaneOptions
+from callsheet.lanes.queue import Lane, close, drain
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires 
 
 from typing import TYPE_CHECKING
 
+from callsheet.core.background import Background
 from callsheet.core.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
 from callsheet.core.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.core.control import Control
@@ -32,7 +33,6 @@ from callsheet.errors import (
     UnknownArgument,
     UnknownEventError,
 )
-from callsheet.lanes.background import Background
 
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach

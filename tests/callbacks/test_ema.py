@@ -373,5 +373,5 @@ def test_whole_weights_go_on_with_another_number_of_ranks(tmp_path: Path) -> Non
 
 def test_shards_of_another_number_of_ranks_are_rejected(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path), "fsdp", True)
-    with pytest.raises(CheckpointError, match=r"in shards on a mesh of \(2,\), and the model is whole now"):
+    with pytest.raises(CheckpointError, match=r"in shards on a mesh of \(2,\), but the model is now whole"):
         trainer(tmp_path, EMA(decay=0.9), resume=tmp_path / "run" / "checkpoints" / "ep0-ba4", run_name="alone")

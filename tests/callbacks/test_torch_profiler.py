@@ -101,7 +101,7 @@ def test_two_stand_side_by_side_and_one_at_a_time(tmp_path: Path, caplog: pytest
         fit(tmp_path, Marks(), early, late, overlapping)
     assert traces(tmp_path / "own") == {"early-step4-rank0.json": [2, 3, 4]}
     assert traces(tmp_path / "run" / "traces") == {"late-step10-rank0.json": [10]}
-    assert "overlapping: steps 10 and on are not profiled" in caplog.text
+    assert "overlapping: the steps from 10 on are not profiled" in caplog.text
 
 
 def test_of_two_that_would_warm_up_together_one_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +110,7 @@ def test_of_two_that_would_warm_up_together_one_is_left_out(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Marks(), one, other)
     assert traces(tmp_path / "run" / "traces") == {"one-step5-rank0.json": [4, 5]}
-    assert "other: steps 2 and on are not profiled" in caplog.text
+    assert "other: the steps from 2 on are not profiled" in caplog.text
 
 
 def test_somebody_elses_profiler_is_left_alone(tmp_path: Path) -> None:

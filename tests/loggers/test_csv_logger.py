@@ -131,7 +131,7 @@ def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.L
     (tmp_path / "run" / "metrics.csv").mkdir(parents=True)
     fit(tmp_path)
     assert "CSVLogger" in caplog.text
-    assert caplog.text.count("training goes on") == 1
+    assert caplog.text.count("training continues") == 1
 
 
 def in_a_small_disk(folder: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from callsheet import Background, ConfigError, Context, Trainer
 from callsheet.core.context import Outcome
-from callsheet.lanes.queue import LaneOptions
+from callsheet.core.lane_options import LaneOptions
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
 
 HANGS = ("open", "write", "close")

@@ -331,7 +331,7 @@ def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: py
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.02))
     trainer = fit(tmp_path, callbacks=manager)
     assert trainer.run.outcome is Outcome.FINISHED
-    assert "Says said 'log' in its lane, which cannot be done: unknown over 'avg'" in caplog.text
+    assert "The message 'log' from the lane of Says failed: unknown over 'avg'" in caplog.text
 
 
 def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
     ):
         with pytest.raises(RegistrationError, match=message):
             CallbackManager([Background(callback)])
-    with pytest.raises(NotACallbackError, match="in no lane yet"):
+    with pytest.raises(NotACallbackError, match="not in a lane yet"):
         Background(Background(Ears()))
     with pytest.raises(ConfigError, match="unknown overflow 'drop'; did you mean 'drop_oldest'"):
         Background(Ears(), overflow="drop")
@@ -646,7 +646,7 @@ def test_what_another_process_cannot_make_anew_is_rejected() -> None:
     class Local(Callback):
         def on_log(self, ctx: Context) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"Local is defined in a function.*put the class into a module"):
+    with pytest.raises(ConfigError, match=r"Local is defined in a function.*move the class into a module"):
         Process(Local())
     with pytest.raises(ConfigError, match=r"Far cannot be made anew in another process"):
         Process(Far(bias=threading.Lock()))  # type: ignore[arg-type]  # that is what is tested

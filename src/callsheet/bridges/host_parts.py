@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from callsheet.core.context import CheckpointInfo, Context
@@ -11,7 +11,7 @@ from callsheet.core.control import Request
 from callsheet.core.spans import Spans
 from callsheet.errors import mark_as_users
 from callsheet.run.checkpoints import Stateful
-from callsheet.trainer.evaluation import Undone
+from callsheet.run.parts import DueEvaluation
 
 Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
@@ -28,7 +28,7 @@ class HostEvaluation:
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
-        self.undone: Undone | None = None
+        self.undone: DueEvaluation | None = None
         """What is due at the current boundary and not yet done. It is not saved in checkpoints."""
         self._ctx = ctx
         self._evaluates = evaluates
@@ -61,7 +61,7 @@ class HostEvaluation:
         """Return nothing: `evaluate` has logged the results."""
         return {}
 
-    def done(self, ctx: Context, due: list[str]) -> None:
+    def done(self, ctx: Context, names: Iterable[str]) -> None:
         """Mark the request as done."""
         self.undone = None
         ctx.control.done("evaluate")
@@ -71,12 +71,12 @@ class HostCheckpoints:
     """Saves through the host: passes requests on to it. The host reports a checkpoint after it has written it."""
 
     is_writing = False
-    stopped_by: Request | None = None
     next_step = sys.maxsize
 
     def __init__(self, ctx: Context, spans: Spans, saves: Callable[[tuple[Request, ...]], None]) -> None:
         self.shared: dict[str, Stateful] = {}
         self.local: dict[str, Stateful] = {}
+        self.stopped_by: Request | None = None
         self.requests: tuple[Request, ...] = ()
         """The requests that the host's next checkpoint answers."""
         self.loads: Callable[[], CheckpointInfo | None] = lambda: None
@@ -95,17 +95,19 @@ class HostCheckpoints:
             self._ctx.checkpoint = self.loads()
         self._ctx.close("on_checkpoint_load_end")
 
-    def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> None:
-        """Ask the host to save."""
+    def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> CheckpointInfo | None:
+        """Ask the host to save. Return None: the host reports the checkpoint after it has written it."""
         self.requests += requests
         try:
             self._saves(requests)
         except BaseException as error:
             mark_as_users(error)
             raise
+        return None
 
-    def earlier_stop(self) -> None:
+    def earlier_stop(self) -> Request | None:
         """Return None: the host decides whether a stopped run continues."""
+        return None
 
     def publish(self, durable: int) -> None:
         """Do nothing: no checkpoint is being written in the background."""
@@ -113,4 +115,8 @@ class HostCheckpoints:
     def prepare(self, step: int) -> None:
         """Do nothing: the host writes the checkpoints."""
 
-    finish = close = lambda self: None
+    def finish(self) -> None:
+        """Do nothing: the host has finished its checkpoints when its training ends."""
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -17,6 +17,7 @@ from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import reads_of, writes_to_run_folder
+from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.core.control import SAVE_KINDS, Control, Request
@@ -25,7 +26,6 @@ from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.ranks import read_ranks
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, mark_as_users
-from callsheet.lanes.background import inner
 from callsheet.run.agreement import Agreement
 from callsheet.run.boundaries import Boundaries
 from callsheet.run.checkpoints import Checkpoints, Stateful, Typed
@@ -135,7 +135,7 @@ class HostedRun:
         self.agreement.durable = self.checkpoints.durable
         self.evaluation = HostEvaluation(ctx, evaluates, self.fire_evaluation)
         self.boundaries = _Boundaries(
-            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard  # type: ignore[arg-type]
+            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard
         )  # fmt: skip
         # A checkpoint names the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read it. If
         # callsheet writes them, the loss is in the file, and any handler may ask for a checkpoint.

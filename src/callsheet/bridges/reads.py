@@ -10,8 +10,8 @@ import inspect
 import textwrap
 from typing import Any
 
+from callsheet.core.background import inner
 from callsheet.core.callback import Callback
-from callsheet.lanes.background import inner
 
 _NAMES = ("ctx", "context")
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
-from callsheet.run.disk_thread import finish_deletions
 
 logger = logging.getLogger("callsheet")
 

@@ -14,9 +14,9 @@ from callsheet.callbacks.support.delivery import longest, why_not_delivered
 from callsheet.callbacks.support.destinations import Address, Destination, Notification
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context, Outcome
+from callsheet.core.lane_options import LaneOptions
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
 from callsheet.errors import ConfigError
-from callsheet.lanes.queue import LaneOptions
 
 logger = logging.getLogger("callsheet")
 

@@ -19,12 +19,13 @@ with needed_by(__name__):
     from callsheet.checkpoint.plain import flatten, unflatten
     from callsheet.checkpoint.ranks import RankLost
     from callsheet.checkpoint.read import Loaded, read_checkpoint
-    from callsheet.checkpoint.seal import Seal, Unsealed
+    from callsheet.checkpoint.seal import MANIFEST, Seal, Unsealed
     from callsheet.checkpoint.storage import FileSeal, Folder
     from callsheet.checkpoint.tensors import all_finite
     from callsheet.checkpoint.write import write_checkpoint
 
 __all__ = [
+    "MANIFEST",
     "AsyncWriter",
     "Checkpoint",
     "FileSeal",

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from callsheet.checkpoint.disk_thread import disk_thread
 from callsheet.checkpoint.draft import Draft, Kind, Staging
 from callsheet.checkpoint.ranks import RankGroup
 from callsheet.checkpoint.seal import Seal
 from callsheet.checkpoint.tensors import local_part
 from callsheet.checkpoint.write import Check, Writing
 from callsheet.errors import CheckpointError
-from callsheet.run.disk_thread import disk_thread
 
 
 class AsyncWriter:

@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from callsheet.checkpoint.disk_thread import begin_deletion, finish_deletions
 from callsheet.checkpoint.layout import LATEST, MARKER
 from callsheet.checkpoint.local import LocalFolder
 from callsheet.checkpoint.remote import RemoteFolder
 from callsheet.checkpoint.seal import MANIFEST, Seal, Unsealed, manifest_of, seal_of
 from callsheet.checkpoint.storage import Folder
 from callsheet.errors import CheckpointError
-from callsheet.run.disk_thread import begin_deletion, finish_deletions
 
 logger = logging.getLogger("callsheet")
 

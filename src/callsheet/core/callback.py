@@ -10,10 +10,10 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from callsheet.core.hooks import Hooks
+from callsheet.core.lane_options import LaneOptions
 from callsheet.core.ranks import RankGate, read_ranks
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, did_you_mean, where
-from callsheet.lanes.queue import LaneOptions
 
 if TYPE_CHECKING:
     from callsheet.core.context import Context

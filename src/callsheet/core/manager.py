@@ -12,6 +12,7 @@ from itertools import count
 from math import inf
 from typing import Any, TypeVar, overload
 
+from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import (
     FAILURES_ALLOWED,
     CallSheet,
@@ -32,6 +33,7 @@ from callsheet.core.callback import Callback, label_of, ungated
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Costs, Failures
 from callsheet.core.events import Event, as_event
+from callsheet.core.lane_options import LaneOptions
 from callsheet.core.lifecycle import EVENTS, POINTS
 from callsheet.core.ranks import RankGate, Ranks, read_ranks
 from callsheet.core.registration import check_callback, handlers_of, resolve_options
@@ -46,10 +48,9 @@ from callsheet.errors import (
     text_of,
     where,
 )
-from callsheet.lanes.background import Background, inner
 from callsheet.lanes.capture import DeviceNumbers
 from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
-from callsheet.lanes.queue import LaneOptions, Undelivered, drain
+from callsheet.lanes.queue import Undelivered, drain
 from callsheet.lanes.snapshot import Inbox
 from callsheet.lanes.state_calls import StateCalls, keeps_state
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from callsheet.core.background import Background
 from callsheet.core.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
+from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
 from callsheet.core.time import Interval
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
-from callsheet.lanes.background import Background
-from callsheet.lanes.snapshot import NEVER
 
 _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
@@ -176,7 +176,7 @@ def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: s
                 "it draws random numbers, and a lane would draw them in the middle of training: use a generator of its own, and leave "
                 "draws_random out"
             )
-        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NEVER]):
+        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NOT_IN_LANES]):
             raise ConfigError(
                 f"snapshot_fields: {', '.join(never)} is not available in a lane, since training keeps changing it; read it inline, and "
                 "log numbers"

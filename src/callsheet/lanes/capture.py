@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet.core.context import Context, TrainState
 from callsheet.core.events import Event, as_event
+from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, FIELDS, fields_available
 from callsheet.errors import FieldNotAvailable
-from callsheet.lanes.snapshot import NEVER, ON_REQUEST, Inbox, LaneControl, Snapshot
+from callsheet.lanes.snapshot import ON_REQUEST, Inbox, LaneControl, Snapshot
 
 if TYPE_CHECKING:
     from callsheet.core.call_sheet import Registration
     from callsheet.lanes.queue import Lane
 
-_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NEVER, *ON_REQUEST))
+_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NOT_IN_LANES, *ON_REQUEST))
 _OF_STATE = ("timestamp", "previous_timestamp", "course")
 """Attributes of `TrainState` that every snapshot holds. They are replaced, never changed in place, so they need no copy."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
@@ -105,7 +106,7 @@ class SnapshotCapture:
         wanted = [
             name
             for name in dict.fromkeys(needs or _BY_DEFAULT)
-            if name not in (*NEVER, "event", "run", "state", "step", "epoch", "control")
+            if name not in (*NOT_IN_LANES, "event", "run", "state", "step", "epoch", "control")
         ]
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)

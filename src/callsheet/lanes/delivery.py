@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from callsheet.core.background import END_SECONDS, inner
 from callsheet.core.call_sheet import HandlerEntry, Registration, failed
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import text_of
-from callsheet.lanes.background import END_SECONDS, inner
 from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
 from callsheet.lanes.queue import Lane, close
 from callsheet.lanes.snapshot import Inbox, Snapshot

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from callsheet.core.background import END_SECONDS, Background
 from callsheet.core.callback import Callback, CallbackSpec, import_path
 from callsheet.core.lifecycle import FIELDS
 from callsheet.errors import CallsheetError, ConfigError, text_of
-from callsheet.lanes.background import END_SECONDS, Background
 from callsheet.lanes.snapshot import Snapshot
 
 logger = logging.getLogger("callsheet")

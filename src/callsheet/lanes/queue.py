@@ -16,15 +16,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
-from callsheet.errors import ConfigError, did_you_mean, text_of
+from callsheet.core.lane_options import LaneOptions
+from callsheet.errors import text_of
 
 logger = logging.getLogger("callsheet")
-
-OVERFLOWS = ("block", "drop_oldest", "latest")
 
 _starting = threading.RLock()  # held while a lane's thread is started
 _LOOK_SECONDS = 0.1  # between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
@@ -35,36 +33,6 @@ _BUSY_AFTER_SECONDS = 5.0  # no warning before this
 _BUSY_SECONDS = 0.5  # processor time after which the warning does not wait for `_BUSY_AFTER_SECONDS`
 _BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
 _LOOK_EVERY = 64  # items between checks for that warning, in a lane that is never empty
-
-
-@dataclass(frozen=True, slots=True)
-class LaneOptions:
-    """The options of a lane.
-
-    Args:
-        queue: how many events may wait.
-        overflow: what happens when the queue is full. `block`: the training thread waits. `drop_oldest`: the oldest event is dropped.
-            `latest`: only the newest event of each kind is kept. Dropped events are counted.
-        deadline: how many seconds the run's end waits for the lane in total. If the queue has been full for this long without progress,
-            training does not wait for it again.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
-
-    queue: int = 1024
-    overflow: str = "block"
-    deadline: float = 10.0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.queue, bool) or not isinstance(self.queue, int) or self.queue < 1:
-            raise ConfigError(f"queue={self.queue!r}: give the number of events that may wait, at least 1")
-        if self.overflow not in OVERFLOWS:
-            raise ConfigError(
-                f"unknown overflow {self.overflow!r}{did_you_mean(str(self.overflow), OVERFLOWS)} (one of {', '.join(OVERFLOWS)})"
-            )
-        if not self.deadline > 0:
-            raise ConfigError(f"deadline={self.deadline!r}: give a number of seconds above zero")
 
 
 class Undelivered(NamedTuple):

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from callsheet.core.context import Context, RunInfo
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
+from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, ANYWHERE, fields_available
 from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
 
 logger = logging.getLogger("callsheet")
-
-NEVER = ("model", "optimizer", "scheduler")
-"""Fields that no snapshot holds, since training keeps changing them."""
 
 ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
 """Fields that a snapshot holds only if the callback names them in `snapshot_fields`, since they must be copied."""
@@ -253,7 +251,7 @@ class Snapshot(Context):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in NEVER:
+            if name in NOT_IN_LANES:
                 raise FieldNotAvailable(
                     f"ctx.{name} is not available in a lane, since training keeps changing it; use it inline, and log numbers"
                 )

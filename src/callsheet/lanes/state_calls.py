@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from callsheet.core.background import inner
 from callsheet.core.call_sheet import Registration
 from callsheet.core.callback import Callback
 from callsheet.errors import text_of
-from callsheet.lanes.background import inner
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.context import Context, Outcome
+from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import ConfigError
-from callsheet.lanes.queue import LaneOptions
 from callsheet.loggers.support.mlflow_runs import (
     LONGEST_NAME,
     LONGEST_PARAM,

@@ -11,8 +11,8 @@ from typing import Any
 
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context, Outcome
+from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import ConfigError
-from callsheet.lanes.queue import LaneOptions
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, nested, plain
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from callsheet.callbacks import NaNMonitor
 from callsheet.checkpoint import find_checkpoints
+from callsheet.core.background import inner
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.randomness import seed_all
@@ -23,7 +24,6 @@ from callsheet.core.ranks import read_ranks
 from callsheet.core.time import TimeUnit
 from callsheet.core.working import working
 from callsheet.errors import ConfigError, NonFiniteError, RunInUseError
-from callsheet.lanes.background import inner
 from callsheet.loggers.support.file_names import replace_file
 from callsheet.loggers.support.json_text import json_text
 from callsheet.recipes.existing_run import NEW, of_rank_zero, reject_another_job, resumable, set_aside

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.core.context import CheckpointInfo, Context, Outcome
 from callsheet.core.control import Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Interval, TimeUnit
 from callsheet.run.agreement import Agreement
-from callsheet.run.checkpoints import Checkpoints
-from callsheet.run.disk_thread import finish_deletions
 from callsheet.run.lifetime import Lifetime, stop_reason
+from callsheet.run.parts import CheckpointsPart, DueEvaluation, EvaluationPart
 from callsheet.run.records import Records
 from callsheet.run.run_guard import RunGuard
-from callsheet.trainer.evaluation import Evaluation, Undone
 
 logger = logging.getLogger("callsheet")
 
@@ -41,8 +40,8 @@ class Boundaries:
         lifetime: Lifetime,
         agreement: Agreement,
         records: Records,
-        evaluation: Evaluation,
-        checkpoints: Checkpoints,
+        evaluation: EvaluationPart,
+        checkpoints: CheckpointsPart,
         guard: RunGuard,
     ) -> None:
         self._manager = manager
@@ -202,8 +201,8 @@ class Boundaries:
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
 
-    def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo:
-        """Save for these requests, or for a call by hand if there are none."""
+    def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
+        """Save for these requests, or for a call by hand if there are none. Return None if a host saves later."""
         val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
 
@@ -226,7 +225,7 @@ class Boundaries:
         due = self._due()
         undone = self._evaluation.undone
         if due and (undone is None or undone.boundary != boundary or undone.step != self._ctx.step):
-            self._evaluation.undone = Undone(self._ctx.step, boundary, due)
+            self._evaluation.undone = DueEvaluation(self._ctx.step, boundary, due)
         return bool(due) and self._agreement.signal is None
 
     def _fire_before_evaluation(self) -> None:

@@ -32,6 +32,7 @@ from callsheet.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.checkpoint.layout import LATEST
 from callsheet.core.callback import label_of
 from callsheet.core.context import CheckpointInfo, Context
@@ -40,7 +41,6 @@ from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
 from callsheet.core.spans import Spans
 from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
-from callsheet.run.disk_thread import finish_deletions
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.reasons import one_line
 from callsheet.run.run_guard import RunGuard
@@ -146,7 +146,7 @@ class Checkpoints:
         path: str | os.PathLike[str] | None,
         *,
         train_loss: float | None,
-        val_losses: dict[str, float],
+        val_losses: Mapping[str, float],
         waits: bool = False,
     ) -> CheckpointInfo:
         """Write one checkpoint for all requests, or for a call by hand if there are none, and fire its events.
@@ -170,7 +170,7 @@ class Checkpoints:
             epoch=epoch,
             kind=kind,
             train_loss=train_loss,
-            val_losses=val_losses,
+            val_losses=dict(val_losses),
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )

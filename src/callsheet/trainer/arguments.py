@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.ranks import Ranks
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError
-from callsheet.lanes.background import inner
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import Loader

@@ -19,6 +19,7 @@ from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
 from callsheet.run.agreement import Agreement
 from callsheet.run.metrics import MetricLog
+from callsheet.run.parts import DueEvaluation
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
@@ -86,19 +87,6 @@ class Schedule:
         self._passed, self._last_step = state["passed"], state["last_step"]
 
 
-@dataclass
-class Undone:
-    """An evaluation that is due and not done yet: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
-
-    `is_told` is True once `on_checkpoint_due` has been fired before it.
-    """
-
-    step: int
-    boundary: str
-    names: list[str]
-    is_told: bool = False
-
-
 class Evaluation:
     """Runs the model over data without training it, and fires the events with a context of its own.
 
@@ -134,7 +122,7 @@ class Evaluation:
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.ctx = main.sibling(self.metrics)
-        self.undone: Undone | None = None
+        self.undone: DueEvaluation | None = None
         """The evaluation that is due at the current boundary and not done yet. Checkpoints hold it; a resumed run begins with
         it."""
         self._logged: dict[str, float] = {}
@@ -214,7 +202,7 @@ class Evaluation:
         """Load what `state_dict` returned; evaluators that are added later get their part."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
-        self.undone = Undone(**state["undone"]) if state["undone"] is not None else None
+        self.undone = DueEvaluation(**state["undone"]) if state["undone"] is not None else None
         self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:

@@ -458,7 +458,9 @@ class Trainer:
             CheckpointError: the checkpoint cannot be written, or a callback's state is not plain data.
         """
         with self._lifetime, self._doing("save_checkpoint"):
-            return self._boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
+            info = self._boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
+            assert info is not None  # the Trainer's own checkpoints are saved at once
+            return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
         """Write the full weights: a Hugging Face folder for a Hugging Face model, else a safetensors file. Every rank must call

@@ -19,9 +19,9 @@ from callsheet.bridges.instructlab.names import (
 )
 from callsheet.core.callback import Callback
 from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import TimeUnit
-from callsheet.lanes.queue import LaneOptions
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 EVENT_MAP: Mapping[str, str] = {

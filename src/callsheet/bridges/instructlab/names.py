@@ -15,9 +15,10 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import did_you_mean
 from callsheet.lanes.capture import copied
-from callsheet.lanes.queue import Lane, LaneOptions, close, drain
+from callsheet.lanes.queue import Lane, close, drain
 
 logger = logging.getLogger("callsheet")
 

@@ -9,8 +9,8 @@ from torch.cuda import _memory_viz
 
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
-from callsheet.lanes.queue import LaneOptions
 
 _ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
 """The view by segments: the name in torch's page, and the name that its script knows. With the first one the page stays blank."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from callsheet.core.lane_options import LaneOptions
 from callsheet.lanes.capture import copied
-from callsheet.lanes.queue import Lane, LaneOptions, close, drain
+from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
 _OPTIONS = LaneOptions(queue=64, deadline=60.0)  # queued images take memory

@@ -7,8 +7,8 @@ from math import inf
 from typing import Any
 
 from callsheet.core.callback import Callback, label_of
+from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import NotACallbackError
-from callsheet.lanes.queue import LaneOptions
 
 END_SECONDS = 5.0
 """How long a callback's process has to end before it is killed."""

@@ -1,0 +1,98 @@
+"""What the boundaries need of an evaluation and of checkpoints: the Trainer's own, or a host's, which passes requests on to its framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.control import Request
+from callsheet.core.time import Interval
+
+
+@dataclass
+class DueEvaluation:
+    """An evaluation that is due and not done yet: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
+
+    `is_told` is True once `on_checkpoint_due` has been fired before it. Checkpoints hold these fields by their names.
+    """
+
+    step: int
+    boundary: str
+    names: list[str]
+    is_told: bool = False
+
+
+class EvaluationSchedule(Protocol):
+    """When the evaluation of one dataset is due; `every` is None for one that is made on request only."""
+
+    every: Interval | None
+
+
+class EvaluationPart(Protocol):
+    """Evaluates datasets. `results` holds the latest results by dataset name, `undone` an evaluation that is due at this boundary."""
+
+    undone: DueEvaluation | None
+    results: dict[str, dict[str, float]]
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether checkpoints hold the evaluation that is due, so that a resumed run makes it."""
+
+    @property
+    def loaders(self) -> Mapping[str, Any]:
+        """The datasets by name."""
+
+    @property
+    def schedules(self) -> Mapping[str, EvaluationSchedule]:
+        """The schedules by dataset name."""
+
+    def due(self, ctx: Context, is_over: bool) -> list[str]:
+        """Return the names of the datasets to evaluate now."""
+
+    def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
+        """Evaluate, and return the results by dataset name."""
+
+    def take(self) -> dict[str, float]:
+        """Return what was logged during the evaluation."""
+
+    def done(self, ctx: Context, names: Iterable[str]) -> None:
+        """Note that these datasets have been evaluated."""
+
+
+class CheckpointsPart(Protocol):
+    """Saves and loads checkpoints."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+
+    @property
+    def next_step(self) -> int:
+        """The step after which the boundaries call `prepare`."""
+
+    stopped_by: Request | None
+
+    def save(
+        self,
+        requests: tuple[Request, ...],
+        path: str | None,
+        *,
+        train_loss: float | None,
+        val_losses: Mapping[str, float],
+        waits: bool,
+    ) -> CheckpointInfo | None:
+        """Save for these requests, or for a call by hand if there are none. None: a host saves later."""
+
+    def prepare(self, step: int) -> None:
+        """Allocate after `step` what the first save needs."""
+
+    def publish(self, durable: int) -> None:
+        """Publish the background save, if all ranks have written it."""
+
+    def finish(self) -> None:
+        """Wait for the background save, and publish it."""
+
+    def earlier_stop(self) -> Request | None:
+        """Return the request that stopped the run before it was resumed, or None if training may continue."""
