@@ -114,7 +114,7 @@ class Switch(Callback):
             for member in self.manager._registrations:
                 if member.thing in self.monitors:  # whose own mutes stay, and end
                     member.is_off = state == NOBODY
-            self.manager._changed()
+            self.manager._table.changed()
 
     def on_log(self, ctx: Context) -> None:
         """So that a record is made in every state."""

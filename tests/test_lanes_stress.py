@@ -88,7 +88,8 @@ def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) ->
     code = 1  # and no assertion leaves this branch
     try:
         signal.alarm(20)
-        lanes = [each.lane for each in manager._lanes.values()]
+        assert manager._lanes is not None
+        lanes = [each.lane for each in manager._lanes]
         before = len(acts.heard)
         manager.fire("on_train_step_end", ctx)
         manager.close()

@@ -109,8 +109,6 @@ def test_every_module_has_a_layer(module: str) -> None:
 
 @pytest.mark.parametrize("module", list(MODULES))
 def test_imports_go_down(module: str) -> None:
-    if module == "core.manager":
-        pytest.xfail("the manager builds lanes itself until they are a part of their own")
     for imported in own(imports(MODULES[module])):
         inside = bool(module) and imported.split(".")[0] == module.split(".")[0]
         assert inside or layer_of(imported) < layer_of(module), f"{module or 'callsheet'} imports {imported or 'callsheet'}"
@@ -142,6 +140,21 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, callsheet; print(sorted({'torch', 'numpy', 'yaml'} & sys.modules.keys()), callsheet.Callback.__name__)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout == "[] Callback\n", ran.stderr
+
+
+def test_lanes_are_imported_when_a_handler_has_one() -> None:
+    code = (
+        "import sys, callsheet\n"
+        "loaded = lambda: any(name.startswith('callsheet.lanes.') for name in sys.modules)\n"
+        "class Slow(callsheet.Callback):\n"
+        "    def on_train_step_end(self, ctx): pass\n"
+        "manager = callsheet.CallbackManager([Slow()])\n"
+        "before = loaded()\n"
+        "manager.add(callsheet.Background(Slow()))\n"
+        "print(before, loaded())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout == "False True\n", ran.stderr
 
 
 def test_what_the_package_promises_is_there() -> None:

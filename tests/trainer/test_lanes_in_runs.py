@@ -642,13 +642,13 @@ def test_a_process_can_stop_the_run_and_a_class_can_say_that_it_wants_one(tmp_pa
     assert manager.call_sheet().rows()[0][4] == "process"
 
 
-def test_what_another_process_cannot_make_anew_is_rejected() -> None:
+def test_a_callback_that_another_process_cannot_build_is_rejected() -> None:
     class Local(Callback):
         def on_log(self, ctx: Context) -> None: ...
 
     with pytest.raises(ConfigError, match=r"Local is defined in a function.*move the class into a module"):
         Process(Local())
-    with pytest.raises(ConfigError, match=r"Far cannot be made anew in another process"):
+    with pytest.raises(ConfigError, match=r"Far cannot be built in another process"):
         Process(Far(bias=threading.Lock()))  # type: ignore[arg-type]  # that is what is tested
     with pytest.raises(RegistrationError, match="cannot be sent to another process"):
         CallbackManager().register("on_log", lambda ctx: None, lane="process")

@@ -155,6 +155,22 @@ class CallSheet:
         return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
+    """Return an entry for a handler of ours. It has phase `report`, so that it is called even after a callback has failed."""
+    return HandlerEntry(
+        event=event,
+        handler=handler,
+        member=Registration(handler, label, source),
+        phase="report",
+        ranks="all",
+        lane="inline",
+        on_error="raise",
+        every=None,
+        draws_random=False,
+        number=-1,
+    )
+
+
 def compiled(
     event: str,
     entries: Iterable[HandlerEntry],

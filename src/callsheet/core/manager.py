@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
-from math import inf
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import (
     FAILURES_ALLOWED,
     CallSheet,
-    CompiledEvent,
     Handler,
     HandlerEntry,
     Registration,
     all_entries,
-    compile_event,
-    compiled,
-    compiled_handlers,
     in_gate,
     isolated,
-    marked,
     recover,
 )
 from callsheet.core.callback import Callback, label_of, ungated
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Costs, Failures
+from callsheet.core.dispatch_table import DispatchTable
 from callsheet.core.events import Event, as_event
-from callsheet.core.lane_options import LaneOptions
-from callsheet.core.lifecycle import EVENTS, POINTS
-from callsheet.core.ranks import RankGate, Ranks, read_ranks
+from callsheet.core.lifecycle import EVENTS
+from callsheet.core.muting import Muting
+from callsheet.core.ranks import RankGate, read_ranks
 from callsheet.core.registration import check_callback, handlers_of, resolve_options
-from callsheet.core.spans import HasListeners, Spans
+from callsheet.core.spans import Spans
+from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import (
     ConfigError,
@@ -48,25 +43,15 @@ from callsheet.errors import (
     text_of,
     where,
 )
-from callsheet.lanes.capture import DeviceNumbers
-from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
-from callsheet.lanes.queue import Undelivered, drain
-from callsheet.lanes.snapshot import Inbox
-from callsheet.lanes.state_calls import StateCalls, keeps_state
+
+if TYPE_CHECKING:
+    from callsheet.lanes.lane_set import LaneSet
 
 logger = logging.getLogger("callsheet")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 Every = str | int | Time | Interval | None
-_NOT_COMPILED: dict[str, CompiledEvent] = {}
-_BEFORE_THE_END = 0.8  # share of a lane's deadline for the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # share of it that may have passed when the loggers handle `on_run_end`
-_LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
-_SETTLE_SECONDS = 0.2  # how long the last record waits for what lanes log
-_MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
-_STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
-_LEAST_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
-_GRACE_SHARE = 1 / 3  # share of the time left after a signal that callbacks in lanes may delay a checkpoint
 
 
 class CallbackManager:
@@ -100,34 +85,17 @@ class CallbackManager:
         self.user_state: dict[str, Any] = {}
         self.current: Event | None = None
         """The event that is being dispatched; None outside events."""
-        self.has_listeners = HasListeners()
         self.costs = Costs(costs, warn_share)
-        self._checking = checking
+        self._table = DispatchTable(self.costs, checking=checking)
+        self.has_listeners = self._table.has_listeners
+        self._active = self._table.active  # the same dict, to save `fire` an attribute
+        self._muting = Muting(self._table)
+        self._lanes: LaneSet | None = None  # None until a handler has a lane
         self._common: dict[type, Any] = {}
         self._registrations: list[Registration] = []
-        self._entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
-        self._numbers, self._member_numbers = count(), count()
-        self._active = _NOT_COMPILED  # empty until compiled: a lookup that fails compiles
-        self._plain = self._timed = _NOT_COMPILED  # `_active` is one of these: `_timed` inside a timing window, else `_plain`
-        self._ranks: Ranks | None = None
-        self._spans: list[Spans] = []  # of the run in progress
-        self._ctx: weakref.ref[Context] | None = None
-        self._inbox = Inbox()
-        self._lanes: dict[Registration, CallbackLane] = {}
-        self._undelivered: dict[
-            Registration, int
-        ] = {}  # events that the lanes had not delivered when the run ended; kept until another run begins
-        self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
+        self._entry_numbers, self._member_numbers = count(), count()
+        self._ctx: weakref.ref[Context] | None = None  # of the run in progress
         self._is_over = False  # a run has ended, and no other has begun
-        self._behind: dict[
-            Registration, int
-        ] = {}  # lanes that hung when their state was read, with their `done` count at that time
-        self._slow: dict[Registration, int] = {}  # lanes that the last record stopped waiting for, with their `done` count
-        self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
-        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, member, events): unmute before this step
-        self._enqueuers: dict[HandlerEntry, Handler] = {}  # for handlers in lanes: what the training thread calls instead
-        self._state_calls = StateCalls()
-        self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self.add(callbacks)
 
     # --- who is called ---
@@ -156,7 +124,9 @@ class CallbackManager:
         lines: list[HandlerEntry] = []
         members: list[Registration] = []
         for given in several:
-            callback = self._in_its_process(check_callback(given))
+            callback = check_callback(given)
+            if callback.lane == "process" and not isinstance(callback, Background):
+                callback = self._lane_set().in_process(callback)
             member = Registration(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
             self._check_unique(callback, [*self._registrations, *members])
             members.append(member)
@@ -228,7 +198,7 @@ class CallbackManager:
             raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
-        if any(entry.member.thing == function for each in events for entry in self._entries[each]):
+        if any(entry.member.thing == function for each in events for entry in self._table.entries[each]):
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
@@ -259,25 +229,23 @@ class CallbackManager:
             labels = ", ".join(member.label for member in self._registrations) or "nothing"
             raise RegistrationError(f"{what!r} is not on the call sheet, which holds {labels}")
         self._registrations = [member for member in self._registrations if member not in gone]
-        self._wakes = [wake for wake in self._wakes if wake[1] not in gone]
-        for event, entries in self._entries.items():
-            self._entries[event] = [entry for entry in entries if entry.member not in gone]
-        self._enqueuers = {entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.member not in gone}
-        self._changed()
+        self._muting.forget(gone)
+        if self._lanes is not None:
+            self._lanes.forget(gone)
+        self._table.remove(gone)
         return len(gone)
 
     def list_callbacks(self, event: str) -> list[Callback | Handler]:
         """Return a new list of the callbacks and functions that handle `event` on any rank, in order."""
-        return [entry.member.thing for entry in sorted(self._entries[as_event(event)], key=lambda entry: entry.order)]
+        return [entry.member.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
 
     def has_callbacks(self, event: str) -> bool:
         """Return whether `event` has a handler on this rank."""
-        self._lookup(as_event(event))
-        return self._plain[event][0] is not None
+        return self._table.has_handlers(as_event(event))
 
     def call_sheet(self) -> CallSheet:
         """Return the printable table of all handlers, of all ranks."""
-        return all_entries(self._entries)
+        return all_entries(self._table.entries)
 
     # --- dispatch ---
 
@@ -291,7 +259,7 @@ class CallbackManager:
         try:
             first, rest, named, entries = self._active[event]
         except KeyError:
-            first, rest, named, entries = self._lookup(as_event(event))
+            first, rest, named, entries = self._table.lookup(as_event(event))
             self._is_over = False
         if first is not None:
             outer = self.current
@@ -310,10 +278,7 @@ class CallbackManager:
 
     def spans(self, ctx: Context) -> Spans:
         """Return the spans with which a loop fires its events on `ctx`."""
-        spans = Spans(ctx, self)
-        self._spans.append(spans)
-        self._compile()
-        return spans
+        return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
         """Compile the call sheet for a run that begins, whose ranks are now known. Give `ctx` the manager's `user_state`.
@@ -330,7 +295,7 @@ class CallbackManager:
         entries = self.call_sheet().entries
         for entry in entries:
             _check_interval(entry, ctx)
-        self._ranks = ctx.run.ranks
+        self._table.ranks = ctx.run.ranks
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
         ctx.muting = self._mute
@@ -338,29 +303,32 @@ class CallbackManager:
         for member in self._registrations:
             member.failures = member.failures_in_a_row = 0
             member.is_off, member.last_failure, member.muted = False, "", frozenset()
-        self._wakes = []
+        self._muting.reset()
         self.costs.reset()
-        self._undelivered, self._dropped, self._is_over, self._until = {}, {}, False, inf
+        self._is_over = False
+        if self._lanes is not None:
+            self._lanes.reset()
         for entry in entries:
             entry.previous, entry.added_at, entry.was_end = None, None, False
-        self._compile()
+        self._table.compile()
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call `method(ctx, **payload)` on every callback that has such a method. Errors are isolated.
 
         Tables, images and files reach the loggers this way.
         """
-        ranks = self._ranks or read_ranks()
+        ranks = self._table.ranks or read_ranks()
         for member in self._registrations:
             if not isinstance(member.thing, Callback) or not ranks.passes(member.thing.ranks):
                 continue
             handler = getattr(inner(member.thing), method, None)
             if handler is not None and not getattr(handler, "does_nothing", False):
                 if member.thing.lane != "inline":
-                    if self._is_over and member not in self._lanes:
+                    lanes = self._lane_set()
+                    if self._is_over and member not in lanes:
                         logger.error("%s does not receive %s: its lane ended with the run", member.label, method)
                     else:
-                        LaneDelivery.put_call(self._lane_of(member), method, ctx, payload)
+                        lanes.put_call(member, method, ctx, payload)
                     continue
                 call = partial(handler, **payload)
                 if member.thing.ranks != "all":
@@ -372,29 +340,26 @@ class CallbackManager:
     @property
     def next_step(self) -> int:
         """The step after which the loop calls `between_steps` next. Read it again when `control.pending` is set."""
-        return min([self.costs.next_step, *(step - 1 for step, _, _ in self._wakes)])
+        return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
         """Open or close a timing window and unmute events, after `step`.
 
         The loop calls this before the first step, and after each step that `next_step` names.
         """
-        for wake in [each for each in self._wakes if each[0] <= step + 1]:
-            self._wakes.remove(wake)
-            _, member, events = wake
-            self._set_muted(member, member.muted - events)
+        self._muting.unmute_due(step)
         if not self._registrations:
             self.costs.next_step = sys.maxsize
         elif not self.costs.has_begun:
             self.costs.begin(step)
         elif step >= self.costs.next_step:
             self.costs.switch(step)
-            self._use_table()
+            self._table.use_window()
 
     def cost_report(self, step: int) -> CostReport:
         """Return what the callbacks of this process have cost by the end of `step`, and which of them failed."""
-        dropped = self._dropped | {member: each.lane.dropped for member, each in self._lanes.items()}
-        undelivered = self._undelivered
+        dropped = self._lanes.dropped if self._lanes is not None else {}
+        undelivered = self._lanes.undelivered if self._lanes is not None else {}
         failures = (
             Failures(
                 member.label,
@@ -425,7 +390,8 @@ class CallbackManager:
         The loop calls this at each boundary.
         """
         ctx.control.is_hurried = False  # before the inbox is emptied: a message that arrives during that sets it again
-        self._inbox.empty(ctx)
+        if self._lanes is not None:
+            self._lanes.process_messages(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
             for member in self._registrations:
@@ -435,18 +401,19 @@ class CallbackManager:
 
     def flush_lanes(self, ctx: Context) -> None:
         """Wait a moment for the lanes, so that the record holds what they log now. The loop calls this before a record that may be the last."""
-        moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
-        drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
-        self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
+        if self._lanes is not None:
+            self._lanes.flush()
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
         """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`. The loop calls this on a signal."""
-        self._until = time.monotonic() + seconds
+        if self._lanes is not None:
+            self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
         """Wait until the lanes have delivered all events so far, for most of each lane's deadline. Called before `on_run_end` is fired."""
-        self._drain(share=_BEFORE_THE_END)
+        if self._lanes is not None:
+            self._lanes.drain()
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
@@ -455,28 +422,18 @@ class CallbackManager:
         All lanes are waited for together, each until its deadline. Events that were not delivered by then are logged as an error, and
         counted in `cost_report` until another run begins.
         """
-        lanes = list(self._lanes.values())
-        try:
-            for undelivered in self._drain():
-                logger.error("The run ends, and a lane has not delivered all events: %s", undelivered)
-        finally:
-            for member, each in self._lanes.items():
-                self._dropped[member] = each.lane.dropped
-                each.end()
-            join(lanes)
-        self._inbox.log_lost()
-        self._inbox = Inbox()  # later messages of these lanes belong to no run
-        self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
-        self._spans = []
-        self._ranks = self._ctx = None
-        self._active = self._plain = self._timed = _NOT_COMPILED
+        if self._lanes is not None:
+            self._lanes.close()
+        self._table.close()
+        self._ctx = None
         self._is_over = True
 
-    def _drain(self, share: float = 1.0) -> list[Undelivered]:
-        left = drain([each.lane for each in self._lanes.values()], share=share)
-        if self._lanes:
-            self._undelivered = {member: each.lane.left for member, each in self._lanes.items() if each.lane.left}
-        return left
+    def _lane_set(self) -> LaneSet:
+        if self._lanes is None:
+            from callsheet.lanes.lane_set import LaneSet
+
+            self._lanes = self._table.lanes = LaneSet(lambda member: member in self._registrations)
+        return self._lanes
 
     # --- state ---
 
@@ -502,10 +459,11 @@ class CallbackManager:
                 exc_info=error,
             )
 
-        self._settle_states()
-        reads = {member: partial(_state_of, callback) for member, callback in self._stateful.items()}
+        if self._lanes is not None:
+            self._lanes.settle_states()
+        reads = {member: partial(state_of, callback) for member, callback in self._stateful.items()}
         states: dict[str, dict[str, Any]] = {}
-        for member, state in self._state_calls.results(reads, self._state_deadline, failed).items():
+        for member, state in results_of(self._calls(reads), failed).items():
             if state:
                 name = label_of(reads[member].args[0])
                 if name in states:
@@ -524,7 +482,8 @@ class CallbackManager:
         Raises:
             Exception: what an inline callback that is not isolated raised.
         """
-        self._settle_states(is_loading=True)
+        if self._lanes is not None:
+            self._lanes.settle_states(is_loading=True)
         saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
         for label, reason in state.get("missing", {}).items():
             logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
@@ -533,16 +492,10 @@ class CallbackManager:
             for member in self._registrations
             if isinstance(member.thing, Callback) and label_of(member.thing) in saved
         }
-        self._state_calls.results(loads, self._state_deadline, _starts_without)
+        results_of(self._calls(loads), starts_without)
         if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
             logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
         self.user_state.update(state.get("user_state", {}))
-
-    def _move_state(self, old: Registration, giver: Callback, new: Registration, capture: Callback) -> None:
-        """Copy the state of a callback from its old lane to its new one."""
-        states = self._state_calls.results({old: partial(_state_of, giver)}, self._state_deadline, _starts_without)
-        if old in states:
-            self._state_calls.results({new: partial(capture.load_state_dict, states[old])}, self._state_deadline, _starts_without)
 
     @property
     def _stateful(self) -> dict[Registration, Callback]:
@@ -552,37 +505,10 @@ class CallbackManager:
             if isinstance(member.thing, Callback) and keeps_state(member.thing)
         }
 
-    def _state_deadline(self, member: Registration) -> float:
-        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""
-        lane = self._lanes.get(member)
-        own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
-        return min(own, _STATE_SECONDS if member in self._behind else inf, max(self._seconds_for_states, _LEAST_STATE_SECONDS))
+    def _calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
+        return calls if self._lanes is None else self._lanes.state_calls(calls)
 
-    @property
-    def _seconds_for_states(self) -> float:
-        """How long a checkpoint may wait for lanes; infinite until a signal arrives."""
-        return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
-
-    def _settle_states(self, *, is_loading: bool = False) -> None:
-        """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
-        most = self._seconds_for_states
-        stateful = {
-            member: each.lane
-            for member, each in self._lanes.items()
-            if isinstance(member.thing, Callback)
-            and keeps_state(member.thing)
-            and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
-        }
-        moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
-        drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
-        self._behind = {member: lane.done for member, lane in stateful.items() if not lane.is_idle}
-        for member in self._behind:
-            logger.error("The state of %s is out of date: its lane has not handled all events in time", member.label)
-        for member in stateful:
-            if isinstance(member.thing, Background):  # do not wait again for a lane that has missed its deadline
-                member.thing.patience = 0.0 if member in self._behind else self._seconds_for_states
-
-    # --- compiling ---
+    # --- adding ---
 
     def _entry(self, event: str, handler: Handler, member: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
         options = resolve_options(owner, handler, member.label, given)
@@ -596,7 +522,7 @@ class CallbackManager:
             on_error=options.on_error,
             every=options.every,
             draws_random=options.draws_random,
-            number=next(self._numbers),
+            number=next(self._entry_numbers),
         )
 
     def _check_unique(self, callback: Callback, members: list[Registration]) -> None:
@@ -624,9 +550,10 @@ class CallbackManager:
                 _check_interval(entry, ctx)
         for entry in lines:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
-            self._entries[entry.event].append(entry)
         self._registrations = [*self._registrations, *members]
-        self._changed()
+        if any(entry.lane != "inline" for entry in lines) or not all(map(is_inline, members)):
+            self._lane_set()
+        self._table.add(lines)
         if ctx is not None:
             ctx.kept = self._kept()
 
@@ -635,151 +562,10 @@ class CallbackManager:
         if member is None:
             raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
         named = frozenset(as_event(event).value for event in events)
-        ctx = self._ctx() if self._ctx is not None else None
-        if until is not None and ctx is not None:
-            # A loop that does not call `between_steps` would never unmute, and unmuting costs as much as a few calls.
-            if not self.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:
-                return
-            named -= member.muted - self._waking(member)  # events that are muted for good stay muted
-        self._forget_wakes(member, named)
-        if until is not None and ctx is not None:
-            self._wakes.append((until, member, named))
-            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to read `next_step` again
-        self._set_muted(member, member.muted | named if is_muted else member.muted - named)
-
-    def _waking(self, member: Registration) -> frozenset[str]:
-        """Return the events that the member has muted until some step."""
-        return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
-
-    def _forget_wakes(self, member: Registration, events: frozenset[str]) -> None:
-        """Cancel the scheduled unmuting of these events, which a later `mute` or `unmute` replaces."""
-        left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
-        self._wakes = [wake for wake in left if wake[2]]
-
-    def _set_muted(self, member: Registration, muted: frozenset[str]) -> None:
-        changed, member.muted = member.muted ^ muted, muted
-        if changed:
-            self._changed(*changed)
+        self._muting.mute(member, named, is_muted, until, self._ctx() if self._ctx is not None else None)
 
     def _kept(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep_fields)
-
-    def _changed(self, *events: str) -> None:
-        """Recompile these events after the call sheet has changed; all of them if none is given."""
-        is_running = bool(self._spans) or self._ranks is not None
-        is_compiled = is_running and bool(events) and bool(self._plain)
-        if not is_compiled:
-            self._active = self._plain = self._timed = _NOT_COMPILED
-        if is_running:  # the change must act from the next event on
-            self._compile(events if is_compiled else EVENTS)
-
-    def _lookup(self, event: str) -> CompiledEvent:
-        if not self._active:
-            self._compile()
-        return self._active[event]
-
-    def _compile(self, events: Iterable[str] = EVENTS) -> None:
-        self._plain, self._timed = self._table(self._plain, events, in_window=False), _NOT_COMPILED
-        self.has_listeners.link(self._plain, events)
-        self._use_table(events)
-
-    def _use_table(self, events: Iterable[str] = EVENTS) -> None:
-        """Dispatch from the timed table inside a timing window, else from the plain one."""
-        if self.costs.is_window and not self._timed:
-            self._timed = self._table(_NOT_COMPILED, EVENTS, in_window=True)
-        self._active = self._timed if self.costs.is_window else self._plain
-        for spans in self._spans:
-            spans.link(self._active, events)
-
-    def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """Return a copy of `table` in which these events are compiled from the current entries."""
-        ranks = self._ranks or read_ranks()
-        table = dict(table)
-        for event in events:
-            timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
-            made = compiled(event, self._entries[event], ranks, checking=self._checking, timed=timed, in_lane=self._enqueuer)
-            if event == Event.RUN_END:
-                made = self._with_lanes_drained(made)
-            table[event] = marked(made, self._mark(event)) if in_window and event not in POINTS else made
-        return table
-
-    def _enqueuer(self, entry: HandlerEntry) -> Handler:
-        if entry not in self._enqueuers:
-            self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
-        return self._enqueuers[entry]
-
-    def _lane_of(self, member: Registration) -> CallbackLane:
-        if member not in self._lanes:
-            self._lanes[member] = self._left_lane(member) or CallbackLane(member, self._inbox)
-        return self._lanes[member]
-
-    def _left_lane(self, member: Registration) -> CallbackLane | None:
-        """Return the lane of a callback that was removed and is added again, so that its queued events are delivered before new ones."""
-        for old, lane in self._lanes.items():
-            if old not in self._registrations and _is_same(old.thing, member.thing):
-                del self._lanes[old]
-                if old.thing == member.thing:
-                    lane.member = member
-                    return lane
-                drain([lane.lane], lane.lane.options.deadline)  # the callback is inside another `Background` now
-                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and keeps_state(member.thing):
-                    self._move_state(old, old.thing, member, member.thing)  # the state may be in another process
-                self._dropped[old] = lane.lane.dropped
-                lane.end()
-                join([lane])
-                return None
-        return None
-
-    def _in_its_process(self, callback: Callback) -> Callback:
-        """Return `callback`, wrapped in a `Process` if its lane is `process`: the earlier one if the callback was added before."""
-        if callback.lane != "process" or isinstance(callback, Background):
-            return callback
-        for member in self._lanes:
-            if isinstance(member.thing, Background) and member.thing.callback is callback:
-                return member.thing
-        from callsheet.lanes.process import Process
-
-        options = callback.lane_options
-        return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
-
-    def _with_lanes_drained(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with one more handler, which waits for the lanes before the loggers are called.
-
-        The loggers close their files at `on_run_end`; what the lanes log must arrive before.
-        """
-        handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
-        both = list(zip(handlers, entries, strict=True))
-        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.member)), len(both))
-        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].member)]
-        before, after = both[:place] + late, [each for each in both[place:] if each not in late]
-        members = {entry.member for _, entry in before if entry.lane != "inline"}
-        if not members:
-            return run_end
-
-        def drain_lanes(ctx: Context) -> None:
-            drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
-            self.process_lane_messages(ctx)
-
-        ours = self._own_entry(event, drain_lanes, "the wait for lanes", "manager.py")
-        both = [*before, (drain_lanes, ours), *after]
-        return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
-
-    def _mark(self, event: str) -> HandlerEntry:
-        return self._own_entry(event, self.costs.mark, "the clock of costs", "costs.py")
-
-    def _own_entry(self, event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
-        return HandlerEntry(
-            event=event,
-            handler=handler,
-            member=Registration(handler, label, source),
-            phase="report",  # this phase is called even after a callback fails
-            ranks="all",
-            lane="inline",
-            on_error="raise",
-            every=None,
-            draws_random=False,
-            number=-1,
-        )
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
@@ -800,13 +586,6 @@ def should_fire(manager: CallbackManager | None, event: str) -> bool:
     return manager is not None and manager.has_callbacks(event)
 
 
-def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
-    """Return whether both are the same callback, in whatever lane, or the same function."""
-    if isinstance(one, Callback) and isinstance(other, Callback):
-        return inner(one) is inner(other)
-    return one == other
-
-
 def _interval(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
     try:
         return Interval(every)
@@ -820,19 +599,3 @@ def _check_interval(entry: HandlerEntry, ctx: Context) -> None:
             f"{entry.member.label} ({entry.member.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
             "use another unit"
         )
-
-
-def _is_logger(member: Registration) -> bool:
-    """Return whether the callback is a logger: it takes tables, images, files or hyperparameters."""
-    thing = inner(member.thing) if isinstance(member.thing, Callback) else None
-    methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
-    return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
-
-
-def _starts_without(member: Registration, error: Exception) -> None:
-    reason = f"{type(error).__name__}: {text_of(error)}"
-    logger.error("Callback %s (%s) starts without its saved state: %s", member.label, member.source, reason, exc_info=error)
-
-
-def _state_of(callback: Callback) -> dict[str, Any]:
-    return dict(callback.state_dict())

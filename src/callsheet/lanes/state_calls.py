@@ -1,63 +1,50 @@
-"""Calls of `state_dict` and `load_state_dict` that do not hang or fail because of an isolated callback."""
+"""Calls of `state_dict` and `load_state_dict` of callbacks in lanes: on their own threads, with a deadline, so that none can hang a run."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from callsheet.core.background import inner
 from callsheet.core.call_sheet import Registration
-from callsheet.core.callback import Callback
 from callsheet.errors import text_of
 
 T = TypeVar("T")
 
 
 class StateCalls:
-    """Calls methods of callbacks: inline ones in this thread, those in lanes on their own threads, with a deadline."""
+    """Calls methods of callbacks in lanes, all at the same time."""
 
     def __init__(self) -> None:
         self._attempts: dict[Registration, _Attempt] = {}
 
-    def results(
-        self,
-        calls: Mapping[Registration, Callable[[], T]],
-        deadline: Callable[[Registration], float],
-        failed: Callable[[Registration, Exception], None],
-    ) -> dict[Registration, T]:
-        """Return what the calls return, without those that failed. Calls of callbacks in lanes run at the same time.
+    def start(
+        self, calls: Mapping[Registration, Callable[[], T]], deadline: Callable[[Registration], float]
+    ) -> dict[Registration, Callable[[], T]]:
+        """Start the calls. Return for each callback a function that waits for its result, or raises what the call raised.
 
-        Args:
-            calls: by callback.
-            deadline: seconds that a callback in a lane has.
-            failed: receives the error of a callback in a lane, or of an isolated one; `TimeoutError` past the deadline.
-
-        Raises:
-            Exception: what an inline callback that is not isolated raised.
+        The function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call has still not returned.
         """
-        attempts: dict[Registration, _Attempt] = {}
-        for member, call in calls.items():
-            if _lane(member) != "inline":
-                running = self._attempts.get(member)
-                if running is None or not running.is_alive():
-                    attempts[member] = self._attempts[member] = _Attempt(member.label, call)
+        waits: dict[Registration, Callable[[], T]] = {}
         began = time.monotonic()
-        results: dict[Registration, T] = {}
         for member, call in calls.items():
-            try:
-                if member in attempts:
-                    results[member] = attempts[member].result(deadline(member), since=began)
-                elif _lane(member) == "inline":
-                    results[member] = call()
-                else:
-                    raise TimeoutError("an earlier call has still not returned")
-            except Exception as error:
-                if _lane(member) == "inline" and getattr(member.thing, "on_error", "") != "isolate":
-                    raise
-                failed(member, error)
-        return results
+            running = self._attempts.get(member)
+            if running is not None and running.is_alive():
+                waits[member] = _still_running
+            else:
+                self._attempts[member] = attempt = _Attempt(member.label, call)
+                waits[member] = partial(_result, attempt, member, deadline, began)
+        return waits
+
+
+def _result(attempt: _Attempt, member: Registration, deadline: Callable[[Registration], float], began: float) -> Any:
+    return attempt.result(deadline(member), since=began)
+
+
+def _still_running() -> Any:
+    raise TimeoutError("an earlier call has still not returned")
 
 
 class _Attempt(threading.Thread):
@@ -87,12 +74,3 @@ class _Attempt(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._result
-
-
-def _lane(member: Registration) -> str:
-    return member.thing.lane if isinstance(member.thing, Callback) else "inline"
-
-
-def keeps_state(callback: Callback) -> bool:
-    """Return whether the callback's class has a `state_dict` of its own."""
-    return type(inner(callback)).state_dict is not Callback.state_dict

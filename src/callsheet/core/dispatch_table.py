@@ -1,0 +1,140 @@
+"""The dispatch table: for each event the tuple of functions that a dispatch calls, compiled from the call sheet's entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from callsheet.core.call_sheet import (
+    CompiledEvent,
+    Dispatcher,
+    Handler,
+    HandlerEntry,
+    Registration,
+    compiled,
+    internal_entry,
+    marked,
+)
+from callsheet.core.context import Context
+from callsheet.core.costs import Costs
+from callsheet.core.events import Event
+from callsheet.core.lifecycle import EVENTS, POINTS
+from callsheet.core.ranks import Ranks, read_ranks
+from callsheet.core.spans import HasListeners, Spans
+
+
+class Lanes(Protocol):
+    """What the table needs of the lanes."""
+
+    def enqueuer(self, entry: HandlerEntry) -> Handler:
+        """Return what the training thread calls in place of a handler that runs in a lane."""
+
+    def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
+        """Return `on_run_end` with a wait for the lanes before the loggers."""
+
+
+class DispatchTable:
+    """The entries of all events and their compiled form, on this rank and outside or inside a timing window.
+
+    Args:
+        costs: says which handlers are timed, and whether a timing window is open.
+        checking: raise if an observer draws random numbers without `draws_random`.
+    """
+
+    def __init__(self, costs: Costs, *, checking: bool) -> None:
+        self.costs = costs
+        self.entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
+        self.has_listeners = HasListeners()
+        self.active: dict[str, CompiledEvent] = {}
+        """What a dispatch reads: a copy of the plain table, or of the timed one inside a timing window. Changed in place; empty until it is
+        compiled, so that a lookup that fails compiles it."""
+        self.ranks: Ranks | None = None
+        """The ranks of the run in progress."""
+        self.lanes: Lanes | None = None
+        """Set when a handler has a lane."""
+        self._checking = checking
+        self._plain: dict[str, CompiledEvent] = {}
+        self._timed: dict[str, CompiledEvent] = {}
+        self._spans: list[Spans] = []
+
+    def add(self, entries: Iterable[HandlerEntry]) -> None:
+        """Add entries."""
+        for entry in entries:
+            self.entries[entry.event].append(entry)
+        self.changed()
+
+    def remove(self, members: list[Registration]) -> None:
+        """Remove the entries of these callbacks."""
+        for event, entries in self.entries.items():
+            self.entries[event] = [entry for entry in entries if entry.member not in members]
+        self.changed()
+
+    def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
+        """Return spans that fire their events on `ctx` from this table."""
+        spans = Spans(ctx, dispatcher)
+        self._spans.append(spans)
+        self.compile()
+        return spans
+
+    def close(self) -> None:
+        """Forget the run's ranks and loops, and what was compiled for them."""
+        self._spans = []
+        self.ranks = None
+        self._forget()
+
+    def lookup(self, event: str) -> CompiledEvent:
+        """Return the compiled event, outside and inside a run."""
+        if not self.active:
+            self.compile()
+        return self.active[event]
+
+    def has_handlers(self, event: str) -> bool:
+        """Return whether the event has a handler on this rank."""
+        self.lookup(event)
+        return self._plain[event][0] is not None
+
+    def changed(self, *events: str) -> None:
+        """Recompile these events after the call sheet has changed; all of them if none is given."""
+        is_running = bool(self._spans) or self.ranks is not None
+        is_compiled = is_running and bool(events) and bool(self._plain)
+        if not is_compiled:
+            self._forget()
+        if is_running:  # the change must act from the next event on
+            self.compile(events if is_compiled else EVENTS)
+
+    def compile(self, events: Iterable[str] = EVENTS) -> None:
+        """Compile these events from the current entries."""
+        self._plain, self._timed = self._table(self._plain, events, in_window=False), {}
+        self.has_listeners.link(self._plain, events)
+        self.use_window(events)
+
+    def use_window(self, events: Iterable[str] = EVENTS) -> None:
+        """Dispatch from the timed table inside a timing window, else from the plain one."""
+        if self.costs.is_window and not self._timed:
+            self._timed = self._table({}, EVENTS, in_window=True)
+        self.active.update(self._timed if self.costs.is_window else self._plain)
+        for spans in self._spans:
+            spans.link(self.active, events)
+
+    def _forget(self) -> None:
+        self.active.clear()
+        self._plain, self._timed = {}, {}
+
+    def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
+        """Return a copy of `table` in which these events are compiled from the current entries."""
+        ranks = self.ranks or read_ranks()
+        table = dict(table)
+        for event in events:
+            timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
+            made = compiled(event, self.entries[event], ranks, checking=self._checking, timed=timed, in_lane=self._enqueuer)
+            if event == Event.RUN_END and self.lanes is not None:
+                made = self.lanes.with_drain(made)
+            table[event] = marked(made, self._mark(event)) if in_window and event not in POINTS else made
+        return table
+
+    def _enqueuer(self, entry: HandlerEntry) -> Handler:
+        assert self.lanes is not None  # the manager sets it when it adds an entry with a lane
+        return self.lanes.enqueuer(entry)
+
+    def _mark(self, event: str) -> HandlerEntry:
+        return internal_entry(event, self.costs.mark, "the clock of costs", "costs.py")

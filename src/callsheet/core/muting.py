@@ -1,0 +1,68 @@
+"""Muting: events that are not fired for a callback, for good or until a step."""
+
+from __future__ import annotations
+
+from math import inf
+
+from callsheet.core.call_sheet import Registration
+from callsheet.core.context import Context
+from callsheet.core.dispatch_table import DispatchTable
+
+_MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
+
+
+class Muting:
+    """The muted events of one manager's callbacks."""
+
+    def __init__(self, table: DispatchTable) -> None:
+        self._table = table
+        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, member, events): unmute before this step
+
+    @property
+    def next_step(self) -> float:
+        """The step after which `unmute_due` must be called; infinite if nothing is muted until a step."""
+        return min((step - 1 for step, _, _ in self._wakes), default=inf)
+
+    def reset(self) -> None:
+        """Forget all steps at which events were to be unmuted."""
+        self._wakes = []
+
+    def forget(self, members: list[Registration]) -> None:
+        """Forget callbacks that were removed."""
+        self._wakes = [wake for wake in self._wakes if wake[1] not in members]
+
+    def mute(self, member: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None) -> None:
+        """Mute or unmute events of a callback; with `until`, unmute them before that step.
+
+        A mute that would end within a few steps does nothing, since muting costs more than the calls.
+        """
+        if until is not None and ctx is not None:
+            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: nobody would unmute
+                return
+            events -= member.muted - self._waking(member)  # events that are muted for good stay muted
+        self._forget_wakes(member, events)
+        if until is not None and ctx is not None:
+            self._wakes.append((until, member, events))
+            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to read `next_step` again
+        self._set(member, member.muted | events if is_muted else member.muted - events)
+
+    def unmute_due(self, step: int) -> None:
+        """Unmute what was muted until the step after `step`."""
+        for wake in [each for each in self._wakes if each[0] <= step + 1]:
+            self._wakes.remove(wake)
+            _, member, events = wake
+            self._set(member, member.muted - events)
+
+    def _waking(self, member: Registration) -> frozenset[str]:
+        """Return the events that the callback has muted until some step."""
+        return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
+
+    def _forget_wakes(self, member: Registration, events: frozenset[str]) -> None:
+        """Cancel the scheduled unmuting of these events, which a later `mute` or `unmute` replaces."""
+        left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
+        self._wakes = [wake for wake in left if wake[2]]
+
+    def _set(self, member: Registration, muted: frozenset[str]) -> None:
+        changed, member.muted = member.muted ^ muted, muted
+        if changed:
+            self._table.changed(*changed)

@@ -1,0 +1,245 @@
+"""All lanes of one manager. The manager imports this module when a handler has a lane."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Any, TypeVar
+
+from callsheet.core.background import Background, inner
+from callsheet.core.call_sheet import (
+    CompiledEvent,
+    Handler,
+    HandlerEntry,
+    Registration,
+    compile_event,
+    compiled_handlers,
+    internal_entry,
+)
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.lane_options import LaneOptions
+from callsheet.core.lifecycle import EVENTS
+from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
+from callsheet.lanes.capture import DeviceNumbers
+from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
+from callsheet.lanes.process import Process
+from callsheet.lanes.queue import drain
+from callsheet.lanes.snapshot import Inbox
+from callsheet.lanes.state_calls import StateCalls
+
+logger = logging.getLogger("callsheet")
+
+T = TypeVar("T")
+
+_BEFORE_THE_END = 0.8  # share of a lane's deadline for the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # share of it that may have passed when the loggers handle `on_run_end`
+_SETTLE_SECONDS = 0.2  # how long the last record waits for what lanes log
+_STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
+_MIN_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
+_GRACE_SHARE = 1 / 3  # share of the time left after a signal that callbacks in lanes may delay a checkpoint
+_LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
+
+
+class LaneSet:
+    """The lanes of one manager's callbacks: their queues, messages and states.
+
+    Args:
+        is_registered: whether a callback is still on the call sheet.
+    """
+
+    def __init__(self, is_registered: Callable[[Registration], bool]) -> None:
+        self._is_registered = is_registered
+        self._inbox = Inbox()
+        self._lanes: dict[Registration, CallbackLane] = {}
+        self._enqueuers: dict[HandlerEntry, Handler] = {}
+        self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
+        self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
+        self.undelivered: dict[Registration, int] = {}
+        """The events that the lanes had not delivered when the run ended; kept until another run begins."""
+        self._behind: dict[
+            Registration, int
+        ] = {}  # lanes that hung when their state was read, with their `done` count at that time
+        self._slow: dict[Registration, int] = {}  # lanes that the last record stopped waiting for, with their `done` count
+        self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
+        self._state_calls = StateCalls()
+
+    def __iter__(self) -> Iterator[CallbackLane]:
+        return iter(self._lanes.values())
+
+    def __contains__(self, member: Registration) -> bool:
+        return member in self._lanes
+
+    @property
+    def dropped(self) -> dict[Registration, int]:
+        """How many events each lane has dropped in this run, those of ended lanes included."""
+        return self._dropped | {member: each.lane.dropped for member, each in self._lanes.items()}
+
+    def reset(self) -> None:
+        """Forget what an earlier run left undelivered, for a run that begins."""
+        self.undelivered, self._dropped, self._until = {}, {}, inf
+
+    def forget(self, members: list[Registration]) -> None:
+        """Forget the handlers of callbacks that were removed. Their lanes deliver what is queued."""
+        self._enqueuers = {entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.member not in members}
+
+    def in_process(self, callback: Callback) -> Callback:
+        """Return a callback whose lane is `process` inside a `Process`: the earlier one if the callback was added before."""
+        for member in self._lanes:
+            if isinstance(member.thing, Background) and member.thing.callback is callback:
+                return member.thing
+        options = callback.lane_options
+        return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
+
+    # --- events ---
+
+    def enqueuer(self, entry: HandlerEntry) -> Handler:
+        """Return what the training thread calls in place of a handler that runs in a lane."""
+        if entry not in self._enqueuers:
+            self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+        return self._enqueuers[entry]
+
+    def put_call(self, member: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
+        """Enqueue one call of a logger's method, such as `log_table`."""
+        LaneDelivery.put_call(self._lane_of(member), method, ctx, payload)
+
+    def _lane_of(self, member: Registration) -> CallbackLane:
+        if member not in self._lanes:
+            self._lanes[member] = self._left_lane(member) or CallbackLane(member, self._inbox)
+        return self._lanes[member]
+
+    def _left_lane(self, member: Registration) -> CallbackLane | None:
+        """Return the lane of a callback that was removed and is added again, so that its queued events are delivered before new ones."""
+        for old, lane in self._lanes.items():
+            if not self._is_registered(old) and _is_same(old.thing, member.thing):
+                del self._lanes[old]
+                if old.thing == member.thing:
+                    lane.member = member
+                    return lane
+                drain([lane.lane], lane.lane.options.deadline)  # the callback is inside another `Background` now
+                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and keeps_state(member.thing):
+                    self._move_state(old, old.thing, member, member.thing)  # the state may be in another process
+                self._dropped[old] = lane.lane.dropped
+                lane.end()
+                join([lane])
+                return None
+        return None
+
+    def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
+        """Return `on_run_end` with one more handler, which waits for the lanes before the loggers are called.
+
+        The loggers close their files at `on_run_end`; what the lanes log must arrive before.
+        """
+        handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
+        both = list(zip(handlers, entries, strict=True))
+        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.member)), len(both))
+        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].member)]
+        before, after = both[:place] + late, [each for each in both[place:] if each not in late]
+        members = {entry.member for _, entry in before if entry.lane != "inline"}
+        if not members:
+            return run_end
+
+        def drain_lanes(ctx: Context) -> None:
+            drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
+            self.process_messages(ctx)
+
+        ours = internal_entry(event, drain_lanes, "the wait for lanes", "lane_set.py")
+        both = [*before, (drain_lanes, ours), *after]
+        return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
+
+    # --- waiting ---
+
+    def process_messages(self, ctx: Context) -> None:
+        """Process what the lanes have logged and requested."""
+        self._inbox.empty(ctx)
+
+    def flush(self) -> None:
+        """Wait a moment for the lanes, so that the next record holds what they log now."""
+        moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
+        drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
+        self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
+
+    def limit_waits(self, seconds: float) -> None:
+        """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`."""
+        self._until = time.monotonic() + seconds
+
+    def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
+        """Wait until the lanes have delivered all events so far, for this share of each lane's deadline. Return what is undelivered."""
+        left = drain([each.lane for each in self._lanes.values()], share=share)
+        if self._lanes:
+            self.undelivered = {member: each.lane.left for member, each in self._lanes.items() if each.lane.left}
+        return [str(each) for each in left]
+
+    def close(self) -> None:
+        """End all lanes, which are waited for together, each until its deadline. Log what was not delivered by then."""
+        lanes = list(self._lanes.values())
+        try:
+            for undelivered in self.drain(share=1.0):
+                logger.error("The run ends, and a lane has not delivered all events: %s", undelivered)
+        finally:
+            for member, each in self._lanes.items():
+                self._dropped[member] = each.lane.dropped
+                each.end()
+            join(lanes)
+        self._inbox.log_lost()
+        self._inbox = Inbox()  # later messages of these lanes belong to no run
+        self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
+
+    # --- states ---
+
+    def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
+        """Start the calls of callbacks in lanes on threads of their own. Return all calls, these as functions that wait for the results."""
+        in_lanes = {member: call for member, call in calls.items() if not is_inline(member)}
+        return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
+
+    def settle_states(self, *, is_loading: bool = False) -> None:
+        """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
+        most = self._seconds_for_states
+        stateful = {
+            member: each.lane
+            for member, each in self._lanes.items()
+            if isinstance(member.thing, Callback)
+            and keeps_state(member.thing)
+            and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
+        }
+        moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
+        drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
+        self._behind = {member: lane.done for member, lane in stateful.items() if not lane.is_idle}
+        for member in self._behind:
+            logger.error("The state of %s is out of date: its lane has not handled all events in time", member.label)
+        for member in stateful:
+            if isinstance(member.thing, Background):  # do not wait again for a lane that has missed its deadline
+                member.thing.patience = 0.0 if member in self._behind else self._seconds_for_states
+
+    def _move_state(self, old: Registration, giver: Callback, new: Registration, taker: Callback) -> None:
+        """Copy the state of a callback from its old lane to its new one."""
+        states = results_of(self.state_calls({old: lambda: state_of(giver)}), starts_without)
+        if old in states:
+            results_of(self.state_calls({new: lambda: taker.load_state_dict(states[old])}), starts_without)
+
+    def _state_deadline(self, member: Registration) -> float:
+        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""
+        lane = self._lanes.get(member)
+        own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
+        return min(own, _STATE_SECONDS if member in self._behind else inf, max(self._seconds_for_states, _MIN_STATE_SECONDS))
+
+    @property
+    def _seconds_for_states(self) -> float:
+        """How long a checkpoint may wait for lanes; infinite until a signal arrives."""
+        return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
+
+
+def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
+    """Return whether both are the same callback, in whatever lane, or the same function."""
+    if isinstance(one, Callback) and isinstance(other, Callback):
+        return inner(one) is inner(other)
+    return one == other
+
+
+def _is_logger(member: Registration) -> bool:
+    """Return whether the callback is a logger: it takes tables, images, files or hyperparameters."""
+    thing = inner(member.thing) if isinstance(member.thing, Callback) else None
+    methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
+    return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
