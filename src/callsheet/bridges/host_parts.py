@@ -10,8 +10,7 @@ from callsheet.core.context import CheckpointInfo, Context
 from callsheet.core.control import Request
 from callsheet.core.spans import Spans
 from callsheet.errors import mark_as_users
-from callsheet.run.checkpoints import Stateful
-from callsheet.run.parts import DueEvaluation
+from callsheet.run.parts import DueEvaluation, Stateful
 
 Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 

@@ -26,19 +26,19 @@ from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.ranks import read_ranks
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, mark_as_users
-from callsheet.run.agreement import Agreement
 from callsheet.run.boundaries import Boundaries
-from callsheet.run.checkpoints import Checkpoints, Stateful, Typed
-from callsheet.run.lifetime import Lifetime
+from callsheet.run.checkpoints import Checkpoints, Typed
 from callsheet.run.log_ranks import LogRanks
+from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
+from callsheet.run.run import Run
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import check_run_name, duration, log_boundary, new_name
 
 
-class HostedRun:
+class HostedRun(Run):
     """The run of a host; see the module. The host reports to its `driver` where the loop is.
 
     Args:
@@ -59,6 +59,10 @@ class HostedRun:
         timeout_seconds: a rank that does not answer for so long fails the run.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
     """
+
+    records: _Records
+    boundaries: _Boundaries
+    checkpoints: Any
 
     def __init__(
         self,
@@ -89,54 +93,47 @@ class HostedRun:
         self.host = host
         self.model = model
         self.device = torch.device(device) if device is not None else _device_of(model)
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        manager = normalize_callbacks(callbacks) or CallbackManager()
         able = {*able, *(["evaluate"] if evaluates is not None else [])}
-        self.control = Control(able=able, is_shared=ranks.world_size > 1)
-        self.state = TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None)
-        self.signals = SignalWatch(signals)
-        self.world = ProcessGroups(ranks, self.device, timeout_seconds)
-        name = run_name or self.world.of_rank_zero(new_name())
+        world = ProcessGroups(ranks, self.device, timeout_seconds)
+        name = run_name or world.of_rank_zero(new_name())
         info = RunInfo(
             name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )  # fmt: skip
-        self.records = _Records(self.manager, log_every, self.device, self.world)
-        self.agreement = Agreement(self.world, self.control, self.signals)
-        self.ctx = ctx = Context(
-            info,
-            state=self.state,
-            model=model,
-            control=self.control,
-            accumulator=self.records.metrics,
-            loggers=self.manager.notify_loggers,
-        )
-        self.world.at_step = lambda: ctx.step
-        self.lifetime = Lifetime(self.manager, ctx)
-        self._log_ranks = LogRanks("zero", ranks)
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
         """Returns whether the loop may still be running. While it is, no other run of this process takes over the run's folder."""
+        super().__init__(
+            manager,
+            info,
+            model=model,
+            state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
+            control=Control(able=able, is_shared=ranks.world_size > 1),
+            signals=SignalWatch(signals),
+            world=world,
+            log_every=log_every,
+            device=self.device,
+            log_ranks=LogRanks("zero", ranks),
+            lock_timeout=lock_timeout_seconds,
+            is_busy=lambda _: self.is_busy(),
+            records=_Records,
+        )
+        ctx = self.ctx
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
-        self.guard = RunGuard(self.world, info, self.control, timeout=lock_timeout_seconds, is_busy=lambda: self.is_busy())
-        for close in (self.guard.end, self.world.close, self._log_ranks.end):  # called in the opposite order
-            self.lifetime.at_end(close)
-        self._log_ranks.start()
-        self.spans = self.manager.spans(ctx)
+        self.log_ranks.start()
         self.eval_ctx = ctx.sibling()
         self.eval_spans = self.manager.spans(self.eval_ctx)
-        self.checkpoints: Any = (
+        self.evaluation = HostEvaluation(ctx, evaluates, self.fire_evaluation)
+        self.connect(
+            self.evaluation,
             HostCheckpoints(ctx, self.spans, saves)
             if saves is not None
             else Checkpoints(
                 self.manager, ctx, self.spans, self.world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
-            )
+            ),
+            _Boundaries,
         )
-        self.lifetime.at_end(self.checkpoints.close)
-        self.agreement.durable = self.checkpoints.durable
-        self.evaluation = HostEvaluation(ctx, evaluates, self.fire_evaluation)
-        self.boundaries = _Boundaries(
-            self.manager, ctx, self.lifetime, self.agreement, self.records, self.evaluation, self.checkpoints, self.guard
-        )  # fmt: skip
         # A checkpoint names the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read it. If
         # callsheet writes them, the loss is in the file, and any handler may ask for a checkpoint.
         events = _OF_CHECKPOINTS if saves is not None else EVENTS
@@ -219,11 +216,7 @@ class HostedRun:
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
                 shared[name] = Typed(part)
-        self.checkpoints.shared = shared
-        self.checkpoints.local = {"callbacks": self.manager, "records": self.records, **self.parts}
-        self.checkpoints.load(resume)
-        self.manager.notify_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
-        ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
+        self.load(shared, {"callbacks": self.manager, "records": self.records, **self.parts}, resume)
         self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
 from callsheet.core.spans import Spans
 from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
+from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.reasons import one_line
 from callsheet.run.run_guard import RunGuard
@@ -51,16 +52,6 @@ logger = logging.getLogger("callsheet")
 AUTO = "auto"
 
 _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
-
-
-class Stateful(Protocol):
-    """A part of the run that a checkpoint holds."""
-
-    def state_dict(self) -> Any:
-        """Return its state, as plain data and tensors."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Load what `state_dict` returned."""
 
 
 class Typed:

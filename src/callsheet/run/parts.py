@@ -61,8 +61,21 @@ class EvaluationPart(Protocol):
         """Note that these datasets have been evaluated."""
 
 
+class Stateful(Protocol):
+    """A part of a run whose state a checkpoint holds."""
+
+    def state_dict(self) -> Any:
+        """Return its state, as plain data and tensors."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Load what `state_dict` returned."""
+
+
 class CheckpointsPart(Protocol):
-    """Saves and loads checkpoints."""
+    """Saves and loads checkpoints, which hold the states of `shared` (the same on all ranks) and `local` (each rank's own)."""
+
+    shared: dict[str, Stateful]
+    local: dict[str, Stateful]
 
     @property
     def is_writing(self) -> bool:
@@ -84,6 +97,15 @@ class CheckpointsPart(Protocol):
         waits: bool,
     ) -> CheckpointInfo | None:
         """Save for these requests, or for a call by hand if there are none. None: a host saves later."""
+
+    def load(self, resume: Any) -> None:
+        """Load the checkpoint that `resume` names, or that a callback requests."""
+
+    def durable(self) -> int:
+        """Return how many background saves this rank has finished."""
+
+    def close(self) -> None:
+        """Let a background save finish: the run is over."""
 
     def prepare(self, step: int) -> None:
         """Allocate after `step` what the first save needs."""

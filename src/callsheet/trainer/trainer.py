@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Context, Outcome, RunInfo, TrainState
+from callsheet.core.context import CheckpointInfo, Outcome, RunInfo, TrainState
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
@@ -27,15 +27,13 @@ from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
-from callsheet.run.agreement import Agreement
-from callsheet.run.boundaries import Boundaries
-from callsheet.run.checkpoints import Checkpoints, Stateful, Typed
+from callsheet.run.checkpoints import Checkpoints, Typed
 from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
-from callsheet.run.lifetime import Lifetime
 from callsheet.run.log_ranks import LogRanks
+from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.records import Records
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, RunGuard, checked_lock_timeout
+from callsheet.run.run import Run
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     check_alike,
@@ -206,7 +204,6 @@ class Trainer:
         self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
         self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
-        self._log_ranks = LogRanks(log_ranks, ranks)
         if positive("timeout_seconds", timeout_seconds, float) is None:
             raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
         checked_lock_timeout(lock_timeout_seconds)
@@ -214,7 +211,7 @@ class Trainer:
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
         self._activity = ""  # the public method that is running
         config = dict(config or {})
-        self._world = world = ProcessGroups(ranks, self.device, timeout_seconds)
+        world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
             check_alike(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
             name = run_name or world.of_rank_zero(new_name())
@@ -233,33 +230,31 @@ class Trainer:
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             device=str(self.device),
         )
-        self._records = Records(self.callbacks, log_every, self.device, world)
-        self._agreement = Agreement(world, self.control, self._signals)
         the_task = self.task  # not `self`: the lifetime must not keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
-        self.ctx = Context(
+        self._run = run = Run(
+            self.callbacks,
             self.run,
-            state=self.state,
             model=model,
+            state=self.state,
             control=self.control,
-            accumulator=self._records.metrics,
-            loggers=self.callbacks.notify_loggers,
+            signals=self._signals,
+            world=world,
+            log_every=log_every,
+            device=self.device,
+            log_ranks=LogRanks(log_ranks, ranks),
+            lock_timeout=lock_timeout_seconds,
+            is_busy=lambda lifetime: lifetime.is_entered,
         )
+        self.ctx = run.ctx
         self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
-        self._lifetime = lifetime = Lifetime(self.callbacks, self.ctx)
-        self._guard = RunGuard(world, self.run, self.control, timeout=lock_timeout_seconds, is_busy=lambda: lifetime.is_entered)
-        self._lifetime.at_end(self._guard.end)  # last: until then callbacks may write to the folder
-        ctx = self.ctx  # as above: not `self`
-        world.at_step = lambda: ctx.step
-        self._lifetime.at_end(world.close)
-        self._lifetime.at_end(self._log_ranks.end)
-        self._end = weakref.finalize(self, self._lifetime.end)  # also when the trainer is collected, and at exit
-        with self._lifetime, self._doing("set-up"):
+        self._end = weakref.finalize(self, self._run.lifetime.end)  # also when the trainer is collected, and at exit
+        with self._run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
-                self._guard.acquire()
-            self._log_ranks.start()
-            self._lifetime.start()
+                self._run.guard.acquire()
+            run.log_ranks.start()
+            self._run.lifetime.start()
             if seed is not None:
                 seed_all(seed)
             for one in (model, *self.task.frozen_models):
@@ -273,7 +268,6 @@ class Trainer:
                 self._precision.casts = False
             self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
             self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
-            self._spans = self.callbacks.spans(self.ctx)
             self._evaluation = Evaluation(
                 self.callbacks,
                 self.ctx,
@@ -282,35 +276,18 @@ class Trainer:
                 self.device,
                 every=eval_every,
                 world=world,
-                agreement=self._agreement,
+                agreement=self._run.agreement,
                 precision=self._precision,
                 shard=shard_data,
             )
-            self._checkpoints = Checkpoints(
-                self.callbacks,
-                self.ctx,
-                self._spans,
-                world,
-                self._guard,
-                in_background=save_in_background,
-                grace=grace_seconds,
+            checkpoints = Checkpoints(
+                self.callbacks, self.ctx, run.spans, world, run.guard, in_background=save_in_background, grace=grace_seconds
             )
-            self._lifetime.at_end(self._checkpoints.close)
-            self._agreement.durable = self._checkpoints.durable
-            self._boundaries = Boundaries(
-                self.callbacks,
-                self.ctx,
-                self._lifetime,
-                self._agreement,
-                self._records,
-                self._evaluation,
-                self._checkpoints,
-                self._guard,
-            )
+            run.connect(self._evaluation, checkpoints)
             if self.optimizer is not None:
                 self._loop = TrainLoop(
                     self.ctx,
-                    self._spans,
+                    self._run.spans,
                     world,
                     self._parallel,
                     self.task,
@@ -318,8 +295,8 @@ class Trainer:
                     self.scheduler,
                     self._precision,
                     self._batches,
-                    self._records,
-                    self._boundaries,
+                    self._run.records,
+                    self._run.boundaries,
                     self._signals,
                     self.callbacks.has_listeners,
                     self.device,
@@ -330,12 +307,9 @@ class Trainer:
                 )
             if seed is not None and world.size > 1:
                 seed_all(seed + world.rank)  # dropout, for example, must differ between ranks
-            self._checkpoints.shared, self._checkpoints.local = self._parts()
-            self._checkpoints.load(resume)
-            self.callbacks.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.callbacks.call_sheet()))
-            self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
+            run.load(*self._parts(), resume)
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
-            with self._spans.data_init:
+            with self._run.spans.data_init:
                 if train_dataloader is not None:
                     self._batches.load(train_dataloader)
                 if self._loop is not None:
@@ -347,17 +321,17 @@ class Trainer:
     @property
     def signal(self) -> signal.Signals | None:
         """The signal that preempted the run, or None."""
-        return self._agreement.signal
+        return self._run.agreement.signal
 
     @property
     def preempted(self) -> bool:
         """True if a signal other than Ctrl-C preempted the run."""
-        return self._lifetime.outcome == Outcome.PREEMPTED
+        return self._run.lifetime.outcome == Outcome.PREEMPTED
 
     @property
     def earlier_stop(self) -> Request | None:
         """The request that completed the run before it was resumed with `resume="auto"`, or None if `fit` continues training."""
-        return self._checkpoints.earlier_stop()
+        return self._run.checkpoints.earlier_stop()
 
     @property
     def eval_results(self) -> dict[str, dict[str, float]]:
@@ -378,7 +352,7 @@ class Trainer:
             DistributedError: a rank is missing; the message names it.
             BaseException: whatever the model, the data or a callback raised, after the run has ended.
         """
-        with self._lifetime, self._doing("fit"):
+        with self._run.lifetime, self._doing("fit"):
             if self._loop is None or self._batches.loader is None:
                 there = {"a train_dataloader": self._batches.loader is not None, "an optimizer": self._loop is not None}
                 missing = [name for name, is_there in there.items() if not is_there]
@@ -386,23 +360,23 @@ class Trainer:
             if max_duration is not None:
                 self.state.max_duration = duration(max_duration, self.epochs_per_round)
             self._warn_of_long_intervals()
-            self._guard.begin()
+            self._run.guard.begin()
             with self._signals:
                 self.callbacks.between_steps(self.ctx.step)
-                self._boundaries.begin()
+                self._run.boundaries.begin()
                 self._loop.run()
-                self._boundaries.finish()
-            self._boundaries.conclude()
+                self._run.boundaries.finish()
+            self._run.boundaries.conclude()
             self.control.done("stop")
-            if self._lifetime.outcome is Outcome.INTERRUPTED:
+            if self._run.lifetime.outcome is Outcome.INTERRUPTED:
                 raise KeyboardInterrupt
 
     def _warn_of_long_intervals(self) -> None:
         """Warn of intervals that are longer than the run. It is no error: a ten-step trial should not need other intervals."""
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
-        if str(self._records.every.every) != LOG_INTERVAL:  # the user did not choose the default
-            named.append(("log_interval", self._records.every))
+        if str(self._run.records.every.every) != LOG_INTERVAL:  # the user did not choose the default
+            named.append(("log_interval", self._run.records.every))
         for name, every in named:
             if (
                 every is not None
@@ -426,26 +400,26 @@ class Trainer:
             ConfigError: there is nothing to evaluate.
             RequestRejected: training is running; use `ctx.control.evaluate(why)` instead.
         """
-        with self._lifetime, self._doing("evaluate"):
+        with self._run.lifetime, self._doing("evaluate"):
             given = {
                 name: self._evaluation.made(loader, f"dataloader {name!r}") for name, loader in named_loaders(dataloader).items()
             }
             loaders = given or self._evaluation.loaders
             if not loaders:
                 raise ConfigError("evaluate() has no data; pass it a dataloader, or an eval_dataloader to the Trainer")
-            return self._boundaries.evaluate(loaders, standalone=True)
+            return self._run.boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
         """Return the mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
-        with self._lifetime, self._doing("test"):
+        with self._run.lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
-            self._records.fire_evaluation(self.ctx, self._evaluation.take())
+            self._run.records.fire_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
         """Return the model's outputs for this rank's share of the data, one item per batch, on the device. Raises as `evaluate`
         does."""
-        with self._lifetime, self._doing("predict"):
+        with self._run.lifetime, self._doing("predict"):
             return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
 
     # --- checkpoints ---
@@ -457,8 +431,8 @@ class Trainer:
             RequestRejected: training is running; use `ctx.control.save(why)` instead.
             CheckpointError: the checkpoint cannot be written, or a callback's state is not plain data.
         """
-        with self._lifetime, self._doing("save_checkpoint"):
-            info = self._boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
+        with self._run.lifetime, self._doing("save_checkpoint"):
+            info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
             assert info is not None  # the Trainer's own checkpoints are saved at once
             return info
 
@@ -470,11 +444,11 @@ class Trainer:
             path: for a Hugging Face model a folder, which `from_pretrained` loads; else a file.
             processor: the tokenizer or processor to save with a Hugging Face model.
         """
-        with self._lifetime, self._doing("export"):
+        with self._run.lifetime, self._doing("export"):
             if hasattr(self.model, "save_pretrained"):
-                export_huggingface(self.model, path, group=self._world.saving, processor=processor)
+                export_huggingface(self.model, path, group=self._run.world.saving, processor=processor)
             else:
-                export_weights(self.model, path, group=self._world.saving, overwrite=True)
+                export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
         """Return the parts that a checkpoint holds, by name: those that all ranks share, and this rank's own."""
@@ -485,10 +459,10 @@ class Trainer:
             "scheduler": Typed(self.scheduler) if self.scheduler is not None else None,
             "precision": self._precision,
             "evaluation": self._evaluation,
-            "tally": self._records.tally,
+            "tally": self._run.records.tally,
             "loop": self._loop,
         }
-        local: dict[str, Stateful] = {"callbacks": self.callbacks, "records": self._records, "batches": self._batches}
+        local: dict[str, Stateful] = {"callbacks": self.callbacks, "records": self._run.records, "batches": self._batches}
         return {name: part for name, part in shared.items() if part is not None}, local
 
     # --- the end ---
@@ -510,9 +484,9 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         lost = None
         if error is not None:
-            if not self._lifetime.has_ended:
+            if not self._run.lifetime.has_ended:
                 lost = self._explain(error)
-            self._lifetime.fail(lost or error)
+            self._run.lifetime.fail(lost or error)
         self.close()
         if lost is not None:
             raise lost from error
@@ -545,9 +519,9 @@ class Trainer:
         """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))
-        if self._world.size > 1 and is_of_collective(error):
-            return self._world.lost(error)
-        self._world.say(self.ctx.step, error)
+        if self._run.world.size > 1 and is_of_collective(error):
+            return self._run.world.lost(error)
+        self._run.world.say(self.ctx.step, error)
         return None
 
     def _memory_hints(self) -> list[str]:

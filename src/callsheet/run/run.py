@@ -1,0 +1,112 @@
+"""A run, assembled in one place for the Trainer and for the hosts of other frameworks' loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from callsheet.core.context import Context, RunInfo, TrainState
+from callsheet.core.control import Control
+from callsheet.core.manager import CallbackManager
+from callsheet.core.spans import Spans
+from callsheet.core.time import Interval
+from callsheet.run.agreement import Agreement
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.lifetime import Lifetime
+from callsheet.run.log_ranks import LogRanks
+from callsheet.run.parts import CheckpointsPart, EvaluationPart, Stateful
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.records import Records
+from callsheet.run.run_guard import RunGuard
+from callsheet.run.signals import SignalWatch
+
+
+class Run:
+    """The parts that every run has: context, records, agreement between ranks, lifetime, and the lock of the run's folder.
+
+    `connect` adds the boundaries, once there are an evaluation and checkpoints; `load` then resumes.
+
+    Args:
+        manager: the callbacks.
+        info: the run's name, folder and ranks.
+        model: the model as callbacks see it.
+        state: how far training is.
+        control: the requests of callbacks.
+        signals: the signals that preempt the run.
+        world: the process groups.
+        log_every: how often a metrics record is made.
+        device: the model's device.
+        log_ranks: which ranks print log lines.
+        lock_timeout: seconds to wait if another process trains in the run's folder.
+        is_busy: whether the loop may still be running. While it is, no other run of this process takes over the run's folder.
+        records: makes the metrics records.
+    """
+
+    boundaries: Boundaries
+    checkpoints: CheckpointsPart
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        info: RunInfo,
+        *,
+        model: nn.Module,
+        state: TrainState,
+        control: Control,
+        signals: SignalWatch,
+        world: ProcessGroups,
+        log_every: Interval,
+        device: torch.device,
+        log_ranks: LogRanks,
+        lock_timeout: float,
+        is_busy: Callable[[Lifetime], bool],
+        records: type[Records] = Records,
+    ) -> None:
+        self.manager = manager
+        self.state = state
+        self.control = control
+        self.signals = signals
+        self.world = world
+        self.log_ranks = log_ranks
+        self.records = records(manager, log_every, device, world)
+        self.agreement = Agreement(world, control, signals)
+        self.ctx = ctx = Context(
+            info,
+            state=state,
+            model=model,
+            control=control,
+            accumulator=self.records.metrics,
+            loggers=manager.notify_loggers,
+        )
+        self.lifetime = lifetime = Lifetime(manager, ctx)
+        self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
+        world.at_step = lambda: ctx.step
+        for close in (self.guard.end, world.close, log_ranks.end):  # called in the opposite order
+            lifetime.at_end(close)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The spans with which the loop fires its events."""
+        return self.manager.spans(self.ctx)
+
+    def connect(
+        self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
+    ) -> None:
+        """Assemble the boundaries from the loop's own evaluation and checkpoints."""
+        self.checkpoints = checkpoints
+        self.lifetime.at_end(checkpoints.close)
+        self.agreement.durable = checkpoints.durable
+        self.boundaries = boundaries(
+            self.manager, self.ctx, self.lifetime, self.agreement, self.records, evaluation, checkpoints, self.guard
+        )
+
+    def load(self, shared: Mapping[str, Stateful], local: Mapping[str, Stateful], resume: Any) -> None:
+        """Load what `resume` names into these parts: those that all ranks share, and those that each rank has for itself."""
+        self.checkpoints.shared, self.checkpoints.local = dict(shared), dict(local)
+        self.checkpoints.load(resume)
+        self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))
+        self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
