@@ -1,20 +1,17 @@
-"""What a host does with an error: it raises the user's errors; after an error of the host itself, training continues without the host."""
+"""Errors in a host: the user's errors are raised; after an error of the host itself, training continues without the host."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from callsheet.core.context import TrainState
 from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users
 from callsheet.run.lifetime import Lifetime
 
 logger = logging.getLogger("callsheet")
-
-Observed = TypeVar("Observed", bound=Callable[..., Any])
 
 
 class ObservedRun(Protocol):
@@ -56,60 +53,6 @@ def give_up(run: ObservedRun, error: Exception) -> None:
     given_up = HostError(message)
     given_up.__cause__ = error
     run.fail(given_up)
-
-
-class GivesUp:
-    """The base class of hosts: `_leave` ends the current run because of an error."""
-
-    _run: Any = None
-    """The current run, or None."""
-    _has_given_up = False
-    """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
-    _ends: Callable[[], object] = staticmethod(lambda: None)
-    """Removes the run's hooks, and ends the run as failed if it has not ended."""
-    _resume_path: str | None = None
-    """The checkpoint that the host loads when a run begins, or None."""
-
-    def _leave(self, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
-        run = self._run
-        is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
-        try:
-            if is_for_user(error) or not is_loaded:
-                if run is not None:
-                    run.fail(error)
-                raise error
-            assert isinstance(error, Exception)
-            if run is not None:
-                give_up(run, error)
-            elif not self._has_given_up:
-                logger.error(
-                    "callsheet cannot begin a run (%s: %s). The callbacks are not called. Training continues. Please report this with the "
-                    "traceback",
-                    *(type(error).__name__, error),
-                    exc_info=error,
-                )
-            self._has_given_up = True
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Remove the hooks of the current run, and forget the run."""
-        self._ends()
-        self._run = None
-
-
-def observing(method: Observed) -> Observed:
-    """Decorate a method of a host so that an error ends the run; see `GivesUp._leave`. The methods of a step catch errors themselves."""
-
-    @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._leave(error)
-
-    return called  # type: ignore[return-value]  # it has the same signature
 
 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:

@@ -6,7 +6,6 @@ import functools
 import logging
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Outcome
+from callsheet.core.context import CheckpointInfo
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.errors import NotSupported
@@ -101,7 +100,7 @@ def host(
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Call the method with the run, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
 
     @functools.wraps(method)
     def called(self: AutoModelHost, recipe: Any, **given: Any) -> None:
@@ -154,7 +153,7 @@ class _HostRequests:
         setattr(self._scheduler, name, self._scheduler.step + 1)
 
 
-class AutoModelHost(GivesUp, AutoModelCallback):
+class AutoModelHost(HostBase, AutoModelCallback):
     """See `host`."""
 
     def __init__(
@@ -179,9 +178,7 @@ class AutoModelHost(GivesUp, AutoModelCallback):
     @observing
     def on_train_start(self, recipe: Any, **_: Any) -> None:
         """Begin a run."""
-        if self._run is not None:  # an exception ended the earlier run
-            self._release()
-        self._has_given_up = False
+        self._forget_earlier_run()
         if getattr(recipe, "pp", None) is not None:
             raise NotSupported(
                 "AutoModel's pipeline parallelism is not supported, because the parts of a step cannot be observed in its stages; "
@@ -194,7 +191,6 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         output = Path(getattr(checkpoints, "checkpoint_dir", None) or "runs/automodel").absolute()
         sets = _validation_sets(recipe)
         self._requests = requests = _HostRequests(scheduler)
-        self._is_checked = False
         self._run = run = HostedRun(
             self.manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
@@ -221,10 +217,8 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         self._watch = watch = BackwardWatch(run.driver, run.ctx)
         run.losses = watch.reader
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
-        run.fails_by(self._leave)
-        self._ends = weakref.finalize(self, _end, run, [self._called.wrap(recipe), watch, self._called])
-        run.reject(NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ()), strict=self._strict, logger=logger)
-        run.begin()
+        never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
+        self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
         run.driver.start("round")
         if run.control.stop_requested is not None:
             requests.stop(now=True)
@@ -247,11 +241,6 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         """End the run as failed, unless a callback's error has ended it already."""
         self._fail(exception if exception is not None else RuntimeError("AutoModel reported a failure without an exception"))
 
-    def _fail(self, error: BaseException) -> None:
-        if self._run is not None:
-            self._run.fail(error)
-            self._release()
-
     def _release(self) -> None:
         if self._requests is not None:
             self._requests.restore()
@@ -267,9 +256,7 @@ class AutoModelHost(GivesUp, AutoModelCallback):
         self._called.end_step()
         self._take(run, {} if train_log_data is None else train_log_data.metrics)
         run.end_step()
-        if not self._is_checked:
-            self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+        self._check_first_step(run)
         if getattr(recipe.step_scheduler, "is_last_batch", False):
             run.end_epoch(is_whole=True)
         self._is_due_fired = True
@@ -370,16 +357,6 @@ def _preempt(run: HostedRun) -> None:
         run.control.able.add("save")  # AutoModel saves now if it saves at all
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
         run.boundaries.finish()  # afterwards all ranks know the requests
-
-
-def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks, and end the run as failed if it has not ended.
-
-    This also runs when the program ends or the host is garbage-collected: an exception has ended training.
-    """
-    for hook in hooks:
-        hook.remove()
-    run.lifetime.end(Outcome.FAILED)
 
 
 def _scalar(measured: Any) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from callsheet.bridges.composer import NOT_FIRED
 from callsheet.bridges.composer.host_parts import EvaluationRequests, Listener, is_one_number, trained_on
-from callsheet.bridges.giving_up import GivesUp, is_for_user
+from callsheet.bridges.giving_up import is_for_user
+from callsheet.bridges.host_base import HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook
@@ -44,7 +45,7 @@ _LOSS = ("after_loss",)
 """Events that the host handles only if the loss is read, for records or a checkpoint."""
 
 
-class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
+class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
     """See `callsheet.bridges.composer.host`."""
 
     def __init__(
@@ -316,9 +317,7 @@ class ComposerHost(GivesUp, ComposerCallback):  # type: ignore[misc]  # Composer
     def _batch_checkpoint(self, state: Any) -> None:
         run = self._run
         run.end_step()
-        if not self._is_checked:
-            self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+        self._check_first_step(run)
         self._stop_if_asked()
 
     def _epoch_end(self, state: Any) -> None:

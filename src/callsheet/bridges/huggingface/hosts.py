@@ -16,13 +16,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.epoch_position import length_of
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
-from callsheet.core.context import Outcome
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.errors import NotSupported
@@ -147,7 +146,7 @@ class _HostRequests:
         self.control.should_evaluate = True
 
 
-class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """See `host`."""
 
     def __init__(
@@ -202,9 +201,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         lr_scheduler: Any = None, train_dataloader: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Begin a run."""
-        if self._run is not None:  # a run whose training was left by an exception
-            self._release()
-        self._has_given_up = False
+        self._forget_earlier_run()
         trainer = find_trainer(state, sys._getframe())
         if not isinstance(model, Module):  # SetFit passes an object that contains the trained module
             model = getattr(trainer, "model", model)
@@ -238,12 +235,9 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
-        run.fails_by(self._leave)
         self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
         methods = self._wrap_methods(trainer) if trainer is not None else None
-        self._ends = weakref.finalize(self, _end, run, watch, hooks, methods)
-        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
-        run.begin()
+        self._begin_run(run, [hooks, watch, *([methods] if methods is not None else [])], NOT_FIRED)
         if state.global_step:
             self._resume(args, state)
         self._requests.control = control
@@ -351,9 +345,7 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
         run.end_step()
         self._fired = "D"
         self._repeat_save_request(run)
-        if not self._is_checked:
-            self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+        self._check_first_step(run)
         if run.control.pending:
             self._stop_if_asked(run)
 
@@ -532,15 +524,6 @@ class HuggingFaceHost(GivesUp, TrainerCallback):  # type: ignore[misc]  # transf
 def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
     found = host()
     return None if found is None else found._run
-
-
-def _end(run: HostedRun, watch: StepWatch, hooks: ForwardHooks, methods: WrappedMethods | None) -> None:
-    """Remove the hooks and end the run as failed, if it has not ended. Called also when the program ends or the host is deleted."""
-    if methods is not None:
-        methods.remove()
-    watch.remove()
-    hooks.remove()
-    run.lifetime.end(Outcome.FAILED)
 
 
 def _dataset(prefix: str | None) -> str:

@@ -13,7 +13,7 @@ from ignite.handlers import Checkpoint, ModelCheckpoint
 from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
 
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
@@ -29,7 +29,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 
-class IgniteHost(GivesUp):
+class IgniteHost(HostBase):
     """See `host`. In the `to_save` of an Ignite `Checkpoint`, it saves the callbacks' states."""
 
     def __init__(
@@ -126,22 +126,18 @@ class IgniteHost(GivesUp):
             saves=lambda requests: me._save(),
             **self._settings,
         )
-        run.signals.__enter__()
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, model)
         self._eval_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
-        self._ends = weakref.finalize(self, _end, run, hooks)
         run.losses = watch.reader
-        run.fails_by(self._leave)
         run.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = (
             NOT_FIRED + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
         )
-        run.reject(never, strict=self._strict, logger=logger)
-        run.begin()  # training starts with its first epoch: an evaluation before that is standalone
+        self._begin_run(run, hooks, never)  # training starts with its first epoch: an evaluation before that is standalone
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:
@@ -487,11 +483,3 @@ class IgniteHost(GivesUp):
                 ' checkpoint, Checkpoint.load_objects({"trainer": trainer, "callsheet": host, ...}, path)'
             )
         return CheckpointInfo("", step, epoch, "periodic")
-
-
-def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks and end the run, if it has not ended. Called also when the program ends or the engine is deleted during a run."""
-    for hook in hooks:
-        hook.remove()
-    run.signals.__exit__(None, None, None)
-    run.lifetime.end(Outcome.INTERRUPTED if run.lifetime.outcome is Outcome.INTERRUPTED else Outcome.FAILED)

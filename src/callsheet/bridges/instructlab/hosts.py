@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.instructlab import NOT_FIRED, NOT_SEEN, names
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
@@ -115,7 +115,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
 
 
 def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Callable[[Any, TrainingContext], None]:
-    """Call the method with the run, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
 
     @observing
     @functools.wraps(method)
@@ -127,7 +127,7 @@ def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Call
     return called
 
 
-class InstructLabHost(GivesUp):
+class InstructLabHost(HostBase):
     """Turn InstructLab's hooks into the events of the lifecycle. A run lasts from one `on_train_begin` to its `on_train_end`."""
 
     def __init__(

@@ -24,13 +24,12 @@ except ModuleNotFoundError as error:
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.epoch_position import EpochPosition
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
 from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import Outcome
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.time import Time
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -101,7 +100,7 @@ def host(
 
 
 def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Call the method with the run as its first argument, or not at all if there is no run. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run as its first argument, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
 
     @observing
     @functools.wraps(method)
@@ -112,7 +111,7 @@ def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
     """See `host`."""
 
     def __init__(
@@ -136,9 +135,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
     # --- the run ---
 
     def _begin(self, *, is_training: bool) -> HostedRun:
-        if self._run is not None:  # an exception ended the earlier run
-            self._release()
-        self._has_given_up = False
+        self._forget_earlier_run()
         model, optimizer = self.model, self.model.optimizer if is_training else None
         if is_training and model.jit_compile:
             raise NotSupported(
@@ -179,17 +176,9 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
         run.losses = watch.reader
-        run.fails_by(self._leave)
-        self._is_epoch_open = self._is_checked = False
-        run.signals.__enter__()
-        self._ends = weakref.finalize(self, _end, run, self._hooks)
-        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
-        run.begin(self._resume_path if is_training else None)
+        self._is_epoch_open = False
+        self._begin_run(run, self._hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
         return run
-
-    def _finish(self, run: HostedRun) -> None:
-        run.finish()
-        self._release()
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
         """Patch `model.train_function`, or another function that Keras calls with a batch: its callbacks do not receive the batch."""
@@ -254,9 +243,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
         run.end_step()
-        if not self._is_checked:
-            self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+        self._check_first_step(run)
         if run.control.pending or run.boundaries.is_making_way:
             self._stop_if_asked(run)
 
@@ -293,8 +280,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         """End the run."""
         self._is_in_fit = False
         self.model._initial_epoch = None
-        if self._run is not None:
-            self._finish(self._run)
+        self._finish()
 
     # --- evaluation and prediction ---
 
@@ -331,7 +317,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
         if not run.driver.is_open("train"):
             self._fire_record(run)
-            self._finish(run)
+            self._finish()
 
     def _fire_record(self, run: HostedRun) -> None:
         run.records.tally.settle(run.state)
@@ -359,7 +345,7 @@ class KerasHost(GivesUp, keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         """End the run."""
         if run.driver.is_open("predict"):
             run.driver.end("predict")
-            self._finish(run)
+            self._finish()
 
 
 class _PatchedFunction:
@@ -389,8 +375,7 @@ class _PatchedFunction:
                 logs = function(given)
             except BaseException as error:  # Keras does not report it to callbacks
                 if host._run is run:
-                    run.fail(error)
-                    host._release()
+                    host._fail(error)
                 raise
             if host._run is run:
                 try:
@@ -400,14 +385,3 @@ class _PatchedFunction:
             return logs
 
         self.remove = replace(model, name, called)
-
-
-def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks, and end the run as failed if it has not ended.
-
-    This also runs when the program ends or the host is garbage-collected: an exception that Keras does not report has ended training.
-    """
-    for hook in reversed(hooks):
-        hook.remove()
-    run.signals.__exit__(None, None, None)
-    run.lifetime.end(Outcome.FAILED)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.giving_up import GivesUp, is_for_user, observing
+from callsheet.bridges.giving_up import is_for_user
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
@@ -91,7 +92,7 @@ def host(
     return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
-class LightningHost(GivesUp, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """See `host`."""
 
     def __init__(

@@ -9,7 +9,6 @@ import copy
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.guests import MODULE, MegatronBridgeGuest
@@ -122,7 +121,7 @@ def guest(
 def _with_run(
     method: Callable[[MegatronBridgeHost, HostedRun, Any], None],
 ) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
-    """Call the method with the run, which begins with the first event. An error ends the run; see `GivesUp._leave`."""
+    """Call the method with the run, which begins with the first event. An error ends the run; see `HostBase._leave`."""
 
     @functools.wraps(method)
     def called(self: MegatronBridgeHost, context: CallbackContext) -> None:
@@ -136,7 +135,7 @@ def _with_run(
     return called
 
 
-class MegatronBridgeHost(GivesUp):
+class MegatronBridgeHost(HostBase):
     """See `host`. It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron
     need not be installed."""
 
@@ -189,12 +188,10 @@ class MegatronBridgeHost(GivesUp):
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # the callbacks' states by step, for checkpoints that are still being written
-        run.fails_by(self._leave)
         self._forward = ForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
-        self._ends = weakref.finalize(self, _end, run, settings, self._forward, self._steps)
-        run.reject(_not_fired(), strict=self._strict, logger=logger)
-        run.begin(data_is_made=data_is_made)
+        end = functools.partial(_end, settings)
+        self._begin_run(run, [self._steps, self._forward], _not_fired(), end=end, data_is_made=data_is_made)
         return run
 
     @observing
@@ -227,11 +224,6 @@ class MegatronBridgeHost(GivesUp):
         self._forward.listen(False)
         run.finish_training()
         if settings.is_last("do_valid", "do_test"):
-            self._release()
-
-    def _fail(self, error: BaseException) -> None:
-        if self._run is not None:
-            self._run.fail(error)
             self._release()
 
     def __enter__(self) -> Self:
@@ -406,14 +398,14 @@ class MegatronBridgeHost(GivesUp):
         self._is_due_fired = False
 
 
-def _end(run: HostedRun, settings: Settings, forward: ForwardHooks, steps: OptimizerHooks) -> None:
+def _end(settings: Settings, run: HostedRun, hooks: list[Any]) -> None:
     """Restore Megatron's settings, remove the hooks, and end the run.
 
     This also runs when the program ends or the host is garbage-collected: an exception or a signal has ended training.
     """
     settings.restore()
-    forward.remove()
-    steps.remove()
+    for hook in reversed(hooks):
+        hook.remove()
     if settings.was_preempted():
         run.lifetime.end(Outcome.PREEMPTED)
     else:

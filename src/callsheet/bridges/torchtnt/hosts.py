@@ -16,13 +16,12 @@ from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.epoch_position import EpochPosition
-from callsheet.bridges.giving_up import GivesUp, observing
+from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
 from callsheet.core.callback import Callback
-from callsheet.core.context import Outcome
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, NotSupported
@@ -95,7 +94,7 @@ def host(
     )  # fmt: skip
 
 
-class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
     """See `host`."""
 
     def __init__(
@@ -119,9 +118,7 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
     # --- the run ---
 
     def _begin(self, state: State, unit: Any) -> HostedRun:
-        if self._run is not None:  # an exception that torchtnt does not report to callbacks ended the earlier run
-            self._release()
-        self._has_given_up = False
+        self._forget_earlier_run()
         module = one_of_unit(unit.tracked_modules(), "module")
         if module is None:
             raise NotSupported(
@@ -162,32 +159,20 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        run.fails_by(self._leave)
-        self._is_checked = False  # whether the first step was checked for events that were not fired
         self._waiting = ""  # the boundary that is reached after torchtnt's evaluation: "step", "epoch" or ""
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
         self._progress: Any = getattr(unit, "train_progress", None)  # cached: a unit's attribute lookup is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
-        run.signals.__enter__()
-        self._ends = weakref.finalize(self, _end, run, hooks)
-        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
-        run.begin(self._resume_path if self._restored is None else None)
+        self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
             self._load_restored(run, unit)
         return run
 
-    def _finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._release()
-
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         """End the run as failed."""
-        if self._run is not None:
-            self._run.fail(exc)
-            self._release()
+        self._fail(exc)
 
     # --- training ---
 
@@ -487,14 +472,3 @@ class TorchTNTHost(GivesUp, TorchTNTCallback):  # type: ignore[misc]  # torchtnt
             )
         restore_states(run, restored)
         self._steps_fired = restored["steps"]
-
-
-def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks, and end the run as failed if it has not ended.
-
-    This also runs when the program ends or the host is garbage-collected: an exception that torchtnt does not report has ended training.
-    """
-    for hook in hooks:
-        hook.remove()
-    run.signals.__exit__(None, None, None)
-    run.lifetime.end(Outcome.FAILED)
