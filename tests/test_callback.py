@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackSpec, Context, RunInfo, at, every, local_rank_zero_only, rank_zero_only
-from callsheet.core.callback import Marks, import_path, label_of, marks, ungated
+from callsheet.core.callback import Marks, label_of, marks, ungated
+from callsheet.core.spec import import_path
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError
 

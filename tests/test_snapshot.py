@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRejected, RunInfo
-from callsheet.core.context import TrainState
 from callsheet.core.control import Control, Request
+from callsheet.core.run_state import TrainState
 from callsheet.core.time import Timestamp
 from callsheet.errors import FieldNotAvailable
 

@@ -6,12 +6,14 @@ A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires 
 from typing import TYPE_CHECKING
 
 from callsheet.core.background import Background
-from callsheet.core.callback import Callback, CallbackSpec, at, every, local_rank_zero_only, rank_zero_only
-from callsheet.core.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
+from callsheet.core.callback import Callback, at, every, local_rank_zero_only, rank_zero_only
+from callsheet.core.context import Context
 from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
 from callsheet.core.on_demand import attributes
+from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
+from callsheet.core.spec import CallbackSpec
 from callsheet.core.time import Interval, Time, Timestamp, TimeUnit
 from callsheet.errors import (
     CallsheetError,

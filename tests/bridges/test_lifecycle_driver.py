@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.core.context import Context, RunInfo
+from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import RunInfo
 from callsheet.testing.grammar import check_events
 
 PARTS = ("forward_backward", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")

@@ -21,7 +21,7 @@ from callsheet import (
     rank_zero_only,
 )
 from callsheet.callbacks.lambda_ import Lambda
-from callsheet.core.callback import CallbackSpec
+from callsheet.core.spec import CallbackSpec
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4

@@ -31,8 +31,8 @@ from callsheet.callbacks.notify import Notify
 from callsheet.callbacks.support.delivery import why_not_delivered
 from callsheet.callbacks.support.destinations import NotDelivered, Notification
 from callsheet.checkpoint import find_checkpoints
-from callsheet.core.callback import CallbackSpec
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.spec import CallbackSpec
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 

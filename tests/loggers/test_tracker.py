@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from callsheet import Background, ConfigError, Context, Trainer
-from callsheet.core.context import Outcome
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.run_state import Outcome
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
 
 HANGS = ("open", "write", "close")

@@ -10,7 +10,7 @@ import pytest
 
 from callsheet.callbacks import CheckpointSaver
 from callsheet.cli.shipped import RECIPES
-from callsheet.core.callback import import_path
+from callsheet.core.spec import import_path
 from callsheet.testing import check_events
 
 from . import tiny

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from callsheet import Callback, callbacks, loggers
-from callsheet.core.callback import import_path
+from callsheet.core.spec import import_path
 
 RECIPE: dict[str, Any] = yaml.safe_load(resources.files("callsheet.recipes").joinpath("pretrain.yaml").read_text("utf-8"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from callsheet import MetricsRecord
-from callsheet.core.context import Outcome
 from callsheet.core.costs import CostReport, Failures
+from callsheet.core.run_state import Outcome
 from callsheet.report import RunFolder
 from callsheet.report.problems import problems
 

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, SaveOnTrigger
 from callsheet.cli.main import main
-from callsheet.core.context import RunInfo
+from callsheet.core.run_state import RunInfo
 from callsheet.loggers import ConsoleLogger, JSONLLogger
 from callsheet.report import RunFolder
 from callsheet.run.reasons import one_line

@@ -23,10 +23,11 @@ from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.randomness import random_state, restore_random_state
+from callsheet.core.run_state import Outcome
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, NotSupported, RequestRejected, mark_as_users, names_unknown
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from callsheet.core.context import TrainState
+from callsheet.core.run_state import TrainState
 from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users
 from callsheet.run.lifetime import Lifetime
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.core.context import Outcome
+from callsheet.core.run_state import Outcome
 
 logger = logging.getLogger("callsheet")
 

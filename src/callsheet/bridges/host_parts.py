@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.control import Request
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.spans import Spans
 from callsheet.errors import mark_as_users
 from callsheet.run.parts import DueEvaluation, Stateful

@@ -8,7 +8,7 @@ from typing import Any
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.core.context import CheckpointInfo
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import CheckpointError
 
 STATE = "callsheet"

@@ -19,11 +19,12 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import reads_of, writes_to_run_folder
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
-from callsheet.core.context import CheckpointInfo, Context, RunInfo, TrainState
+from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS, SPANS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, mark_as_users
 from callsheet.run.boundaries import Boundaries

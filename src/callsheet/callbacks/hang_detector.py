@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.callback import Callback, label_of, one_of
-from callsheet.core.context import Context, TrainState
+from callsheet.core.context import Context
 from callsheet.core.ranks import initialised_distributed
+from callsheet.core.run_state import TrainState
 from callsheet.errors import ConfigError, HangError
 
 logger = logging.getLogger("callsheet")

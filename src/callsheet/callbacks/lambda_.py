@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from callsheet.core.callback import Callback, import_path
+from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.events import as_event
 from callsheet.core.ranks import RankGate
+from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError
 
 Function = Callable[[Context], Any]

@@ -13,8 +13,9 @@ from typing import Any
 from callsheet.callbacks.support.delivery import longest, why_not_delivered
 from callsheet.callbacks.support.destinations import Address, Destination, Notification
 from callsheet.core.callback import Callback, label_of, one_of
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.run_state import Outcome
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
 from callsheet.errors import ConfigError
 

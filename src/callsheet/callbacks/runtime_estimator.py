@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.core.callback import Callback, one_of
-from callsheet.core.context import Context, TrainState
+from callsheet.core.context import Context
+from callsheet.core.run_state import TrainState
 from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
 

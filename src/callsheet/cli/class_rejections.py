@@ -9,7 +9,7 @@ from typing import Any
 
 from callsheet.cli.cli_values import fits, probe, values_of_key
 from callsheet.cli.key_types import base_of, example_of, in_words, is_list, names_code, partial_arguments, typed_keys
-from callsheet.core.callback import import_path
+from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 _SPEC = ("class_path", "init_args", "name", "dict_kwargs")

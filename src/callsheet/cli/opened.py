@@ -13,7 +13,8 @@ from callsheet.cli import names
 from callsheet.cli.named_run import RUNS
 from callsheet.cli.recipe import errors_on_first_rank, values_of
 from callsheet.cli.shipped import RECIPES, recipe_path
-from callsheet.core.callback import Callback, import_path
+from callsheet.core.callback import Callback
+from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import run_names
 

@@ -18,8 +18,9 @@ from callsheet.cli.cli_values import pairs
 from callsheet.cli.rejections import place_of, plain_rejection
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.cli.yaml_file import read_yaml
-from callsheet.core.callback import Callback, import_path
+from callsheet.core.callback import Callback
 from callsheet.core.ranks import read_ranks
+from callsheet.core.spec import import_path
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:

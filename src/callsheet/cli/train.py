@@ -10,9 +10,9 @@ from textwrap import fill
 
 from callsheet.cli.recipe import prepared
 from callsheet.core.callback import label_of
-from callsheet.core.context import Outcome
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import Outcome
 from callsheet.core.working import working
 from callsheet.errors import MissingPackage
 from callsheet.report import write_report

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from callsheet.core.context import Context, TrainState
+from callsheet.core.context import Context
 from callsheet.core.events import Event, as_event
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, FIELDS, fields_available
+from callsheet.core.run_state import TrainState
 from callsheet.errors import FieldNotAvailable
 from callsheet.lanes.snapshot import ON_REQUEST, Inbox, LaneControl, Snapshot
 

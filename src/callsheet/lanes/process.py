@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from callsheet.core.background import END_SECONDS, Background
-from callsheet.core.callback import Callback, CallbackSpec, import_path
+from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import FIELDS
+from callsheet.core.spec import CallbackSpec, import_path
 from callsheet.errors import CallsheetError, ConfigError, text_of
 from callsheet.lanes.snapshot import Snapshot
 

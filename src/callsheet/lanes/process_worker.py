@@ -13,7 +13,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from callsheet.core.callback import Callback, CallbackSpec
+from callsheet.core.callback import Callback
+from callsheet.core.spec import CallbackSpec
 from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of, snapshot_of
 
 if TYPE_CHECKING:

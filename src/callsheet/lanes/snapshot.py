@@ -13,11 +13,12 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from callsheet.core.context import Context, RunInfo
+from callsheet.core.context import Context
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, ANYWHERE, fields_available
+from callsheet.core.run_state import RunInfo
 from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
 
 logger = logging.getLogger("callsheet")

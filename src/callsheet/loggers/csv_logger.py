@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.context import Context
+from callsheet.core.run_state import MetricsRecord
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.file_names import folder_of, replace_file
 from callsheet.loggers.support.resumption import records_before

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.context import Context
 from callsheet.core.costs import CostReport
+from callsheet.core.run_state import MetricsRecord
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.logger import Logger
 

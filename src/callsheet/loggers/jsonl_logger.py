@@ -16,8 +16,9 @@ from typing import Any
 
 import callsheet
 from callsheet.core.callback import label_of
-from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Window
+from callsheet.core.run_state import MetricsRecord
 from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.file_names import folder_of, path_from, replace_file

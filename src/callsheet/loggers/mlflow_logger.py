@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.mlflow_runs import (
     LONGEST_NAME,

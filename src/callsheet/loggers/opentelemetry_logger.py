@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.callback import one_of
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.costs import Window
 from callsheet.core.lifecycle import SPANS
 from callsheet.core.optional import load
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.opentelemetry_facts import about, attribute, instrument
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret

@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.file_names import folder_of, path_from
 from callsheet.loggers.support.pixels import as_pixels, png

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain

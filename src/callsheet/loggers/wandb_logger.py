@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.callback import one_of
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, nested, plain

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from callsheet.core.context import MetricsRecord
+from callsheet.core.run_state import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000

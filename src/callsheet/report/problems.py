@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from callsheet.core.context import Outcome
 from callsheet.core.costs import Failures
+from callsheet.core.run_state import Outcome
 from callsheet.report.costs import cost_rows
 from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole

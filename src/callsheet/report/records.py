@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from callsheet.core.context import MetricsRecord
+from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
 _MOST_VALUES = 6_000_000  # values of metrics that are held; beyond that, records are left out

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from callsheet.core.context import MetricsRecord, Outcome
 from callsheet.core.costs import Cost, CostReport, Failures, Slice, Window
+from callsheet.core.run_state import MetricsRecord, Outcome
 from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_of, whole
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.records import RecordLines, Resume

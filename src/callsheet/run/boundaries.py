@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from callsheet.checkpoint.disk_thread import finish_deletions
-from callsheet.core.context import CheckpointInfo, Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.core.time import Interval, TimeUnit
 from callsheet.run.agreement import Agreement
 from callsheet.run.lifetime import Lifetime, stop_reason

@@ -35,10 +35,11 @@ from callsheet.checkpoint import (
 from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.checkpoint.layout import LATEST
 from callsheet.core.callback import label_of
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.spans import Spans
 from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
 from callsheet.run.parts import Stateful

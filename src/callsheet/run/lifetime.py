@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import Outcome
 from callsheet.core.spans import take_noted_span
 from callsheet.errors import RunEndedError, text_of
 from callsheet.run.reasons import error_line, one_line

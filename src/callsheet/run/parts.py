@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.control import Request
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Interval
 
 

@@ -8,9 +8,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from callsheet.core.context import Context, MetricsRecord
+from callsheet.core.context import Context
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import MetricsRecord
 from callsheet.core.time import Interval
 from callsheet.run.metrics import MetricLog, Series, scalar
 from callsheet.run.process_groups import ProcessGroups

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.core.context import Context, RunInfo, TrainState
+from callsheet.core.context import Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import RunInfo, TrainState
 from callsheet.core.spans import Spans
 from callsheet.core.time import Interval
 from callsheet.run.agreement import Agreement

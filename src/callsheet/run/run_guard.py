@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from callsheet.core.context import RunInfo
 from callsheet.core.control import Control
+from callsheet.core.run_state import RunInfo
 from callsheet.errors import ConfigError, RunInUseError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS, RunLock

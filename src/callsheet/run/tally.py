@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from callsheet.core.context import TrainState
+from callsheet.core.run_state import TrainState
 from callsheet.run.process_groups import ProcessGroups
 
 

@@ -19,9 +19,10 @@ from unittest import SkipTest
 from torch import Tensor
 
 from callsheet.checkpoint import flatten, unflatten
-from callsheet.core.callback import Callback, CallbackSpec, label_of
+from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.core.manager import CallbackManager
+from callsheet.core.spec import CallbackSpec
 from callsheet.errors import CheckpointError, ConfigError, RegistrationError
 from callsheet.testing.leftovers import Surroundings, model_things, more_left, settings_left
 from callsheet.testing.scene import (

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.errors import ConfigError
 
 ROWS, INPUTS = 4, 2

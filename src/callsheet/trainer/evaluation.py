@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.core.context import Context, TrainState
+from callsheet.core.context import Context
 from callsheet.core.lifecycle import SPANS
 from callsheet.core.manager import CallbackManager
 from callsheet.core.randomness import random_state, restore_random_state
+from callsheet.core.run_state import TrainState
 from callsheet.core.spans import Span
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError

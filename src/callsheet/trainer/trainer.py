@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Outcome, RunInfo, TrainState
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import CheckpointInfo, Outcome, RunInfo, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
 from callsheet.run.checkpoints import Checkpoints, Typed

@@ -29,8 +29,9 @@ import torch
 
 from callsheet.checkpoint import plain
 from callsheet.checkpoint.tensors import check_storable
-from callsheet.core.callback import Callback, CallbackSpec, label_of
+from callsheet.core.callback import Callback, label_of
 from callsheet.core.optional import load
+from callsheet.core.spec import CallbackSpec
 from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
 from callsheet.transport.fingerprint import IGNORE, arguments_of, differences, fingerprint
 from callsheet.transport.names import MAIN, find, main_script, path_of

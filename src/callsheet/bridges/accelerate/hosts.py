@@ -23,8 +23,9 @@ from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, RequestRejected, mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS

@@ -21,9 +21,9 @@ from callsheet.bridges.host_states import STATE, read_states, resume_without_sta
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 

@@ -20,9 +20,9 @@ from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import Hook
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Outcome
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.core.time import Time
 from callsheet.trainer.arguments import duration
 from callsheet.trainer.tasks import counts_of

@@ -20,9 +20,9 @@ from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
 from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Outcome
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
 from callsheet.trainer.tasks import counts_of
 

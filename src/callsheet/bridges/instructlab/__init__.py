@@ -18,9 +18,10 @@ from callsheet.bridges.instructlab.names import (
     seen,
 )
 from callsheet.core.callback import Callback
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import TimeUnit
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 

@@ -25,10 +25,10 @@ from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
 from callsheet.bridges.reads import reads_of
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
-from callsheet.core.context import Outcome
 from callsheet.core.lifecycle import EVENTS, SPANS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import Outcome
 from callsheet.errors import NotSupported
 from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.transport.payload import open_payload, pack

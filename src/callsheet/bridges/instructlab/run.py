@@ -17,10 +17,11 @@ from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.reads import writes_to_run_folder
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.core.context import CheckpointInfo, Context, MetricsRecord, Outcome, RunInfo, TrainState
+from callsheet.core.context import Context
 from callsheet.core.control import Control, Request
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported
 from callsheet.run.lifetime import Lifetime

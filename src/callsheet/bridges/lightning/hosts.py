@@ -18,9 +18,9 @@ from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHook
 from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.core import ranks as distributed
 from callsheet.core.callback import Callback
-from callsheet.core.context import Outcome
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.run_state import Outcome
 from callsheet.errors import mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of

@@ -28,8 +28,8 @@ from callsheet.bridges.megatron_bridge.settings import Settings, load_states, mo
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.bridges.torch_hooks import OptimizerHooks
 from callsheet.core.callback import Callback
-from callsheet.core.context import Outcome
 from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.run_state import Outcome
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")

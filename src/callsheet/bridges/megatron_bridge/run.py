@@ -8,7 +8,8 @@ from typing import Any
 from callsheet.bridges.guest_base import Common
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, call_when_moved
-from callsheet.core.context import Context, RunConstants
+from callsheet.core.context import Context
+from callsheet.core.run_state import RunConstants
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import NotSupported
 from callsheet.trainer.tasks import counts_of

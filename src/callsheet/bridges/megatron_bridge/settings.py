@@ -11,8 +11,8 @@ from torch import Tensor
 
 from callsheet.bridges.host_states import STATE, read_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.core.context import CheckpointInfo
 from callsheet.core.control import Request
+from callsheet.core.run_state import CheckpointInfo
 
 logger = logging.getLogger("callsheet")
 

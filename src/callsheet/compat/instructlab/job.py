@@ -17,8 +17,9 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import export_huggingface
 from callsheet.compat.instructlab.arguments import TrainingArgs
 from callsheet.core.callback import Callback, label_of
-from callsheet.core.context import CheckpointInfo, Context
+from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.rows import Rows, Stream
 from callsheet.recipes.finetune import Finetune, FinetuneConfig

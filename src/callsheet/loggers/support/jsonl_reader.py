@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import MetricsRecord
+from callsheet.core.run_state import MetricsRecord
 
 METRICS = "metrics.jsonl"
 

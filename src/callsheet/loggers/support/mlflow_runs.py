@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.context import RunInfo
+from callsheet.core.run_state import RunInfo
 
 logger = logging.getLogger("callsheet")
 

@@ -21,8 +21,9 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from callsheet.core.context import Context, Outcome
+from callsheet.core.context import Context
 from callsheet.core.optional import load
+from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
 

@@ -1,0 +1,186 @@
+"""The state of a run: its name and folder, the progress of training, records and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from callsheet.core.ranks import Ranks
+from callsheet.core.time import Time, Timestamp, elapsed_fraction
+
+if TYPE_CHECKING:
+    from callsheet.core.costs import Failures
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """The run: its name, folder, configuration, and this process's ranks and device.
+
+    `checkpoints` is where its checkpoints are, a folder or a URL; by default the folder `checkpoints` in `folder`.
+    `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
+    "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
+    `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
+    `has_lost_folder` says that another process has taken over the folder, so that nothing may be written there any more.
+    """
+
+    name: str
+    folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+    restart_count: int = 0
+    device: str = "cpu"
+    outcome: Outcome | None = None
+    outcome_reason: str = ""
+    checkpoints: str = ""
+    failures: tuple[Failures, ...] = ()
+    has_lost_folder: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints and self.folder is not None:
+            self.checkpoints = str(self.folder / "checkpoints")
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all, from 0."""
+        return self.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine, from 0."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among all, from 0."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.ranks.world_size
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.ranks.rank == 0
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.ranks.local_rank == 0
+
+
+class RunConstants(NamedTuple):
+    """The attributes of a `TrainState` that no step changes. It is replaced, never changed in place, so that a snapshot needs no copy."""
+
+    max_duration: Time | None = None
+    baseline: Timestamp = Timestamp()
+    epoch_batches: int | None = None
+    evaluators: tuple[str, ...] = ()
+
+
+def _of_course(name: str) -> Any:
+    def write(state: TrainState, value: Any) -> None:
+        state.course = state.course._replace(**{name: value})
+
+    return property(attrgetter(f"course.{name}"), write)
+
+
+@dataclass(init=False, slots=True)
+class TrainState:
+    """The progress of training.
+
+    `timestamp` counts what is completed and changes just before each end event; `previous_timestamp` is the one before the last step.
+    Samples, tokens and seconds in them are those of the last log boundary. `baseline` is the timestamp at which this process began.
+    `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
+    """
+
+    timestamp: Timestamp
+    previous_timestamp: Timestamp
+    course: RunConstants
+
+    def __init__(
+        self,
+        max_duration: Time | None = None,
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # immutable
+        previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
+        baseline: Timestamp = Timestamp(),  # noqa: B008
+        epoch_batches: int | None = None,
+        evaluators: tuple[str, ...] = (),
+    ) -> None:
+        self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
+        self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
+
+    if TYPE_CHECKING:  # annotations at run time would make them fields of the dataclass
+        max_duration: Time | None
+        baseline: Timestamp
+        epoch_batches: int | None
+        evaluators: tuple[str, ...]
+    else:
+        max_duration, baseline, epoch_batches, evaluators = map(_of_course, RunConstants._fields)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain data."""
+        return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned. Raises ConfigError if `state` is not of that form."""
+        self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
+        self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
+
+    @property
+    def elapsed(self) -> float | None:
+        """The completed fraction of `max_duration`, or None if there is no `max_duration`."""
+        return elapsed_fraction(self.timestamp, self.max_duration)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `max_duration` has been reached."""
+        elapsed = self.elapsed
+        return elapsed is not None and elapsed >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving."""
+
+    step: int
+    values: dict[str, float]
+    elapsed_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint. `kind` is periodic, best, final, preempt or requested.
+
+    `size_bytes`, and `is_finite` (whether weights and loss are), are known once it is written. `requested_by` holds the name of each
+    requester (`Control.save`) once; it is empty if no request was made.
+    """
+
+    path: str
+    step: int
+    epoch: int
+    kind: str
+    train_loss: float | None = None
+    val_losses: dict[str, float] = field(default_factory=dict)
+    best_metric_key: str | None = None
+    size_bytes: int = 0
+    is_finite: bool = True
+    requested_by: tuple[str, ...] = ()

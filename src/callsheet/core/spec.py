@@ -1,0 +1,123 @@
+"""A callback as plain data, and the objects at dotted import paths."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from callsheet.core.callback import Callback, one_of
+from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackSpec:
+    """A callback as plain data, as in the YAML, the run's folder, the report and the transport.
+
+    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's, if it was set; `state` is
+    its `state_dict`.
+    """
+
+    class_path: str
+    init_args: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+
+    _KEYS: ClassVar[tuple[str, ...]] = ("class_path", "init_args", "name", "state")
+
+    @classmethod
+    def of(cls, callback: Callback) -> Self:
+        """Return the spec of `callback`: how it was constructed, and its current state."""
+        kind = type(callback)
+        args, kwargs = callback._arguments
+        bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
+        init_args: dict[str, Any] = {}
+        for name, value in list(bound.arguments.items())[1:]:
+            parameter = inspect.signature(kind.__init__).parameters[name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                init_args.update(value)
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot hold; make it a named argument"
+                )
+            elif parameter.kind is parameter.VAR_POSITIONAL and value:
+                raise ConfigError(
+                    f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot hold by name; make it one argument, a list"
+                )
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                init_args[name] = value
+        name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
+        for argument, value in init_args.items():
+            if isinstance(value, Callback):  # the state of an inner callback is part of the outer one's
+                init_args[argument] = replace(cls.of(value), state={})
+        return cls(f"{kind.__module__}.{kind.__qualname__}", init_args, name, dict(callback.state_dict()))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the spec of which `to_dict` returned `data`. Raises `ConfigError` on unknown keys."""
+        for key in data:
+            one_of("key of a callback spec", key, cls._KEYS)
+        if not isinstance(data.get("class_path"), str):
+            raise ConfigError("a callback spec needs a class_path, such as 'callsheet.callbacks.LRMonitor'")
+        init_args = {
+            name: cls.from_dict(value) if isinstance(value, Mapping) and "class_path" in value else value
+            for name, value in (data.get("init_args") or {}).items()
+        }
+        return cls(data["class_path"], init_args, data.get("name") or "", dict(data.get("state") or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as plain data, without empty fields."""
+        init_args = {
+            name: value.to_dict() if isinstance(value, CallbackSpec) else value for name, value in self.init_args.items()
+        }
+        full = {"class_path": self.class_path, "init_args": init_args, "name": self.name, "state": self.state}
+        return {key: value for key, value in full.items() if value}
+
+    def build(self) -> Callback:
+        """Construct the callback, with its name and state.
+
+        This imports the class, which runs its module: build only specs whose origin you trust.
+
+        Raises:
+            ConfigError: the class cannot be found, or does not take these arguments.
+            NotACallbackError: the class is not a subclass of `Callback`.
+        """
+        kind = import_path(self.class_path)
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise NotACallbackError(f"{self.class_path} is not a subclass of callsheet.Callback")
+        takes = inspect.Signature() if kind.__init__ is object.__init__ else inspect.signature(kind)
+        try:
+            takes.bind(**self.init_args)
+        except TypeError as error:
+            raise ConfigError(f"{self.class_path}: {error}; it takes {', '.join(takes.parameters) or 'nothing'}") from None
+        callback = kind(
+            **{name: value.build() if isinstance(value, CallbackSpec) else value for name, value in self.init_args.items()}
+        )
+        if self.name:
+            callback.name = self.name
+        if self.state:
+            callback.load_state_dict(self.state)
+        return callback
+
+
+def import_path(path: str) -> Any:
+    """Return the object at `package.module.Name`, nested names included. Raises a `ConfigError` that names a missing part."""
+    parts = path.split(".")
+    if not all(parts):
+        raise ConfigError(f"{path!r} is not an import path; write one like 'package.module.Name'")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+                continue
+            raise  # the module exists, and one of its own imports is missing
+        for depth, part in enumerate(parts[cut:], cut):
+            if not hasattr(found, part):
+                raise ConfigError(f"{'.'.join(parts[:depth])} has no {part!r}{did_you_mean(part, dir(found))} (in {path!r})")
+            found = getattr(found, part)
+        return found
+    raise ConfigError(f"cannot import {path!r}: there is no module {parts[0]!r}, or it is not a dotted path")
