@@ -204,6 +204,7 @@ class Trainer:
         self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
         self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
+        printing_ranks = LogRanks(log_ranks, ranks)
         if positive("timeout_seconds", timeout_seconds, float) is None:
             raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
         checked_lock_timeout(lock_timeout_seconds)
@@ -243,18 +244,18 @@ class Trainer:
             world=world,
             log_every=log_every,
             device=self.device,
-            log_ranks=LogRanks(log_ranks, ranks),
+            log_ranks=printing_ranks,
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda lifetime: lifetime.is_entered,
         )
         self.ctx = run.ctx
         self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
-        self._end = weakref.finalize(self, self._run.lifetime.end)  # also when the trainer is collected, and at exit
-        with self._run.lifetime, self._doing("set-up"):
+        self._end = weakref.finalize(self, run.lifetime.end)  # also when the trainer is collected, and at exit
+        with run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
-                self._run.guard.acquire()
+                run.guard.acquire()
             run.log_ranks.start()
-            self._run.lifetime.start()
+            run.lifetime.start()
             if seed is not None:
                 seed_all(seed)
             for one in (model, *self.task.frozen_models):
@@ -276,7 +277,7 @@ class Trainer:
                 self.device,
                 every=eval_every,
                 world=world,
-                agreement=self._run.agreement,
+                agreement=run.agreement,
                 precision=self._precision,
                 shard=shard_data,
             )
@@ -287,7 +288,7 @@ class Trainer:
             if self.optimizer is not None:
                 self._loop = TrainLoop(
                     self.ctx,
-                    self._run.spans,
+                    run.spans,
                     world,
                     self._parallel,
                     self.task,
@@ -295,8 +296,8 @@ class Trainer:
                     self.scheduler,
                     self._precision,
                     self._batches,
-                    self._run.records,
-                    self._run.boundaries,
+                    run.records,
+                    run.boundaries,
                     self._signals,
                     self.callbacks.has_listeners,
                     self.device,
@@ -309,7 +310,7 @@ class Trainer:
                 seed_all(seed + world.rank)  # dropout, for example, must differ between ranks
             run.load(*self._parts(), resume)
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
-            with self._run.spans.data_init:
+            with run.spans.data_init:
                 if train_dataloader is not None:
                     self._batches.load(train_dataloader)
                 if self._loop is not None:
