@@ -290,7 +290,7 @@ class HostedRun(Run):
         self.driver.end("epoch")
 
     def end_epoch(self, *, is_whole: bool) -> bool:
-        """End the current epoch and reach its boundary; return whether training has to end. A partial epoch has no boundary."""
+        """End the current epoch. If it is complete, do what is due at its end, such as an evaluation. Return whether training has to end."""
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 

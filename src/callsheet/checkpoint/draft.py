@@ -1,4 +1,4 @@
-"""What one rank has to write: collected on the training thread and, for background writing, copied there."""
+"""The data that one rank writes to a checkpoint. The training thread collects it, and copies it if a background thread writes it."""
 
 from __future__ import annotations
 

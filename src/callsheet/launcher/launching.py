@@ -283,7 +283,7 @@ def _takes_callbacks(fn: Callable[..., Any], args: Sequence[Any], callbacks: lis
         raise ConfigError(f"launch() needs a function or a recipe, and {fn!r} is neither")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a function of C has no signature
+    except (TypeError, ValueError):  # a function that is implemented in C may have no signature
         return bool(callbacks)
     takes = any(name == "callbacks" or each.kind is each.VAR_KEYWORD for name, each in signature.parameters.items())
     name = getattr(fn, "__qualname__", repr(fn))

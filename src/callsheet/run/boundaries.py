@@ -54,7 +54,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
-        self._next_due = 0  # the step after which more than a log boundary can be due
+        self._next_due = 0  # before this step nothing but a log boundary can be due
         self.is_making_way = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 

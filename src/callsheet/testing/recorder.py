@@ -12,7 +12,7 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One event: the current step and epoch, the completed batches, and the windowed fields that were available."""
+    """One recorded event: step, epoch, the number of completed batches, and the fields that were available at it."""
 
     event: str
     step: int

@@ -267,7 +267,7 @@ class AcceleratedRun(AttachedRun):
         try:
             return iter(self._left_of(dataloader))
         except Exception as error:
-            mark_as_users(error)  # training is impossible without data
+            mark_as_users(error)  # raise it: without its data the loop cannot train
             raise
 
     def _ends_step(self, given: int) -> bool:

@@ -261,7 +261,7 @@ class HookedRun:
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # it follows the event above
+        self._order.may_come("S")  # a save is always allowed after on_checkpoint_due
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")

@@ -126,19 +126,19 @@ class ModuleFacade(OfGuest):
         return self._model(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's."""
+        """Return the model\'s parameters."""
         return self._model.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's."""
+        """Return the model\'s parameters with their names."""
         return self._model.named_parameters(*args, **kwargs)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The model's."""
+        """Return the model\'s buffers."""
         return self._model.buffers(recurse)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's."""
+        """Return the model\'s buffers with their names."""
         return self._model.named_buffers(*args, **kwargs)
 
     def modules(self) -> Iterator[nn.Module]:

@@ -24,7 +24,7 @@ class _Moved(Facade):
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # a copy does not call the function
+        return dict(self.__dict__)  # without the function: only the original calls it
 
 
 class TrainState(_Moved):

@@ -65,13 +65,13 @@ class Section:
         return found
 
     def part(self, name: str) -> Section:
-        """A key whose value is a mapping, as a section."""
+        """Return the mapping under the key `name` as a section."""
         part = Section(self.take(name), self._called(name))
         self._parts.append(part)
         return part
 
     def has(self, name: str) -> bool:
-        """Whether it is given, as more than None."""
+        """Return whether the key is given and its value is not None."""
         return self._left.get(name) is not None
 
     def names(self, beginning: str) -> list[str]:

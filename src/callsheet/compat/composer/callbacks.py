@@ -282,7 +282,7 @@ class EarlyStopper(callbacks.EarlyStopper):
             monitor=f"{dataloader_label}/{monitor}",
             mode=_mode("EarlyStopper", comp, monitor),
             min_delta=abs(min_delta),
-            patience=str(time + 1),  # Composer stops after more than it, and callsheet when it has run out
+            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when it equals it
         )
 
 

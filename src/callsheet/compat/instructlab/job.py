@@ -32,7 +32,7 @@ RUN = "training"
 
 
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
-    """The recipe, with its callbacks: InstructLab's, and ours as they are."""
+    """Return the recipe with its callbacks. InstructLab's callbacks become guests; callsheet's are added unchanged."""
     job = Training(_config(args, train, validation, read_ranks().world_size))
     job.args = args
     known = Counter[str]()

@@ -1,4 +1,4 @@
-"""InstructLab's way of sending callbacks to its ranks: as source on a command line, where it is executed. Refused by name."""
+"""The functions with which InstructLab sends callbacks to its ranks, as source code that the ranks execute. They raise `NotSupported` here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _INSTEAD = (
 
 
 def serialize_callback(callback: object) -> NoReturn:
-    """Refused. Raises NotSupported."""
+    """Raise NotSupported: no source code is sent or executed."""
     raise NotSupported(f"serialize_callback(): {_INSTEAD}")
 
 
 def deserialize_callback(encoded: str) -> NoReturn:
-    """Refused. Raises NotSupported."""
+    """Raise NotSupported: no source code is sent or executed."""
     raise NotSupported(f"deserialize_callback(): {_INSTEAD}")
 
 
 def serialize_callbacks_for_cli(callbacks: object) -> NoReturn:
-    """Refused. Raises NotSupported."""
+    """Raise NotSupported: no source code is sent or executed."""
     raise NotSupported(f"serialize_callbacks_for_cli(): {_INSTEAD}")
 
 
 def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
-    """Refused. Raises NotSupported."""
+    """Raise NotSupported: no source code is sent or executed."""
     raise NotSupported(f"deserialize_callbacks_from_cli(): {_INSTEAD}")
 
 

@@ -122,7 +122,7 @@ class _Source:
         self._target = target
 
     def read(self) -> bytes:
-        """Forward and return what is available; nothing at the end."""
+        """Read the output that is available, pass it on to the terminal, and return it. Return empty bytes at the end of the output."""
         content = rest = os.read(self.descriptor, 65536)
         while rest and self._target >= 0:
             try:

@@ -57,7 +57,7 @@ class Docstrings:
 
     @property
     def train(self) -> Documented:
-        """Functions and methods."""
+        """Return the training rows: functions and methods."""
         return self._tables["train"]
 
     @property

@@ -75,15 +75,15 @@ class PackagePieces:
         return {name: sorted(found[name], key=self._draw) for name in names}
 
     def train(self) -> Table:
-        """The rows to train on."""
+        """Return the training rows."""
         return self._rows(0)
 
     def validation(self) -> Table:
-        """Rows of other files."""
+        """Return the validation rows, from files that are not in the training rows."""
         return self._rows(1)
 
     def test(self) -> Table:
-        """Rows of still other files."""
+        """Return the test rows, from files that are in neither the training nor the validation rows."""
         return self._rows(2)
 
     def _largest(self, found: dict[str, list[Path]]) -> list[str]:

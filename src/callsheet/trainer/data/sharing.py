@@ -87,7 +87,7 @@ def shared(
 
 
 def _is_shared_already(loader: Any) -> bool:
-    """Return whether it has a DistributedSampler, or a dataset that was split by Hugging Face's `split_dataset_by_node`."""
+    """Return whether the data is already divided among the ranks: by a DistributedSampler, or by Hugging Face's `split_dataset_by_node`."""
     has_sampler = any(hasattr(sampler, "num_replicas") for sampler in samplers(loader))
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 
