@@ -16,6 +16,7 @@ with needed_by(__name__):
     from callsheet.recipes.models.vision_language_model import VisionLanguageModel
     from callsheet.recipes.pretrain import Pretrain, PretrainConfig, pretrain
     from callsheet.recipes.recipe import Recipe
+    from callsheet.recipes.tasks.distillation_task import DistillationTask
 
 __all__ = [
     "ByteFiles",
@@ -23,6 +24,7 @@ __all__ = [
     "ClassifyConfig",
     "Distill",
     "DistillConfig",
+    "DistillationTask",
     "Finetune",
     "FinetuneConfig",
     "FinetuneVLM",

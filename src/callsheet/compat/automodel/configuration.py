@@ -27,7 +27,7 @@ from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import ALL_LINEAR, Lora
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel
-from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine, WarmupLinear
+from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
 
 _LOADS, _MAKES = "from_pretrained", "from_config"
 _MODELS = tuple(

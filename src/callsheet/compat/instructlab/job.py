@@ -25,7 +25,7 @@ from callsheet.recipes.data.rows import Rows, Stream
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import ALL_LINEAR, Lora
-from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine
+from callsheet.recipes.schedules import Warmup, WarmupCosine
 
 RUN = "training"
 """The run's folder in `ckpt_output_dir`, beside InstructLab's `hf_format`."""

@@ -26,7 +26,7 @@ from callsheet.errors import ConfigError, NotSupported
 from callsheet.recipes.data.byte_files import ByteFiles
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.pretrain import Pretrain, PretrainConfig
-from callsheet.recipes.tasks.schedules import Warmup, WarmupCosine, WarmupLinear
+from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
 
 logger = logging.getLogger("callsheet")
 

@@ -1,1 +1,1 @@
-"""Tasks, schedules, baselines and text generation of the recipes."""
+"""Tasks, baselines and text generation of the recipes."""
