@@ -180,5 +180,5 @@ def _listed(names: set[str]) -> str:
 
 
 def _short(error: CallsheetError) -> str:
-    """Its first clause, which says what is not carried."""
+    """Its first clause, which says what is not supported."""
     return str(error).partition("; ")[0]

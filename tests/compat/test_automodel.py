@@ -360,15 +360,15 @@ REJECTED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda cfg: cfg.update(optimiser={}), r"optimiser: there is no such key; did you mean 'optimizer'\?"),
     (lambda cfg: cfg["distributed"].update(tp_size=2), r"distributed\.tp_size: 2"),
     (lambda cfg: cfg["optimizer"].update(_target_="torch.optim.Adamm"), r"optimizer\._target_: there is no 'torch\.optim\.Adamm'"),
-    (lambda cfg: cfg["dataset"].update(_target_="x.make_squad_dataset"), r"dataset\._target_: x\.make_squad_dataset is not carried"),
+    (lambda cfg: cfg["dataset"].update(_target_="x.make_squad_dataset"), r"dataset\._target_: x\.make_squad_dataset is not supported"),
     (lambda cfg: cfg["step_scheduler"].update(global_batch_size=6), r"step_scheduler\.global_batch_size: 6 is no multiple"),
     (lambda cfg: cfg.update(wandb={"project": "p"}), r"wandb: give the recipe a logger of callsheet\.loggers"),
     (lambda cfg: cfg["callsheet"].update(thread=1), r"callsheet\.thread: there is no such key; did you mean 'threads'\?"),
     (lambda cfg: cfg["step_scheduler"].update(max_steps="four"), r"step_scheduler\.max_steps: 'four' should be a number"),
-    (lambda cfg: cfg.update(dataloader={"shuffle": False}), r"dataloader\.shuffle: false is not carried"),
+    (lambda cfg: cfg.update(dataloader={"shuffle": False}), r"dataloader\.shuffle: false is not supported"),
     (lambda cfg: cfg.pop("dataset"), r"dataset: there is nothing to train on"),
     (lambda cfg: cfg["checkpoint"].update(model_save_format="torch_save"), r"checkpoint\.model_save_format: 'torch_save'"),
-    (lambda cfg: cfg.update(lr_scheduler={"lr_decay_style": "wsd"}), r"lr_scheduler\.lr_decay_style: 'wsd' is not carried"),
+    (lambda cfg: cfg.update(lr_scheduler={"lr_decay_style": "wsd"}), r"lr_scheduler\.lr_decay_style: 'wsd' is not supported"),
     (lambda cfg: cfg["dataset"].update(path="x"), r"dataset\.path: path_or_dataset_id says the same"),
 ]  # fmt: skip
 

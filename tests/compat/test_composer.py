@@ -395,7 +395,7 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: trained(algorithms=[object()]), "algorithms=.* is not carried over"),
+        (lambda: trained(algorithms=[object()]), "algorithms=.* is not supported over"),
         (lambda: trained(save_filename="mine.pt"), "save_filename='mine.pt'"),
         (lambda: trained(device_train_microbatch_size="auto"), "device_train_microbatch_size='auto'"),
         (lambda: trained(eval_interval=lambda state, event: True), "eval_interval"),
@@ -405,7 +405,7 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         (lambda: Evaluator(label="a", dataloader=data(), metric_names=["x"]), "metric_names"),
         (
             lambda: their_loggers.SlackLogger("a message"),
-            "SlackLogger is not carried over from Composer: callsheet.callbacks.Notify",
+            "SlackLogger is not supported, unlike in Composer: callsheet.callbacks.Notify",
         ),
     ],
 )

@@ -92,9 +92,9 @@ def test_submodules_are_imported_first(path: str, name: str) -> None:
 )
 def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: str) -> None:
     found = getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), name)
-    with pytest.raises(NotSupported, match=rf"^{name} is not carried over from Composer: .*{instead}"):
+    with pytest.raises(NotSupported, match=rf"^{name} is not supported, unlike in Composer: .*{instead}"):
         found()
-    with pytest.raises(NotSupported, match=r"^get_world_size is not carried over"):
+    with pytest.raises(NotSupported, match=r"^get_world_size is not supported over"):
         importlib.import_module("callsheet.compat.composer.utils").dist.get_world_size()
 
 
@@ -171,12 +171,12 @@ def test_a_model_of_transformers_trains() -> None:
 )
 def test_arguments_of_checkpoints_are_rejected_by_name(given: dict[str, Any], instead: str) -> None:
     (name,) = given
-    with pytest.raises(NotSupported, match=rf"^Trainer\({name}=.* is not carried over from Composer: .*{re.escape(instead)}"):
+    with pytest.raises(NotSupported, match=rf"^Trainer\({name}=.* is not supported, unlike in Composer: .*{re.escape(instead)}"):
         trained(**given)
 
 
 def test_functions_of_a_data_spec_are_rejected_by_name() -> None:
-    with pytest.raises(NotSupported, match=r"^DataSpec\(split_batch=.* is not carried over from Composer"):
+    with pytest.raises(NotSupported, match=r"^DataSpec\(split_batch=.* is not supported, unlike in Composer"):
         DataSpec(data(), split_batch=lambda batch, size: [batch])
 
 

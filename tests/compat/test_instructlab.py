@@ -222,7 +222,7 @@ def test_the_package_s_modules_and_names_are_found() -> None:
         lambda: inner.FSDPOptions(),
     ]
     for use in uses:
-        with pytest.raises(NotSupported, match=r"is not carried over from InstructLab: .* leave it out"):
+        with pytest.raises(NotSupported, match=r"is not supported, unlike in InstructLab: .* leave it out"):
             use()
 
 
@@ -402,8 +402,8 @@ def arguments(folder: Path, **changes: Any) -> TrainingArgs:
 @pytest.mark.parametrize(
     ("changes", "error", "why"),
     [
-        ({"use_liger": True}, ConfigError, "use_liger=True is not carried"),
-        ({"wandb_project": "mine"}, ConfigError, "wandb_project='mine' is not carried; give callsheet.loggers.WandBLogger"),
+        ({"use_liger": True}, ConfigError, "use_liger=True is not supported"),
+        ({"wandb_project": "mine"}, ConfigError, "wandb_project='mine' is not supported; give callsheet.loggers.WandBLogger"),
         ({"distributed_backend": DistributedBackend.DEEPSPEED}, ConfigError, "distributed_backend"),
         ({"nonsense": 1}, TypeError, "nonsense"),
         ({"callbacks": ["a string"]}, TypeError, "^Expected a TrainerCallback instance, got str"),
@@ -429,7 +429,7 @@ def test_arguments_may_be_given_as_they_are_there(tmp_path: Path) -> None:
     )
     changed = arguments(tmp_path)
     changed.mock_data = True
-    with pytest.raises(ConfigError, match="mock_data=True is not carried"):
+    with pytest.raises(ConfigError, match="mock_data=True is not supported"):
         run_training(TorchrunArgs(nproc_per_node=1), changed)
 
 

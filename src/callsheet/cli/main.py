@@ -16,9 +16,9 @@ from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, Reg
 _EPILOG = """\
 examples:
   callsheet show pretrain                 what would happen: the call sheet and the settings
-  callsheet train pretrain                train; the same command again goes on with the run
+  callsheet train pretrain                train; the same command again continues the run
   callsheet runs                          the runs in runs/, newest first
-  callsheet watch stdlib-lm               a run in the browser while it goes on
+  callsheet watch stdlib-lm               a run in the browser while it continues
   callsheet report stdlib-lm              the same page as one file, to keep or to send
   callsheet evaluate stdlib-lm            what the trained model scores
   callsheet export stdlib-lm model        the trained model as a Hugging Face folder
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"callsheet{_which_rank()}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, RegistrationError, UnknownEventError, NotACallbackError)) else 1
     except KeyboardInterrupt:
-        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
         print(f"callsheet: interrupted{again}", file=sys.stderr)
         return 130
 
@@ -104,7 +104,7 @@ def _add_recipes(command: AddsCommand) -> None:
     show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
     for added in (train, show):
         added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
-    command("events", _events, "print the lifecycle: every event, and where it stands", "  callsheet events | less")
+    command("events", _events, "print the lifecycle: every event and its place", "  callsheet events | less")
 
     bridges = command(
         "bridges",
@@ -140,10 +140,10 @@ def _add_opened(command: AddsCommand) -> None:
     predict = command(
         "predict",
         _predict,
-        "write what a run's model says of rows of data, as JSON lines",
+        "write the predictions of a run's model for rows of data, as JSON lines",
         "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
         "FILE has the first answer on its first line, and so on. It is there when all answers are, in the place of an earlier one: a command\n"
-        "that was interrupted leaves none, and begins anew." + keys,
+        "that was interrupted leaves none, and starts again." + keys,
     )
     predict.add_argument("a_run", metavar="RUN", help=of_recipe)
     predict.add_argument("--input", metavar="ROWS", required=True, help="JSON lines, a Parquet file, or a folder of them")
@@ -196,7 +196,7 @@ def _add_runs(command: AddsCommand) -> None:
     watch = command(
         "watch",
         _watch,
-        "look at a run in the browser while it goes on, and ask it to save, evaluate or stop",
+        "look at a run in the browser while it continues, and ask it to save, evaluate or stop",
         "  callsheet watch stdlib-lm\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
         "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",

@@ -14,15 +14,15 @@ class _NotOffered(type):
     system: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupported(f"{cls.__name__} is not carried over from {cls.system}: {cls.instead}")
+        raise NotSupported(f"{cls.__name__} is not supported, unlike in {cls.system}: {cls.instead}")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        raise NotSupported(f"{cls.__name__}.{name} is not carried over from {cls.system}: {cls.instead}")
+        raise NotSupported(f"{cls.__name__}.{name} is not supported, unlike in {cls.system}: {cls.instead}")
 
     def __repr__(cls) -> str:
-        return f"<{cls.__name__}, not carried over from {cls.system}>"
+        return f"<{cls.__name__}, not supported, unlike in {cls.system}>"
 
 
 def not_offered(name: str, system: str, instead: str, module: str) -> type:

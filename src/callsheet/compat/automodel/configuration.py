@@ -43,7 +43,7 @@ _HINTS = {
         name: f"give the recipe a logger of callsheet.loggers, in callbacks=, in the place of {name}"
         for name in ("wandb", "mlflow", "comet")
     },
-    "fp8": "fp8 is not carried; callsheet.precision takes bf16 and fp16",
+    "fp8": "fp8 is not supported; callsheet.precision takes bf16 and fp16",
 }
 
 
@@ -94,7 +94,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
     """Our configuration, of `kind`, of an AutoModel recipe's, and what stands in it for AutoModel's schedule.
 
     Raises:
-        ConfigError: a key or value that is not carried; the message names it, and the nearest that is.
+        ConfigError: a key or value that is not supported; the message names it, and the nearest that is.
     """
     cfg = Section(values)
     schedule = Schedule()
@@ -159,7 +159,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     split = cfg.part("distributed")
     named = split.target(*_PARALLEL) or split.take("strategy")
     if named is not None and named not in _PARALLEL:
-        split.reject("strategy", f"{named!r} is not carried (one of fsdp2, ddp)")
+        split.reject("strategy", f"{named!r} is not supported (one of fsdp2, ddp)")
     if named:
         found["parallel"] = _PARALLEL[named] if read_ranks().world_size > 1 else "auto"
     for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
@@ -180,7 +180,7 @@ def _checkpoint(section: Section, schedule: Schedule) -> dict[str, Any]:
     section.ignore("load_base_model")
     if (form := section.take("model_save_format")) not in (None, "safetensors"):
         section.reject(
-            "model_save_format", f"{form!r} is not carried: weights are written as safetensors, or as tensors without pickles"
+            "model_save_format", f"{form!r} is not supported: weights are written as safetensors, or as tensors without pickles"
         )
     folder = Path(section.take("checkpoint_dir", "checkpoints"))
     found = {
@@ -211,7 +211,7 @@ def _optimizer(cfg: Section) -> dict[str, Any]:
 def _rate(section: Section, cfg: Section, rate: float | None) -> Any:
     style = section.take("lr_decay_style", "cosine")
     if style not in _SCHEDULES:
-        section.reject("lr_decay_style", f"{style!r} is not carried (one of {', '.join(_SCHEDULES)})")
+        section.reject("lr_decay_style", f"{style!r} is not supported (one of {', '.join(_SCHEDULES)})")
     warmup, steps, least = section.number("lr_warmup_steps"), section.number("lr_decay_steps"), section.take("min_lr")
     if style == "constant":
         return partial(Warmup, warmup_steps=int(warmup or 0))
@@ -289,7 +289,7 @@ def _data(cfg: Section, kind: type[JobConfig]) -> dict[str, Any]:
         section.target("StatefulDataLoader", "DataLoader")
         section.ignore("collate_fn", "drop_last", "pin_memory")
     if loader.take("shuffle", True) is False:
-        loader.reject("shuffle", "false is not carried: rows to train on are taken in random order")
+        loader.reject("shuffle", "false is not supported: rows to train on are taken in random order")
     other.ignore("shuffle")
     found: dict[str, Any] = {"workers": int(loader.number("num_workers", 0) or 0)}
     other.ignore("num_workers")

@@ -131,7 +131,7 @@ class BaseRecipe:
         recipe: our own, after `setup`.
 
     Raises:
-        ConfigError: of what `cfg` asks, something is not carried, or cannot work.
+        ConfigError: of what `cfg` asks, something is not supported, or cannot work.
     """
 
     OURS: ClassVar[type[Recipe[Any]]]

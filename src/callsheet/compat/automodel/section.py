@@ -61,7 +61,7 @@ class Section:
         found = next((name for name in allowed if given == name or given.endswith(f".{name}")), None)
         if found is None:
             near = did_you_mean(given.rpartition(".")[2], allowed)
-            self.reject("_target_", f"{given} is not carried{near} (one of {', '.join(allowed)})")
+            self.reject("_target_", f"{given} is not supported{near} (one of {', '.join(allowed)})")
         return found
 
     def part(self, name: str) -> Section:

@@ -85,7 +85,7 @@ class HuggingFaceModel(ComposerModel):
         """Return what the metrics are updated with: the logits with `use_logits`, otherwise the model's outputs."""
         if batch.get("mode") is not None:
             raise NotSupported(
-                f"a batch with mode={batch['mode']!r} is not carried over from Composer: generate in a callback, such as callsheet.callbacks.Generate"
+                f"a batch with mode={batch['mode']!r} is not supported, unlike in Composer: generate in a callback, such as callsheet.callbacks.Generate"
             )
         if not self.use_logits:
             return self(batch) if outputs is None else outputs
@@ -124,7 +124,7 @@ class HuggingFaceModel(ComposerModel):
     def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
         """Raise NotSupported: checkpoints are callsheet's."""
         raise NotSupported(
-            "HuggingFaceModel.hf_from_composer_checkpoint() is not carried over from Composer: make the model from its configuration, and give "
+            "HuggingFaceModel.hf_from_composer_checkpoint() is not supported, unlike in Composer: make the model from its configuration, and give "
             "the checkpoint to Trainer(load_path=...)"
         )
 

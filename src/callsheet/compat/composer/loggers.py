@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
     if name in _NOT_SUPPORTED:
 
         def rejected(self: Any, *args: Any, **options: Any) -> None:
-            raise NotSupported(f"{name} is not carried over from Composer: {_NOT_SUPPORTED[name]}")
+            raise NotSupported(f"{name} is not supported, unlike in Composer: {_NOT_SUPPORTED[name]}")
 
         return type(
             name, (LoggerDestination,), {"__init__": rejected, "__doc__": f"Refused when it is made: {_NOT_SUPPORTED[name]}."}

@@ -16,4 +16,4 @@ def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
     """
     for name, (value, default, hint) in given.items():
         if value is not default and value != default:
-            raise NotSupported(f"{who}({name}={value!r}) is not carried over from Composer: {hint}")
+            raise NotSupported(f"{who}({name}={value!r}) is not supported, unlike in Composer: {hint}")

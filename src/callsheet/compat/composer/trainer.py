@@ -333,7 +333,9 @@ def _interval(what: str, given: Any) -> str:
 def _precision(given: Any) -> str:
     name = str(getattr(given, "value", given or "fp32")).lower()
     if name not in _PRECISIONS:
-        raise NotSupported(f"Trainer(precision={name!r}) is not carried over from Composer: give one of {', '.join(_PRECISIONS)}")
+        raise NotSupported(
+            f"Trainer(precision={name!r}) is not supported, unlike in Composer: give one of {', '.join(_PRECISIONS)}"
+        )
     return _PRECISIONS[name]
 
 
@@ -341,7 +343,7 @@ def _microbatch_size(given: Any) -> int | None:
     if given is None or isinstance(given, int):
         return given
     raise NotSupported(
-        f"Trainer(device_train_microbatch_size={given!r}) is not carried over from Composer: give the samples of a microbatch"
+        f"Trainer(device_train_microbatch_size={given!r}) is not supported, unlike in Composer: give the samples of a microbatch"
     )
 
 
@@ -350,7 +352,7 @@ def _reject_others(others: Mapping[str, Any]) -> None:
         if name not in _DEFAULTS:
             raise TypeError(f"Composer's Trainer has no argument {name!r}")
     if others.get("algorithms"):
-        raise NotSupported("Trainer(algorithms=...) is not carried over from Composer: apply them to model and data yourself")
+        raise NotSupported("Trainer(algorithms=...) is not supported, unlike in Composer: apply them to model and data yourself")
     reject(
         "Trainer",
         {
@@ -364,7 +366,7 @@ def _reject_others(others: Mapping[str, Any]) -> None:
 def _reject_all(method: str, others: Mapping[str, Any]) -> None:
     if others:
         raise NotSupported(
-            f"Trainer.{method}({next(iter(others))}=...) is not carried over from Composer: give it to the Trainer"
+            f"Trainer.{method}({next(iter(others))}=...) is not supported, unlike in Composer: give it to the Trainer"
         )
 
 

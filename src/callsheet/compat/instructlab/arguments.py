@@ -31,7 +31,7 @@ class LoraOptions(HasModelFields):
 
     def __post_init__(self) -> None:
         if getattr(self.quantize_data_type, "value", self.quantize_data_type) is not None:
-            raise ConfigError("quantize_data_type: adapters over quantized weights are not carried; leave it out")
+            raise ConfigError("quantize_data_type: adapters over quantized weights are not supported; leave it out")
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ _AS_IT_IS: dict[str, Any] = {
     "deepspeed_options": None,
     "fsdp_options": None,
 }
-"""InstructLab's fields that are not carried: they may be given as InstructLab has them, and no other way."""
+"""InstructLab's fields that are not supported: they may be given as InstructLab has them, and no other way."""
 
 _INSTEAD: dict[str, str] = {
     "pretraining_config": "callsheet.recipes.pretrain does that",
@@ -127,7 +127,7 @@ class TrainingArgs(HasModelFields):
     `allow_pickle`, by which callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
 
     Raises:
-        ConfigError: a field that cannot work, or is not carried; the message names it.
+        ConfigError: a field that cannot work, or is not supported; the message names it.
         TypeError: an unknown field, or something that is not a callback.
     """
 
@@ -163,7 +163,7 @@ class TrainingArgs(HasModelFields):
     )
     parallel: str = "auto"
     allow_pickle: bool = False
-    # fields of InstructLab that are not carried
+    # fields of InstructLab that are not supported
     use_legacy_tmpl: bool = False
     process_data: bool = True
     pretraining_config: Any = None
@@ -193,7 +193,7 @@ class TrainingArgs(HasModelFields):
         for name, value in _AS_IT_IS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):
-                raise ConfigError(f"{name}={given!r} is not carried; {_INSTEAD.get(name, 'leave it out')}")
+                raise ConfigError(f"{name}={given!r} is not supported; {_INSTEAD.get(name, 'leave it out')}")
         for name in ("max_seq_len", "max_batch_len", "effective_batch_size", "num_epochs"):
             if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"{name}={number!r}: give a whole number above 0")
