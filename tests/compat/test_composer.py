@@ -395,7 +395,7 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: trained(algorithms=[object()]), "algorithms=.* is not supported over"),
+        (lambda: trained(algorithms=[object()]), "algorithms=.* is not supported, unlike"),
         (lambda: trained(save_filename="mine.pt"), "save_filename='mine.pt'"),
         (lambda: trained(device_train_microbatch_size="auto"), "device_train_microbatch_size='auto'"),
         (lambda: trained(eval_interval=lambda state, event: True), "eval_interval"),

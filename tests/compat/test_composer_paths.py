@@ -94,7 +94,7 @@ def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: 
     found = getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), name)
     with pytest.raises(NotSupported, match=rf"^{name} is not supported, unlike in Composer: .*{instead}"):
         found()
-    with pytest.raises(NotSupported, match=r"^get_world_size is not supported over"):
+    with pytest.raises(NotSupported, match=r"^get_world_size is not supported, unlike"):
         importlib.import_module("callsheet.compat.composer.utils").dist.get_world_size()
 
 
