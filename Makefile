@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.ready-for-demo
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
 .PHONY: demo test slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs bench clean help
 
@@ -11,7 +13,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch  # first, and pinned: later packages take the one that is there
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
@@ -20,7 +22,14 @@ $(READY): pyproject.toml constraints.txt
 
 RESUME ?= auto
 
-demo: $(READY)  ## train a small language model on the standard library's source, about 75 seconds; RESUME=new starts anew
+$(DEMO): pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
+	touch $@
+
+demo: $(DEMO)  ## train a small language model on the standard library's source, about 75 seconds; RESUME=new starts again
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 test: $(READY)  ## all tests; those with other frameworks by themselves, which are large, and those that look at pages in a browser, which keeps a loop
@@ -52,8 +61,8 @@ resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere; the
 behavior: $(READY)  ## what a user can observe, compared with another checkout: make behavior OLD=DIR; about fifteen minutes
 	$(BIN)/python tools/behavior.py $(OLD)
 
-test-gpu: $(READY)  ## the tests that need CUDA devices
-	$(BIN)/python -m pytest tests/gpu
+test-gpu:  ## the tests that need CUDA devices, with the interpreter of your choice: make test-gpu PYTHON=python3; installs nothing
+	PYTHONPATH=src $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q -rs tests/gpu || test $$? = 5
 
 lint: $(READY)  ## format, lint, types, and that what is generated is fresh
 	$(BIN)/ruff format --check .
