@@ -29,7 +29,7 @@ $(DEMO): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	touch $@
 
-demo: $(DEMO)  ## train a small language model on the standard library's source, about 75 seconds; RESUME=new starts again
+demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes with its install; RESUME=new starts again
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 test: $(READY)  ## all tests; those with other frameworks by themselves, which are large, and those that look at pages in a browser, which keeps a loop
