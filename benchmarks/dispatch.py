@@ -116,9 +116,9 @@ def main() -> None:
         figures = in_turns(subjects(listeners), turns)
         cost = {name: least(figures, name) - least(figures, "nothing") for name in figures}
         if listeners == 1:
-            print(f"| an event nobody hears: `if heard.on_x` over `if flag.is_up` | {cost['heard'] / cost['if']:.2f} x | 1.1 x |")
+            print(f"| an event without listeners: `if has_listeners.on_x` over `if flag.is_up` | {cost['heard'] / cost['if']:.2f} x | 1.1 x |")
             print(
-                f"| a span nobody hears over `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
+                f"| a span without listeners over `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
             )
         print(f"| {listeners} listeners: `fire` over torchtnt's handler | {cost['fire'] / cost['torchtnt']:.2f} x | 1 x |")
         for name, promise in (("fire", 60), ("span", 150)):
