@@ -116,7 +116,9 @@ def main() -> None:
         figures = in_turns(subjects(listeners), turns)
         cost = {name: least(figures, name) - least(figures, "nothing") for name in figures}
         if listeners == 1:
-            print(f"| an event without listeners: `if has_listeners.on_x` over `if flag.is_up` | {cost['heard'] / cost['if']:.2f} x | 1.1 x |")
+            print(
+                f"| an event without listeners: `if has_listeners.on_x` over `if flag.is_up` | {cost['heard'] / cost['if']:.2f} x | 1.1 x |"
+            )
             print(
                 f"| a span without listeners over `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
             )
