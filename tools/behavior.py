@@ -173,7 +173,7 @@ def hosts(name: str) -> dict[str, Any]:
 
 def fields() -> tuple[str, ...]:
     """The names of all fields of the context."""
-    for module in ("callsheet.core.lifecycle", "callsheet.core.lifecycle"):  # where it is, and where it was
+    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # where it is, and where it was
         if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
             return tuple(importlib.import_module(module).FIELDS)
     raise ModuleNotFoundError("the lifecycle's table is in neither place")
