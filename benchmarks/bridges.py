@@ -17,7 +17,7 @@ with which it has nothing to do. That took 10 µs a step where the promises were
 
 Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is. It runs on Linux, which can hold a thread to a core.
 
-    python benchmarks/bridges.py [--sets 10] [--rounds 80] [--homes lightning,ignite] [--raw FILE [--anew]]
+    python benchmarks/bridges.py [--sets 10] [--rounds 80] [--homes lightning,ignite] [--raw FILE [--restart]]
 """
 
 from __future__ import annotations
@@ -292,14 +292,16 @@ def main() -> None:
     parser.add_argument(
         "--raw", type=Path, help="where sets are kept, a line each; benchmarks/results/bridges.jsonl is the published"
     )
-    parser.add_argument("--anew", action="store_true", help="forget the sets that are there; else what was interrupted goes on")
+    parser.add_argument(
+        "--restart", action="store_true", help="discard the sets in the file; without this an interrupted run continues"
+    )
     parser.add_argument("--start", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         start(given.start, given.homes, given.rounds, given.core)
         return
-    if given.anew and given.raw:
+    if given.restart and given.raw:
         given.raw.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         names = given.homes.split(",") if given.homes else homes.names()

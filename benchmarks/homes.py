@@ -78,8 +78,8 @@ def train_a_peer(loop: Callable[[], float], told: Told, *, steps: int) -> None:
     """One of the loops of trainer.py, of whose model every forward is told."""
     made = peers.parts
 
-    def parts() -> Any:
-        model, batches, optimizer = made()
+    def parts(device: str = "cpu") -> Any:
+        model, batches, optimizer = made(device)
         model.__class__ = telling(nn.Sequential, told)
         return model, (batches * -(-steps // len(batches)))[:steps], optimizer
 

@@ -1,13 +1,17 @@
-"""What all the built-in monitors together add to a step of about 10 ms, and what taking the callbacks' time adds.
+"""What all the built-in monitors together add to a step of about 10 ms, and what timing the callbacks adds.
 
-The step is a small Llama-shaped model's on bytes, forward to optimizer step. Microseconds move with the machine, so its length is counted in
-steps of the bare loop of `benchmarks/trainer.py`: one of those took 350 µs where the promise of 1 % of a 10 ms step was made, and so this one is
-as long as 28.6 of them take here and now, or a little less. All is measured within one run, since two runs never have the same weather: every
-ten steps, which is the log interval, the monitors are muted or told again, or their time is taken or not, and what a stretch took is held against
-its neighbours. A record is made in all of them. The step after each change is left out, and an ordinary one counts for it; so are the first
-stretches, in which the FLOPs of a step are counted.
+The step is that of a small Llama-shaped model on bytes, from forward to optimizer step. Microseconds depend on the machine, so its length is
+counted in steps of the bare loop of `benchmarks/trainer.py`: one of those took 350 µs where the target of 1 % of a 10 ms step was set, and so
+this one is as long as 28.6 of them take here, or a little less. Everything is measured within one run, since two runs are never disturbed
+equally: every ten steps, which is the log interval, the monitors are muted or unmuted, or timing is switched on or off, and the time of a
+stretch is compared with its neighbours'. Every stretch has a record. The step after each change is left out, and an ordinary one counts for
+it; so are the first stretches, in which the FLOPs of a step are counted.
 
-    python benchmarks/monitors.py [--stretches 300]
+With `--device cuda` the model is the decoder of `benchmarks/pretraining.py`, which needs no further package, and the time of a step is that
+between two CUDA events, so that nothing waits for the device. Two further runs, without and with the monitors, and a bare loop count
+the device synchronizations per step. Monitors whose packages are not installed are left out and named.
+
+    python benchmarks/monitors.py [--stretches 300] [--device cuda]
 """
 
 from __future__ import annotations
@@ -16,22 +20,25 @@ import argparse
 import itertools
 import logging
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stderr
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainer as peers
 from callsheet import Callback, CallbackManager, Context, Trainer, callbacks
 from callsheet.core.costs import PATH_EVENTS
 from callsheet.core.lifecycle import EVENTS
+from callsheet.errors import MissingPackage
+from decoder import SHAPES, Decoder, RandomTokens, next_token_loss
+from devices import Section, add_device, check_device
 from timing import held_mean, machine
 
 STRETCH = 10
@@ -49,31 +56,31 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-MONITORS: dict[str, Callable[[], Callback]] = {
-    "ActivationMonitor": callbacks.ActivationMonitor,
-    "DiskSpaceGuard": callbacks.DiskSpaceGuard,
-    "HangDetector": callbacks.HangDetector,
-    "Heartbeat": callbacks.Heartbeat,
-    "History": callbacks.History,
-    "LRMonitor": callbacks.LRMonitor,
-    "LossSpikeDetector": callbacks.LossSpikeDetector,
-    "MemoryMonitor": callbacks.MemoryMonitor,
-    "NaNMonitor": callbacks.NaNMonitor,
-    "OOMObserver": callbacks.OOMObserver,
-    "OptimizerMonitor": callbacks.OptimizerMonitor,
-    "RuntimeEstimator": callbacks.RuntimeEstimator,
-    "SaveOnTrigger": callbacks.SaveOnTrigger,
-    "SlowRankDetector": callbacks.SlowRankDetector,
-    "SpeedMonitor": callbacks.SpeedMonitor,
-    "SystemMetricsMonitor": callbacks.SystemMetricsMonitor,
-}
-"""All that watch and log; what changes or stops training, and what writes pictures, is not among them."""
-STATES = NOBODY, TOLD, ALL_TAKEN = "nobody", "all monitors", "all monitors, all time taken"
+MONITORS = (
+    "ActivationMonitor",
+    "DiskSpaceGuard",
+    "HangDetector",
+    "Heartbeat",
+    "History",
+    "LRMonitor",
+    "LossSpikeDetector",
+    "MemoryMonitor",
+    "NaNMonitor",
+    "OOMObserver",
+    "OptimizerMonitor",
+    "RuntimeEstimator",
+    "SaveOnTrigger",
+    "SlowRankDetector",
+    "SpeedMonitor",
+    "SystemMetricsMonitor",
+)
+"""All callbacks that watch and log. Those that change or stop training, or write pictures, are not among them."""
+STATES = MUTED, UNMUTED, TIMED = "muted", "all monitors", "all monitors, timed"
 STEP_EVENTS = [event for event in EVENTS if event in PATH_EVENTS or event == "on_log"]
 
 
 class Bytes:
-    """Random bytes; a step's length is set by how many sequences a batch has."""
+    """Random bytes. The number of sequences per batch sets the length of a step."""
 
     def __init__(self, sequences: int, steps: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -89,74 +96,155 @@ class Bytes:
         return self._steps
 
 
+Mark = float | torch.cuda.Event
+
+
 class Switch(Callback):
-    """Goes from one state of the monitors to the next every `STRETCH` steps, and takes the time of the steps."""
+    """Changes the state of the monitors every `STRETCH` steps, and measures the steps."""
 
     phase = "change"
 
-    def __init__(self, monitors: list[Callback], states: Iterable[str]) -> None:
+    def __init__(self, monitors: list[Callback], states: Iterable[str], device: str) -> None:
         self.monitors = monitors
-        self.stretches: list[tuple[str, list[float]]] = []
-        """The state, and microseconds of the training thread of each of its steps but the first; the last is one with a record."""
         self.manager: Any = None
         self._states = itertools.cycle(states)
-        self._began = 0.0
+        self._is_on_cuda = device == "cuda"
+        self._marks: list[tuple[str, list[tuple[Mark, Mark]]]] = []
+        self._began: Mark = 0.0
+
+    @property
+    def stretches(self) -> list[tuple[str, list[float]]]:
+        """The state of each complete stretch, and the microseconds of its steps but the first; the last step has a record. On the CPU
+        this is the training thread's time, on CUDA the time between two events on the device."""
+        if self._is_on_cuda:
+            torch.cuda.synchronize()
+        return [(state, [_microseconds(*step) for step in steps]) for state, steps in self._marks[:-1]]  # the last has only begun
+
+    def _mark(self) -> Mark:
+        if not self._is_on_cuda:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def on_fetch_start(self, ctx: Context) -> None:
-        now, step = time.thread_time(), ctx.step  # which is over
-        if step % STRETCH != 1 and self.stretches:
-            self.stretches[-1][1].append((now - self._began) * 1e6)
+        now, step = self._mark(), ctx.step  # the number of completed steps
+        if step % STRETCH != 1 and self._marks:
+            self._marks[-1][1].append((self._began, now))
         self._began = now
         if step % STRETCH == 0:
             state = next(self._states)
-            self.stretches.append((state, []))
-            self.manager.costs.mode = "all" if state == ALL_TAKEN else "off"
-            for member in self.manager._registrations:
-                if member.thing in self.monitors:  # whose own mutes stay, and end
-                    member.is_off = state == NOBODY
+            self._marks.append((state, []))
+            self.manager.costs.mode = "all" if state == TIMED else "off"
+            for registration in self.manager._registrations:
+                if registration.thing in self.monitors:  # what a monitor has muted itself stays muted
+                    registration.is_off = state == MUTED
             self.manager._table.changed()
 
     def on_log(self, ctx: Context) -> None:
-        """So that a record is made in every state."""
+        """Listen, so that records are made in every state."""
 
 
-def fit(shape: dict[str, Any], sequences: int, stretches: int, folder: Path, states: Iterable[str]) -> Switch:
-    """A run of so many stretches."""
+def _microseconds(began: Mark, ended: Mark) -> float:
+    if isinstance(began, float) and isinstance(ended, float):
+        return (ended - began) * 1e6
+    milliseconds: float = began.elapsed_time(ended)  # type: ignore[union-attr, arg-type]  # both are events
+    return milliseconds * 1e3
+
+
+def monitors() -> list[Callback]:
+    """Return all monitors whose packages are installed."""
+    found: list[Callback] = []
+    for name in MONITORS:
+        try:
+            found.append(getattr(callbacks, name)())
+        except MissingPackage as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    return found
+
+
+def fit(
+    shape: dict[str, Any],
+    sequences: int,
+    stretches: int,
+    folder: Path,
+    states: Iterable[str],
+    watching: list[Callback],
+    device: str,
+    *,
+    section: Section | None = None,
+) -> Switch:
+    """Train for the given number of stretches. `section` measures `fit` alone."""
     torch.manual_seed(0)
-    monitors = [kind() for kind in MONITORS.values()]
-    switch = Switch(monitors, states)
-    switch.manager = CallbackManager([switch, *monitors], costs="off")
+    switch = Switch(watching, states, device)
+    switch.manager = CallbackManager([switch, *watching], costs="off")
+    steps = (stretches + 1) * STRETCH
+    if device == "cuda":
+        job: dict[str, Any] = {
+            "model": Decoder(SHAPES[device]),
+            "task": next_token_loss,
+            "train_dataloader": RandomTokens(SHAPES[device], steps, device),
+            "precision": "bf16",
+        }
+    else:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        job = {"model": LlamaForCausalLM(LlamaConfig(**shape)), "train_dataloader": Bytes(sequences, steps)}
     with Trainer(
-        LlamaForCausalLM(LlamaConfig(**shape)),
-        train_dataloader=Bytes(sequences, (stretches + 1) * STRETCH),
+        **job,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         max_duration="1ep",
         log_interval=f"{STRETCH}ba",
-        device="cpu",
+        device=device,
         progress=False,
         callbacks=switch.manager,
         run_name=f"run-{time.monotonic_ns()}",
         runs_folder=folder,
     ) as trainer:
-        trainer.fit()
-    switch.stretches.pop()  # which only began
+        with section or nullcontext():
+            trainer.fit()
     return switch
 
 
+def synchronizations(folder: Path, watching: list[Callback], device: str) -> dict[str, float]:
+    """Return the device synchronizations per step of a bare loop, and of runs without and with the monitors."""
+    stretches = 10
+    steps, found = (stretches + 1) * STRETCH, {}
+    model = Decoder(SHAPES[device]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = RandomTokens(SHAPES[device], steps, device)
+    with Section(device, counts=True) as section:
+        for inputs, targets in batches:
+            with torch.autocast(device, torch.bfloat16):
+                loss = next_token_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found["a bare loop"] = section.figure / steps
+    for name, present in (("the Trainer, a record every ten steps", []), ("the same, with all monitors", watching)):
+        section = Section(device, counts=True)
+        fit({}, 0, stretches, folder, [UNMUTED], present, device, section=section)
+        found[name] = section.figure / steps
+    return found
+
+
 def a_step(stretch: list[float]) -> float:
-    """What a step of it takes, in the mean: one in ten has a record, and perhaps a monitor's look."""
+    """Return the mean time of a step of the stretch. One step in ten has a record."""
     *ordinary, last = stretch
     return statistics.fmean(ordinary) * (1 - 1 / STRETCH) + last / STRETCH
 
 
 def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
-    """The largest of these models and batches whose step is no longer than the target; and a step of the bare loop, in microseconds."""
+    """Return the largest of these models and batches whose step is no longer than the target, and the microseconds of a step of the
+    bare loop."""
     bare = statistics.median(peers.bare() for _ in range(15))
     found = SHAPE | {"num_hidden_layers": 1}, 1
     for layers, sequences in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 3), (4, 4), (4, 6), (4, 8)):
         shape = SHAPE | {"num_hidden_layers": layers}
         if (
-            statistics.median(itertools.chain(*(took for _, took in fit(shape, sequences, 12, folder, [NOBODY]).stretches)))
+            statistics.median(
+                itertools.chain(*(took for _, took in fit(shape, sequences, 12, folder, [MUTED], monitors(), "cpu").stretches))
+            )
             > TARGET * bare
         ):
             break
@@ -167,35 +255,54 @@ def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stretches", type=int, default=300, help="of each of the three states")
+    add_device(parser)
     arguments = parser.parse_args()
+    device = arguments.device
+    check_device(device)
     torch.set_num_threads(1)
     logging.getLogger("callsheet").setLevel(logging.ERROR)
+    watching = monitors()
+    waits: dict[str, float] = {}
+    shape: dict[str, Any] = {}
+    sequences, bare = 0, 0.0
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        shape, sequences, bare = sized(Path(folder))
-        switch = fit(shape, sequences, len(STATES) * (arguments.stretches + SETTLING), Path(folder), STATES)
-    took = [a_step(stretch) for _, stretch in switch.stretches[len(STATES) * SETTLING :]]
+        if device == "cpu":
+            shape, sequences, bare = sized(Path(folder))
+        switch = fit(shape, sequences, len(STATES) * (arguments.stretches + SETTLING), Path(folder), STATES, watching, device)
+        if device == "cuda":
+            waits = synchronizations(Path(folder), monitors(), device)
+    stretches = switch.stretches
+    took = [a_step(stretch) for _, stretch in stretches[len(STATES) * SETTLING :]]
     rounds = [took[i : i + 3] for i in range(0, len(took) - 2, 3)]
-    step = statistics.median(nobody for nobody, _, _ in rounds)
-    all_steps = sum(state == ALL_TAKEN for state, _ in switch.stretches) * STRETCH
-    shares = dict.fromkeys(MONITORS, 0.0)
+    step = statistics.median(muted for muted, _, _ in rounds)
+    all_steps = sum(state == TIMED for state, _ in stretches) * STRETCH
+    shares = {type(monitor).__name__: 0.0 for monitor in watching}
     for cost in switch.manager.cost_report(1).costs:
         if cost.event in STEP_EVENTS and cost.callback in shares:
             shares[cost.callback] += cost.seconds / all_steps * 1e6 / step
-    print(
-        f"{machine()}; {arguments.stretches} stretches of {STRETCH} steps in each state; a step of {step / 1000:.1f} ms of the training "
-        f"thread's time, {step / bare:.0f} of the bare loop's ({shape['num_hidden_layers']} layers, {sequences} sequences)\n"
-    )
-    print(f"All monitors: {', '.join(MONITORS)}.\n")
+    if device == "cuda":
+        of_step = f"{step / 1000:.1f} ms between CUDA events ({SHAPES[device]}, bf16)"
+    else:
+        of_step = (
+            f"{step / 1000:.1f} ms of the training thread's time, {step / bare:.0f} of the bare loop's "
+            f"({shape['num_hidden_layers']} layers, {sequences} sequences)"
+        )
+    print(f"{machine(device)}; {arguments.stretches} stretches of {STRETCH} steps in each state; a step of {of_step}\n")
+    print(f"All monitors: {', '.join(shares)}.\n")
     print("| what is added | µs a step, and its standard error | of the step |\n| --- | --- | --- |")
     for name, differences in (
-        ("all monitors", [told - nobody for nobody, told, _ in rounds]),
-        ("taking the time of all that they are told", [taken - told for _, told, taken in rounds]),
+        ("all monitors", [unmuted - muted for muted, unmuted, _ in rounds]),
+        ("timing all their handlers", [timed - unmuted for _, unmuted, timed in rounds]),
     ):
         added, error = held_mean(differences)
         print(f"| {name} | {added:+.0f} ± {error:.0f} | {added / step:+.2%} ± {error / step:.2%} |")
     print("\n| by the cost accounting: handlers of | of the step |\n| --- | --- |")
     for name, share in sorted({**shares, "(all)": sum(shares.values())}.items(), key=lambda item: -item[1]):
         print(f"| {name} | {share:.2%} |")
+    if waits:
+        print("\n| loop | device synchronizations a step |\n| --- | --- |")
+        for name, count in waits.items():
+            print(f"| {name} | {count:.3f} |")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,48 @@
-"""Every benchmark in turn; what they print also goes to benchmarks/results/.
+"""Run every benchmark, and write what they print to benchmarks/results/.
 
 make bench
+
+With `--device cuda`: only those that have a CUDA form, with results in benchmarks/results/cuda/.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
+from devices import add_device, check_device
+
 HERE = Path(__file__).resolve().parent
-WITH_COMPOSER = ("guests",)  # in the venv that sees all of this one, and has Composer
+WITH_COMPOSER = ("guests",)  # run in the environment that also has Composer
+
+
+ON_CUDA = ("trainer", "saving", "monitors", "pretraining")
+
+
+def run_on_cuda() -> int:
+    status = 0
+    results = HERE / "results" / "cuda"
+    results.mkdir(parents=True, exist_ok=True)
+    for name in ON_CUDA:
+        print(f"\n{name}", flush=True)
+        command = [sys.executable, f"{name}.py", "--device", "cuda"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=HERE)
+        print(done.stdout, end="", flush=True)
+        if done.returncode == 0:
+            (results / f"{name}.md").write_text(done.stdout)
+        status = status or done.returncode
+    return status
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(parser)
+    arguments = parser.parse_args()
+    check_device(arguments.device)
+    if arguments.device == "cuda":
+        return run_on_cuda()
     status = 0
     made = subprocess.check_output([sys.executable, HERE.parent / "tools" / "composer_venv.py"], text=True)
     with_composer = made.splitlines()[-1]
@@ -30,7 +59,8 @@ def main() -> int:
         ("lanes", ["lanes.py"]),
         ("lane_loss", ["lane_loss.py"]),
         ("recipes", ["recipes.py"]),
-        ("bridges", ["bridges.py", "--anew", "--raw", str(HERE / "results" / "bridges.jsonl")]),
+        ("pretraining", ["pretraining.py"]),
+        ("bridges", ["bridges.py", "--restart", "--raw", str(HERE / "results" / "bridges.jsonl")]),
         ("guests", ["guests.py"]),
         ("instructions", ["instructions.py", "hosts"]),
         ("guest-instructions", ["instructions.py", "guests"]),

@@ -1,12 +1,15 @@
 """What a checkpoint costs training, through `Trainer(save_in_background=True)` and `CheckpointSaver`, with other copies of the state beside it.
 
-python benchmarks/saving.py [--runs 4] [--rounds 5] [--layers 32] [--raw results/saving.jsonl] [--folder ...]
+python benchmarks/saving.py [--runs 4] [--rounds 5] [--layers 32] [--device cuda] [--raw results/saving.jsonl] [--folder ...]
 
 Every run is one `Trainer` over one model with AdamW, on one thread. In every round the same run saves a checkpoint in the background, and
 a few steps later copies the same state once, and then gives it to `dcp.async_save` with a stager that is reused. Blocked is the time
 between two steps, from `on_train_step_end` to the next `on_train_step_start`, less the median of that time without a save. A step counts
-as one beside a save if all of it lies between the begin of the save and the time of its manifest. Beside the time by the clock stands the
-processor time of the training thread, which other processes disturb less; it leaves out waiting.
+as one beside a save if all of it lies between the begin of the save and the time of its manifest. Besides the time by the clock, the
+tables have the processor time of the training thread, which other processes disturb less; it leaves out waiting.
+
+With `--device cuda` each step, each gap between steps and each copy is timed until the device has finished; the copy and `dcp.async_save` use
+pinned memory.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
+from devices import add_device, check_device, wait_for
 from timing import machine
 
 WIDTH, BATCH = 1024, 16
@@ -42,18 +46,21 @@ Moment = tuple[float, float]
 """By the clock, and in processor time of the training thread, in seconds."""
 
 
-def now() -> Moment:
+def now(device: str) -> Moment:
+    wait_for(device)
     return time.time(), time.thread_time()
 
 
-def since(moment: Moment) -> Moment:
+def since(moment: Moment, device: str) -> Moment:
+    wait_for(device)
     return time.time() - moment[0], time.thread_time() - moment[1]
 
 
 class Clock(Callback):
     """Notes when steps begin and end, and when something is written, by step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
+        self._device = device
         self.steps: dict[int, tuple[Moment, Moment]] = {}
         self.saves: dict[int, tuple[float, float]] = {}
         self.published: list[int] = []
@@ -61,17 +68,18 @@ class Clock(Callback):
         self.dcp_blocked: dict[int, Moment] = {}
         self.copies: dict[int, Moment] = {}
         self._folder = folder
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        is_cuda = device == "cuda"
+        self._stager = DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))  # pinned memory, copied without blocking
         self._future: Future[Any] | None = None
         self._buffers: list[Tensor] = []
-        self._began = now()
+        self._began = now(self._device)
         self._is_saving = False
 
     def on_train_step_start(self, ctx: Context) -> None:
-        self._began = now()
+        self._began = now(self._device)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.steps[ctx.step] = (self._began, now())
+        self.steps[ctx.step] = (self._began, now(self._device))
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         self._is_saving = True
@@ -84,21 +92,21 @@ class Clock(Callback):
         self._is_saving = False
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """The peers, at a boundary as well, unless a save is still being written."""
+        """Run the alternatives, at a boundary too, unless a save is still being written."""
         place = ctx.step % ROUND
         if place == 0 and self._future is not None:
             self._future.result()
         elif place == COPY_AT and not self._is_saving:
             tensors = list(tensors_of(state_of(ctx)))
             if not self._buffers:
-                self._buffers = [torch.zeros_like(tensor) for tensor in tensors]
-            began = now()
-            torch._foreach_copy_(self._buffers, tensors)
-            self.copies[ctx.step] = since(began)
+                self._buffers = [torch.zeros_like(tensor, device="cpu", pin_memory=self._device == "cuda") for tensor in tensors]
+            began = now(self._device)
+            torch._foreach_copy_(self._buffers, tensors, non_blocking=self._device == "cuda")
+            self.copies[ctx.step] = since(began, self._device)
         elif place == DCP_AT and not self._is_saving:
-            began, step = now(), ctx.step
+            began, step = now(self._device), ctx.step
             found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
-            self.dcp_blocked[step] = since(began)
+            self.dcp_blocked[step] = since(began, self._device)
             assert isinstance(found, Future)
             self._future = found
             found.add_done_callback(lambda _: self.dcp_saves.update({step: (began[0], time.time())}))
@@ -117,33 +125,33 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 class Batches:
-    """The same batch for ever."""
+    """Yields one batch again and again."""
 
-    def __init__(self, steps: int) -> None:
-        self._batch = (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
+    def __init__(self, steps: int, device: str) -> None:
+        self._batch = (torch.randn(BATCH, WIDTH).to(device), torch.randn(BATCH, WIDTH).to(device))
         self._steps = steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter([self._batch] * self._steps)
 
 
-def run(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """One `Trainer`; what was measured, in seconds."""
+def run(layers: int, rounds: int, folder: Path, device: str) -> dict[str, Any]:
+    """Run one `Trainer`, and return what was measured, in seconds."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    clock = Clock(folder)
+    clock = Clock(folder, device)
     steps = ROUND * (rounds + 1) - 1
     with Trainer(
         model,
         nn.functional.mse_loss,
-        Batches(steps),
+        Batches(steps, device),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         max_duration=f"{steps}ba",
         save_in_background=True,
         callbacks=[CheckpointSaver(save_interval=f"{ROUND}ba", keep=1, save_at_end=False), clock],
         runs_folder=folder,
         run_name="saving",
-        device="cpu",
+        device=device,
     ) as trainer:
         trainer.fit()
     return measured(clock)
@@ -161,7 +169,7 @@ def measured(clock: Clock) -> dict[str, Any]:
     everything = [*clock.saves.values(), *clock.dcp_saves.values()]
     lasted = {step: (end[0] - begin[0], end[1] - begin[1]) for step, (begin, end) in steps.items()}
 
-    def has_no_listeners(step: int) -> bool:
+    def is_undisturbed(step: int) -> bool:
         return all(
             steps[step][1][0] <= begin or (step - SETTLING in steps and steps[step - SETTLING][0][0] >= end)
             for begin, end in everything
@@ -171,12 +179,12 @@ def measured(clock: Clock) -> dict[str, Any]:
         return [(gaps[step][0] - idle[0], gaps[step][1] - idle[1]) for step in at if step in gaps]
 
     def beside(spans: dict[int, tuple[float, float]]) -> list[dict[str, list[Moment]]]:
-        """For every save, the steps that lie wholly beside it, and those around it that lie beside nothing."""
+        """Return, for every save, the steps that lie wholly beside it, and the undisturbed steps around it."""
         found = []
         for at, (begin, end) in spans.items():
             during = [lasted[step] for step in steps if begin <= steps[step][0][0] and steps[step][1][0] <= end]
             near = range(max(SETTLING + 2, at - DCP_AT), at + ROUND)
-            quiet = [lasted[step] for step in near if step in steps and has_no_listeners(step)]
+            quiet = [lasted[step] for step in near if step in steps and is_undisturbed(step)]
             if during and quiet:
                 found.append({"during": during, "quiet": quiet})
         return found
@@ -250,17 +258,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help=f"of {WIDTH} x {WIDTH} weights: 12 MiB of state each")
     parser.add_argument("--raw", type=Path, help="where every run's figures go, a line each")
     parser.add_argument("--folder", type=Path, help="on which disk to write; the system's folder for temporary files otherwise")
+    add_device(parser)
     arguments = parser.parse_args()
+    check_device(arguments.device)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.distributed")  # that there is one process, and that it overwrites
     runs = []
     for _ in range(arguments.runs):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            runs.append(run(arguments.layers, arguments.rounds, Path(folder)))
+            runs.append(run(arguments.layers, arguments.rounds, Path(folder), arguments.device))
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     megabytes = arguments.layers * WIDTH * WIDTH * 12 / 1e6
-    title = f"{machine()}; {megabytes:.0f} MB in {3 * arguments.layers} large tensors; {arguments.runs} runs, {arguments.rounds} saves each, one thread"
+    title = f"{machine(arguments.device)}; {megabytes:.0f} MB in {3 * arguments.layers} large tensors; {arguments.runs} runs, {arguments.rounds} saves each, one thread"
     if arguments.raw is not None:
         arguments.raw.write_text("".join(json.dumps({"on": title, **each}) + "\n" for each in runs))
     tables(runs, title)

@@ -1,4 +1,4 @@
-"""Timing on a noisy machine: many short turns of everything in the same run, so that what is compared has had the same weather."""
+"""Timing on a noisy machine: many short turns of everything in the same run, so that other work disturbs all of them equally."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Turn = Callable[[], float]
 
 
 def in_turns(subjects: Mapping[str, Turn], turns: int) -> dict[str, list[float]]:
-    """Run every subject once a turn, there and back; a subject returns its own figure. None pays for the rubbish of another."""
+    """Run every subject once a turn, in alternating order, and collect its figures. Garbage is collected before each, outside its time."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(turns):
         for name, subject in list(subjects.items())[:: -1 if turn % 2 else 1]:
@@ -25,7 +25,7 @@ def in_turns(subjects: Mapping[str, Turn], turns: int) -> dict[str, list[float]]
 
 
 def timed(statement: Callable[[int], None], times: int) -> Turn:
-    """A turn that gives nanoseconds a time, of a function that does it so many times."""
+    """Return a turn that measures the nanoseconds of one repetition of `statement`, which receives the number of repetitions."""
 
     def turn() -> float:
         began = time.perf_counter_ns()
@@ -36,12 +36,12 @@ def timed(statement: Callable[[int], None], times: int) -> Turn:
 
 
 def difference(figures: Mapping[str, list[float]], subject: str, floor: str) -> float:
-    """The median over turns of the subject's figure less the floor's of the same turn."""
+    """Return the median over turns of the subject's figure minus the floor's of the same turn."""
     return statistics.median(a - b for a, b in zip(figures[subject], figures[floor], strict=True))
 
 
 def held_mean(differences: Sequence[float]) -> tuple[float, float]:
-    """Their mean and its standard error, the most extreme twentieth on each side cut to what is next to it."""
+    """Return the winsorized mean and its standard error: the extreme twentieth on each side is replaced by the nearest other value."""
     ordered = sorted(differences)
     cut = len(ordered) // 20
     held = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
@@ -49,8 +49,8 @@ def held_mean(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def middle_mean(differences: Sequence[float]) -> tuple[float, float]:
-    """The mean of their middle half and its standard error (Tukey and McLaughlin's), whatever the outer quarters are: minutes of
-    weather in which a process stands still, say."""
+    """Return the mean of the middle half and its standard error (Tukey and McLaughlin's). The outer quarters may hold anything, such
+    as minutes in which other work stopped a process."""
     ordered = sorted(differences)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
@@ -59,12 +59,13 @@ def middle_mean(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def least(figures: Mapping[str, list[float]], subject: str) -> float:
-    """The subject's best turn: for nanoseconds, where everything that disturbs only adds."""
+    """Return the subject's best turn. It suits nanoseconds, which a disturbance can only increase."""
     return min(figures[subject])
 
 
-def machine() -> str:
-    """What the figures were measured on."""
+def machine(device: str = "cpu") -> str:
+    """Return what the figures were measured on."""
     import torch
 
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
+    name = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}{name}"

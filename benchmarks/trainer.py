@@ -1,16 +1,21 @@
 """What the Trainer adds to a bare PyTorch loop, beside what Ignite adds, in one run.
 
-The step is a small MLP's, about 250 to 350 µs on one core; every loop does the same forward, loss, backward, SGD step and zeroing.
+The step is a small MLP's, about 250 to 350 µs on one core; every loop does the same forward, loss, backward, SGD step and zeroing. With
+`--device cuda` the batches are on the device already, a turn is timed until the device has finished, and a further run of each loop
+counts its device synchronizations. Loops of packages that are not installed are left out.
 
-    python benchmarks/trainer.py [--turns 30] [--profile]
+    python benchmarks/trainer.py [--turns 30] [--device cuda] [--profile]
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib.util
 import pstats
-import time
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +23,35 @@ import torch
 from torch import Tensor, nn
 
 from callsheet import Callback, Context, Trainer
+from devices import Section, add_device, check_device
 from timing import difference, in_turns, machine
 
 STEPS = 500
 loss_function = nn.functional.cross_entropy
 
 
-def parts() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], torch.optim.Optimizer]:
+def parts(device: str = "cpu") -> tuple[nn.Module, list[tuple[Tensor, Tensor]], torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    batches = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(STEPS)]
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    batches = [(torch.randn(64, 64).to(device), torch.randint(0, 10, (64,)).to(device)) for _ in range(STEPS)]
     return model, batches, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def per_step(began: float) -> float:
-    """Microseconds a step since `began`."""
-    return (time.perf_counter() - began) / STEPS * 1e6
+def per_step(section: Section, counts: bool) -> float:
+    """Return the section's microseconds per step, or its synchronizations per step."""
+    return section.figure / STEPS * (1 if counts else 1e6)
 
 
-def bare() -> float:
-    model, batches, optimizer = parts()
+def bare(device: str = "cpu", *, counts: bool = False) -> float:
+    model, batches, optimizer = parts(device)
     model.train()
-    began = time.perf_counter()
-    for inputs, targets in batches:
-        loss = loss_function(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return per_step(began)
+    with Section(device, counts=counts) as section:
+        for inputs, targets in batches:
+            loss = loss_function(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return per_step(section, counts)
 
 
 class TwoHooks(Callback):
@@ -56,25 +62,24 @@ class TwoHooks(Callback):
         pass
 
 
-def trainer(callbacks: int) -> Trainer:
-    model, batches, optimizer = parts()
+def trainer(callbacks: int, device: str = "cpu") -> Trainer:
+    model, batches, optimizer = parts(device)
     hooks = [TwoHooks() for _ in range(callbacks)]
     return Trainer(
-        model, loss_function, batches, optimizer=optimizer, max_duration="1ep", device="cpu", callbacks=hooks, progress=False
+        model, loss_function, batches, optimizer=optimizer, max_duration="1ep", device=device, callbacks=hooks, progress=False
     )
 
 
-def ours(callbacks: int) -> float:
-    with trainer(callbacks) as made:
-        began = time.perf_counter()
+def ours(callbacks: int, device: str = "cpu", *, counts: bool = False) -> float:
+    with trainer(callbacks, device) as made, Section(device, counts=counts) as section:
         made.fit()
-        return per_step(began)
+    return per_step(section, counts)
 
 
-def ignite(callbacks: int) -> float:
+def ignite(callbacks: int, device: str = "cpu", *, counts: bool = False) -> float:
     from ignite.engine import Engine, Events
 
-    model, batches, optimizer = parts()
+    model, batches, optimizer = parts(device)
     model.train()
 
     def step(engine: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -88,13 +93,13 @@ def ignite(callbacks: int) -> float:
     for _ in range(callbacks):
         engine.add_event_handler(Events.ITERATION_STARTED, lambda engine: None)
         engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: None)
-    began = time.perf_counter()
-    engine.run(batches, max_epochs=1)
-    return per_step(began)
+    with Section(device, counts=counts) as section:
+        engine.run(batches, max_epochs=1)
+    return per_step(section, counts)
 
 
 def show_profile() -> None:
-    """Where a fit without callbacks spends its time, function by function: calls a step, and microseconds a step under the profiler."""
+    """Print the calls and microseconds per step of each function, in a fit without callbacks under the profiler."""
     made = trainer(0)
     with cProfile.Profile() as profile:
         made.fit()
@@ -114,25 +119,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="where the time of a fit goes, by function")
+    add_device(parser)
     arguments = parser.parse_args()
+    device = arguments.device
+    check_device(device)
     torch.set_num_threads(1)
     if arguments.profile:
         show_profile()
         return
-    loops = {
-        "bare": bare,
-        "callsheet": lambda: ours(0),
-        "callsheet, ten callbacks": lambda: ours(10),
-        "ignite": lambda: ignite(0),
-        "ignite, ten callbacks": lambda: ignite(10),
+    loops: dict[str, Callable[..., float]] = {
+        "bare": partial(bare, device),
+        "callsheet": partial(ours, 0, device),
+        "callsheet, ten callbacks": partial(ours, 10, device),
     }
+    if importlib.util.find_spec("ignite") is not None:
+        loops |= {"ignite": partial(ignite, 0, device), "ignite, ten callbacks": partial(ignite, 10, device)}
+    else:
+        print("Ignite is not installed and is left out", file=sys.stderr)
     figures = in_turns(loops, arguments.turns)
-    print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
+    print(f"{machine(device)}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
     print("| loop | µs a step over the bare loop |\n| --- | --- |")
     for name in loops:
         if name != "bare":
             print(f"| {name} | {difference(figures, name, 'bare'):.1f} |")
     print(f"| (the bare loop itself) | {sorted(figures['bare'])[arguments.turns // 2]:.0f} |")
+    if device == "cuda":
+        print("\n| loop | device synchronizations a step |\n| --- | --- |")
+        for name, loop in loops.items():
+            print(f"| {name} | {loop(counts=True):.3f} |")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from torch import nn
 
 from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
-from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
 from callsheet.checkpoint import find_checkpoints
+from callsheet.report import leave_request, withdraw_request
 
 
 class Leaves(Callback):

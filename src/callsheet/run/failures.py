@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import psutil
 import torch
 
 from callsheet.checkpoint.ranks import RankLost
+from callsheet.core.optional import load
 from callsheet.errors import DistributedError, text_of
 from callsheet.run.process_groups import LateAfterSignal
 
@@ -51,6 +51,7 @@ def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:
             f"most, {_gib(torch.cuda.memory_reserved(device))} reserved by torch, {_gib(free)} of {_gib(total)} free"
         )
     else:
+        psutil = load("psutil", extra="train", wanted_by="Trainer")
         memory = psutil.virtual_memory()
         held = f"this process holds {_gib(psutil.Process().memory_info().rss)}, and {_gib(memory.available)} of {_gib(memory.total)} are free"
     return f"out of memory; {held}; try {', '.join(hints)}"

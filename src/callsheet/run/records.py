@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from callsheet.core.context import Context
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.optional import load
 from callsheet.core.run_state import MetricsRecord
 from callsheet.core.time import Interval
 from callsheet.run.metrics import MetricLog, Series, scalar
@@ -35,7 +35,9 @@ class Records:
         self._has_listeners = manager.has_listeners
         self._device = device
         self._world = world
-        self._process = psutil.Process()  # created here: after a fork, an older one would describe the parent process
+        self._process: Any = None
+        if device.type != "cuda":  # created here: after a fork, an older one would describe the parent process
+            self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # how many intervals have a record
         self._recorded_step = 0  # the step of the last record
 
